@@ -68,8 +68,10 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any) -> Coverage:
     resolver, sites = asked.resolver(), _sites(labeled)
     floats = {} if resolver is None else resolver.float_blocks(sites, must_have=False)
     decide = _Decider(resolver, has_config, reading, sites, floats, backend)
-    rows = tuple(_row(each, decide) for each in labeled)
-    missing = tuple(_missing(_layers(labeled, decide), labeled))
+    layers = _layers(labeled, decide)
+    unnamed = _unnamed(layers, labeled, decide)
+    rows = tuple(_row(each, decide, is_unnamed=each in unnamed) for each in labeled)
+    missing = tuple(_missing(layers, labeled, len(unnamed)))
     return Coverage(rows, missing, tuple(_nothing_seen(rows, decide)), *standing(program, labeled))
 
 
@@ -103,8 +105,25 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
     return layers
 
 
-def _missing(layers: _Layers, labeled: Sequence[LabeledContraction]) -> Iterator[str]:
-    """List the backward matmuls of layers to quantize that are not there, for models that are differentiated."""
+def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
+    """Return the gradients in dtypes that a layer wants, if no scope and no operand shows their layer.
+
+    A rematerialized op of another library, or of the user, has such gradients: its activations are computed again. The
+    scopes of jaxquant's own layers name theirs.
+    """
+    foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
+    pairs = [found.wanted[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]
+    rest = (each for each in labeled if each.forward is None and each.dtypes.is_low and decide(each) is None)
+    return {each for each in rest if any(_fits(each.dtypes.elements, wants[::n]) for wants in pairs for n in (1, -1))}
+
+
+def _missing(layers: _Layers, labeled: Sequence[LabeledContraction], unnamed: int) -> Iterator[str]:
+    """List the backward matmuls of layers to quantize that are not there, for models that are differentiated.
+
+    Args:
+      layers, labeled: contractions of the layers to quantize, and all.
+      unnamed: number of gradients without a layer; each may be one that a layer lacks.
+    """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
     models = {each.contraction.place.decided for each in labeled if each.is_backward}
@@ -113,7 +132,9 @@ def _missing(layers: _Layers, labeled: Sequence[LabeledContraction]) -> Iterator
         if any(each.contraction.place.decided in models for each in own):
             found = [each.matmul for each in own if each.is_backward]
             lacking = [matmul for matmul in _gradients(own, results) if matmul not in found]
-            if len(lacking) > found.count("bwd"):
+            lost = max(len(lacking) - found.count("bwd"), 0)
+            unnamed -= lost
+            if lost and unnamed < 0:
                 yield from (f"{name} {matmul}" for matmul in lacking)
 
 
@@ -196,10 +217,10 @@ def _is_layer(forward: LabeledContraction) -> bool:
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
 
-def _row(each: LabeledContraction, decide: _Decider) -> Row:
+def _row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row:
     contraction, dtypes = each.contraction, each.dtypes
     (lhs, left), (rhs, right) = each.operands
-    wanted, reason, fault = _judge(each, decide)
+    wanted, reason, fault = _judge(each, decide, is_unnamed=is_unnamed)
     if fault:
         reason = fault = f"{fault} and {left.dtype} × {right.dtype} is there"
     return Row(
@@ -223,7 +244,7 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
     )
 
 
-def _judge(each: LabeledContraction, decide: _Decider) -> tuple[tuple[str, ...], str, str]:
+def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> tuple[tuple[str, ...], str, str]:
     """Return the operand dtypes that are wanted, the reason for those that are there, and a fault, "" for none."""
     dtypes, decision = each.dtypes, decide(each)
     widened, why = _widened(each, dtypes)
@@ -239,7 +260,7 @@ def _judge(each: LabeledContraction, decide: _Decider) -> tuple[tuple[str, ...],
         return (), why or _float_reason(each, decide), ""
     if not decide.has_config:
         return (), "", ""
-    return (), "no layer that the config knows", "float is wanted (no linear layer of the model)"
+    return (), "no layer that the config knows", "" if is_unnamed else "float is wanted (no linear layer of the model)"
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
