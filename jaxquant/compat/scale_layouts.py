@@ -58,9 +58,4 @@ class ScaleLayout(enum.Enum):
 
 
 _ALIGNMENT = 4
-_AXES = {
-    ScaleLayout.ROW_MAJOR: -1,
-    ScaleLayout.MLC_DYNAMIC: 0,
-    ScaleLayout.MLC_BMM: 1,
-    ScaleLayout.MLC_STATIC: -2,
-}
+_AXES = {ScaleLayout.ROW_MAJOR: -1, ScaleLayout.MLC_DYNAMIC: 0, ScaleLayout.MLC_BMM: 1, ScaleLayout.MLC_STATIC: -2}

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TENSORS = {
-    "input": ("fwd_lhs", "drhs_lhs"),
-    "kernel": ("fwd_rhs", "dlhs_rhs"),
-    "output_grad": ("dlhs_lhs", "drhs_rhs"),
-}
+TENSORS = {"input": ("fwd_lhs", "drhs_lhs"), "kernel": ("fwd_rhs", "dlhs_rhs"), "output_grad": ("dlhs_lhs", "drhs_rhs")}
 """Tensors with delayed scaling, by flax's names, and the operands that are made of each."""
 SCALE, HISTORY, BINS = FIELDS = ("scale", "amax_history", "amax_bins")
 """Fields of each; ``core.delayed`` has their meaning."""

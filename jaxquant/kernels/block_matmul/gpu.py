@@ -19,16 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul.reference import BLOCK, NAME
-from jaxquant.kernels.block_matmul.tuning import (
-    COLUMNS,
-    PART,
-    ROWS,
-    STEPS,
-    SWIZZLED,
-    Tile,
-    grouped_tile,
-    tile_for,
-)
+from jaxquant.kernels.block_matmul.tuning import COLUMNS, PART, ROWS, STEPS, SWIZZLED, Tile, grouped_tile, tile_for
 
 Mode = Literal["dense", "grouped", "grouped_drhs"]
 _REGISTERS = plgpu.Layout.WGMMA

@@ -59,13 +59,7 @@ def sum_dtype(dtype: str) -> str:
 
 
 def rescale(
-    out: Array,
-    scale: Array | None,
-    left: Array | None,
-    right: Array | None,
-    *,
-    out_dtype: str,
-    accumulator: str,
+    out: Array, scale: Array | None, left: Array | None, right: Array | None, *, out_dtype: str, accumulator: str
 ) -> Array:
     """Round sums of products to the accumulator, multiply them by the scales and round to the dtype of the result.
 
