@@ -294,7 +294,8 @@ def _amaxes(tree: Any) -> dict[str, jax.Array]:
         amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axes).astype(jnp.float32)
         return jnp.where(jnp.isnan(x).any(axis=axes), jnp.nan, amax)
 
-    leaves = leaves_by_path(quantization_state.unpack(tree)).items()
+    is_packed = isinstance(tree, quantization_state.PackedState)
+    leaves = leaves_by_path(quantization_state.unpack(tree) if is_packed else tree).items()
     return {path: reduce(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 

@@ -147,7 +147,7 @@ _TE_TILE = _nvfp4(reciprocal=True)
 _TE_GRAD = _nvfp4(reciprocal=True, rounding="stochastic")
 _NVFP4 = Recipe(
     "nvfp4",
-    fwd=MatmulSpec(_TE_TILE, keeping_grid(_nvfp4(reciprocal=True, granularity="per_block", free_size=16)), "float32"),
+    fwd=MatmulSpec(_TE_TILE, _nvfp4(reciprocal=True, granularity="per_block", free_size=16), "float32"),
     dlhs=MatmulSpec(_TE_GRAD, FORWARD, "float32"),
     drhs=MatmulSpec(_TE_TILE, _TE_GRAD, "float32", rotation=Rotation(16)),
 )
@@ -162,7 +162,7 @@ def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
     rotation = Rotation(size, "fresh")
     return Recipe(
         name,
-        fwd=MatmulSpec(_nvfp4(), keeping_grid(_nvfp4()), "float32"),
+        fwd=MatmulSpec(_nvfp4(), _nvfp4(), "float32"),
         dlhs=MatmulSpec(grad, spec, "float32", rotation=rotation),
         drhs=MatmulSpec(spec, grad, "float32", rotation=rotation),
     )

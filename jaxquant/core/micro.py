@@ -8,7 +8,6 @@ al., Quartet II (arXiv 2601.22813) for EDEN's correction of block scales.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 
 import jax
@@ -19,7 +18,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
-from jaxquant.core.scales import GRID_BITS, SMALLEST_GRADIENT_SCALE, floor_scale, largest, significant
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
 from jaxquant.core.sharding import over_devices
 
 Array = jax.Array
@@ -63,7 +62,7 @@ def quantize_micro(
     else:
         highest = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0), x, except_axes)
     top = element(spec.dtype).bound / micro.headroom
-    real, outer = _real_scales(amax, highest, top, micro.scale_bound, spec)
+    real, outer = _real_scales(amax, highest, top, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block
 
     def candidate(factor: float) -> tuple[QTensor, Array]:
@@ -90,14 +89,13 @@ def quantize_micro(
     return tensor
 
 
-def _real_scales(amax: Array, whole: Array, top: float, bound: float, spec: TensorSpec) -> tuple[Array, Array]:
+def _real_scales(amax: Array, whole: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
     """Return the block scales before they are rounded, in units of the outer scale, and that."""
-    rounded = functools.partial(significant, count=GRID_BITS) if spec.has_grid_scale else lambda x: x
-    if spec.reciprocal:
-        encode = rounded(jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST)))
+    if is_reciprocal:
+        encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
         return amax * (encode * (1 / top)), 1 / encode
     # Constants divide as they do under jit, where XLA multiplies by 1 / constant. Below the floor quotients are NaN.
-    outer = floor_scale(rounded(whole * (1 / (bound * top))), SMALLEST_GRADIENT_SCALE)
+    outer = floor_scale(whole * (1 / (bound * top)), SMALLEST_GRADIENT_SCALE)
     return amax * (1 / top) / outer, outer
 
 

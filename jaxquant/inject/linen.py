@@ -152,12 +152,7 @@ class Face:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def trace_example(self, model: nn.Module, *inputs: Any, **kwargs: Any) -> Traced:
-        """Trace a call of the float model on parameters that are shapes only.
-
-        Raises:
-          ValueError: the model is quantized.
-        """
-        refuse_twice(model)
+        """Trace a call of the float model on parameters that are shapes only."""
         with at_work(self):
             variables = unfreeze(trace_init(model, *inputs, **kwargs))
         key = jax.eval_shape(lambda: jax.random.key(0))

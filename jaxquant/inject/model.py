@@ -12,6 +12,7 @@ from jaxquant.config.quant_config import QuantConfig, is_program_config, refuse_
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, maxtext
 from jaxquant.inject import nnx as nnx_face
+from jaxquant.inject.faces import refuse_twice
 from jaxquant.inject.handle import QuantMode, refuse_accumulation
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
@@ -128,7 +129,8 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
       example_inputs, example_kwargs: as in ``linear_layers``.
 
     Raises:
-      ValueError: a rule that matches no layer, or float blocks of a model that has none.
+      ValueError: a rule that matches no layer, float blocks of a model that has none, or a Linen model that is already
+        quantized.
       TypeError: something that is no model.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
@@ -136,6 +138,7 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
     _require_module("describe_layers", "jaxquant.quantize(...).report", model)
     if isinstance(model, nnx.Module):
         return nnx_face.describe(model, config, *example_inputs, **example_kwargs)
+    refuse_twice(model)
     face = linen.Face(config)
     return face.engine.layers(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
 

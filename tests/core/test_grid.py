@@ -17,6 +17,7 @@ from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.formats import CODECS, codec
 from jaxquant.ops import initial_state
 from jaxquant.ops.operand import quantize_kernel
+from tests import numerics
 
 STRINGS = {id(row): name for name, row in RECIPES.items() if row.recipe is not None}
 # llama.cpp's encoders search a grid by least squares, and another one may fit the decoded values as well.
@@ -46,7 +47,10 @@ def test_every_string(string, dtype):
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(jnp.max(jnp.abs(x)).astype(jnp.float32))
     first, second = twice(jax.jit(functools.partial(quantize_kernel, axes=(0,), recipe=recipe, state=state)), x)
-    np.testing.assert_array_equal(second, first)
+    if recipe.fwd.rhs.micro is None:
+        np.testing.assert_array_equal(second, first)
+    else:  # TransformerEngine's arithmetic, whose outer scale may move in its last bit
+        assert np.linalg.norm(second - first) < numerics.OUTER_SCALE_AGAIN * np.linalg.norm(first)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

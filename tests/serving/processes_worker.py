@@ -45,7 +45,7 @@ def main(directory: Path) -> None:
         for name, (tensor, lies, scale) in made.items()
     }
     params["host"] = np.arange(4, dtype=np.float32)
-    save(directory, params, {"quantization": "int4w"})
+    save(directory, params, {})
 
     def place(path: str, shape: tuple[int, ...], dtype: str) -> Sharding:
         return {"rows/qvalue": rows, "columns/qvalue": columns, "columns/scale": columns}.get(path, whole)
