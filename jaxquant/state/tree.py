@@ -50,7 +50,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
 _MARK = re.compile(rf"({BINS}|{HISTORY}|{SPARSITY}_{USES})(_|$)")
-"""Found in the flat or nested name of a field that an optimizer makes negative."""
+"""Pattern of the name, flat or nested, of a field that an optimizer makes negative."""
 _READ: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
 """Traced marks of quant state that a layer has read, by id: the arrays of the function that takes the gradient."""
 
@@ -90,12 +90,12 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
       TypeError: ``quant_state`` is not a mapping or packed state.
       ValueError: the arguments are swapped, or one of them is the whole variables.
     """
-    require_tree(params, "params")
     tree, found = unpack(quant_state), next(_marks_in(params), None)
-    if found or list(params) == ["params"] or (tree and ("params" in tree or not next(_marks_in(tree), None))):
+    names = list(params) if isinstance(params, Mapping) else type(params).__name__  # a function's may be any pytree
+    if found or names == ["params"] or (tree and ("params" in tree or not next(_marks_in(tree), None))):
         raise ValueError(
-            f"params has {list(params)} and quant_state has {list(tree)}: they are swapped, or one of them is the "
-            "whole variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
+            f"params has {names} and quant_state has {list(tree)}: they are swapped, or one of them is the whole "
+            "variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
         )
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: tree} if tree else {})
 
