@@ -1,4 +1,4 @@
-"""Run jaxquant with the newest released MaxText, Tunix, Tokamax and Keras, in an environment of its own.
+"""Run jaxquant with the newest MaxText and Keras, in a new environment that has Tunix and Tokamax too.
 
     python3.12 validation/ecosystem.py [--environment FOLDER] [--parts fields,keras,dense,...] [--cases REGEX]
 
@@ -45,7 +45,7 @@ IMPORTED = """
 omegaconf pydantic jinja2 tensorflow-cpu transformers pillow sympy sentencepiece tiktoken datasets grain pathwaysutils
 drjax gcsfs google-cloud-storage cloud-tpu-diagnostics ml-goodput-measurement tensorboardX
 """
-"""What MaxText imports; its wheel requires nothing."""
+"""Packages that MaxText imports; its wheel requires none."""
 NAMES = (
     "configure_kv_quant",
     "configure_quantization",
@@ -60,7 +60,7 @@ NAMES = (
     "maybe_quantize_model",
     "remove_quantized_params",
 )
-"""What jaxquant puts in the place of MaxText's functions of the same name."""
+"""MaxText's functions that are replaced by those of jaxquant with the same name."""
 TINY = {
     "run_name": "tiny",
     "dataset_type": "synthetic",
@@ -115,14 +115,14 @@ DECODERS: dict[str, dict[str, Any]] = {
 }
 """MaxText's model names, at sizes of a test."""
 VALUES = {"kv_quant_axis": "dkv", "kv_quant_dtype": "int4", "weight_dtype": "float8_e4m3fn", "weight_block_size": 128}
-"""What ``fields`` sets a field to, where its type does not say it."""
+"""Values that ``fields`` gives to a field, if its type does not determine one."""
 NEEDED = {"kv_quant": "quantize_kvcache", "logits_proj": "quantize_logits_proj"}
 """The switch without which a field has no effect, by the start of the field's name."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run gave; ``error`` alone where it raised.
+    """Results of a run; only ``error`` if it raised.
 
     Attributes:
       losses: of every step, as MaxText's metrics have them.
@@ -158,7 +158,7 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 @contextlib.contextmanager
 def shimmed() -> Iterator[None]:
-    """Set jaxquant's functions in the place of MaxText's, for the length of a context."""
+    """Replace MaxText's functions by jaxquant's within a context."""
     from maxtext.layers import quantizations
 
     import jaxquant

@@ -1,4 +1,4 @@
-"""Run MaxText's own quantization tests, and read every YAML that it ships, with jaxquant in the place of its module.
+"""Run MaxText's own quantization tests, and read every YAML that it ships, with jaxquant instead of its module.
 
     python validation/maxtext_tests.py CHECKOUT [pytest arguments]
 
@@ -57,7 +57,7 @@ def read_yamls(checkout: pathlib.Path) -> int:
 
 
 def shim() -> None:
-    """Set jaxquant's functions in the place of MaxText's."""
+    """Replace MaxText's functions by jaxquant's."""
     from maxtext.layers import quantizations
 
     import jaxquant

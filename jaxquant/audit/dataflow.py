@@ -73,7 +73,7 @@ class Place:
         the body of a ``while`` counts once and so does every branch of a ``cond``.
       context: index of the equation at each level of nesting, as ``trace.analysis`` counts.
       kernel: the primitive of the kernel that it is in, or "".
-      decided: what was decided over the layers of the quantized model that it is part of, or None.
+      decided: decisions about the layers of the quantized model that it is part of, or None.
     """
 
     scopes: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ What Qwix does in its own way, under every recipe:
 
 - It divides by the scale, so ``TensorSpec.reciprocal`` True differs in the last bit of a qvalue. Scales have the dtype
   of the tensor (bfloat16 in a bfloat16 model).
+- It maps the amax of an integer weight to qmax + 0.5 and rounds no scale, so ``TensorSpec.keeps_grid`` has no effect.
 - ``MatmulSpec.shards`` cuts the **last** contraction axis of the weight gradient (of a batch of sequences: the
   sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
   matmul.

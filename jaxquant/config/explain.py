@@ -223,7 +223,7 @@ def _details(spec: TensorSpec) -> Iterator[str]:
     if spec.micro is not None:
         yield from _micro(spec.micro)
     if spec.has_grid_scale:
-        yield f"the scale in {element(spec.dtype).scale_bits} bits, so that decoded values quantize to themselves"
+        yield f"on native a scale of {element(spec.dtype).scale_bits} bits, with which decoded values keep their codes"
     if spec.source == "forward":
         yield "made of what the forward matmul read"
     yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"
@@ -253,7 +253,7 @@ def describe_element(known: Element) -> str:
         if known.kind == "int"
         else f"{known.mantissa_bits} mantissa bits, normal from 2^{known.min_exponent}, largest {known.max:g}"
     )
-    of_weight = f", of a weight / {known.max:g}" if known.max != known.bound else ""
+    of_weight = f", of a weight on native / {known.max:g}" if known.max != known.bound else ""
     zero = f"1/{2 * known.bound / 2.0 ** (known.min_exponent - known.mantissa_bits):,.0f} of the statistic rounds to 0"
     return (
         f"{known.name}: {known.bits} bits, {inside}; a scale is the statistic / {known.bound:g}{of_weight}, and {zero}."

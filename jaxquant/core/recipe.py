@@ -51,8 +51,8 @@ class MatmulSpec:
         per-channel scale is multiplied into the other operand before that one is quantized.
       accumulator: dtype name asked of the matmul (``preferred_element_type``), or None for the result's dtype
         (float32 where the result is float16).
-      shards: the first contraction axis is cut into this many blocks, each quantized by itself (1: whole; -1: as many
-        as devices share the axis in the computation, which contractions count, ``ops.pieces.with_shards``).
+      shards: the first contraction axis is cut into this many blocks, each quantized separately (1: whole; -1: one
+        for each device that shares the axis, see ``ops.pieces.with_shards``).
       rotation: of both operands before they are quantized, None for none. Of several contraction axes the last that
         holds a run is rotated, and tiles lie along it.
       arithmetic: as ``Recipe.arithmetic``, of a backward matmul that has another; None is the recipe's.

@@ -54,10 +54,10 @@ def is_whole(x: Array) -> bool:
 
 
 def device_parts(x: Array, axis: int) -> int:
-    """Count the parts of an axis, all of one size, of which each lies on one device; 1 if types name no mesh.
+    """Count the equal parts of an axis that lie on one device each; 1 if neither its type nor the context has a mesh.
 
-    An explicit axis of a mesh says what it cuts. An automatic axis does not, so every one of them may cut the axis. An
-    array on no mesh is on that of the context. Devices that are on neither take no part in the computation.
+    The type names the explicit mesh axes that cut an axis. It does not name automatic ones, so each of them may cut it.
+    An array without a mesh in its type is on the mesh of the context. Other devices take no part in the computation.
     """
     sharding = jax.typeof(x).sharding
     mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh

@@ -42,8 +42,8 @@ class TensorSpec:
         scale of its own.
       calibration: statistic that gives the scale.
       scaling: ``dynamic`` (this step's statistic; a ``fixed`` calibration is static by itself), ``delayed`` (amax
-        history, needs state and ``per_tensor``) or ``static`` (a scale that is handed to the op; with ``outer_scale``
-        that one, and those of the tiles follow this step's statistic).
+        history, needs state and ``per_tensor``) or ``static`` (a scale that is passed to the op; with ``outer_scale``
+        it is the outer scale, and the scales of the tiles follow this step's statistic).
       rounding: ``nearest`` (ties to even) or ``stochastic``.
       tile_size: elements along the contraction that share a scale, for ``per_tile`` and ``per_block``.
       reciprocal: multiply by 1/scale instead of dividing by scale. AQT multiplies, Qwix and flax divide; the last
@@ -66,8 +66,8 @@ class TensorSpec:
       keeps_grid: whether decoded values quantize to the same elements and scales again, as weights need it. The scale
         is then the least that clips nothing: ``statistic / max`` in few significant bits (``Element.scale_bits``, or
         float16's 11 if these give a float32 statistic back). Integers use every code: their statistic is
-        ``max(x, -x · max / (max + 1))``. Only the plain calibration ``absmax`` with dynamic scaling and without powers
-        of two reads it.
+        ``max(x, -x · max / (max + 1))``. Only dynamic scaling with the plain calibration ``absmax`` reads it, and
+        only the native backend; ``keeping_grid`` leaves it off for scales that are rounded up to powers of two.
     """
 
     dtype: str

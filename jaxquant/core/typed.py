@@ -35,7 +35,7 @@ def nearest(name: Any, known: Iterable[str], count: int = 1, cutoff: float = 0.6
     Args:
       name: what was written.
       known: the known names.
-      count: how many names may be near; only one if it differs from what was written in its capitals alone.
+      count: largest number of names; only one is returned if it differs in capitals only.
       cutoff: difflib's.
       otherwise: returned if no name is near; None lists the known ones.
     """

@@ -26,7 +26,7 @@ class Vocabulary:
       tokenizer_json: a ``tokenizer.json`` of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, empty if they have none.
       scores: scores of the tokens for a tokenizer of SentencePiece, in GGUF files; empty for byte-level BPE.
-      origin: where it was read.
+      origin: file or metadata that it was read from.
     """
 
     tokens: tuple[str, ...]

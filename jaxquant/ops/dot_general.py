@@ -320,10 +320,10 @@ def _tells_all(spec: Operand, scale: Array) -> bool:
 
 
 def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
-    """Cut a weight gradient's contraction in parts of one device each, and tell whether devices may hold parts.
+    """Return the left operand with a scale for each device's part of the contraction, and whether there are parts.
 
     The sum of each part is then scaled, and sent between devices in the gradient's dtype. A compiler that cuts a single
-    integer matmul sends sums in int32. An axis whose scales cut it already stays.
+    integer matmul sends sums in int32. An axis that scales already cut is not cut again.
     """
     for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         if not (isinstance(left, QTensor) and isinstance(right, QTensor)):

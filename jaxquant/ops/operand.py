@@ -92,7 +92,7 @@ def quantize_operand(
       batch: its batch axes.
       state: of the operand before this step, where the spec scales by past steps.
       static_scale: one scale for the whole operand, or one for each tile along its contraction axis; it takes the place
-        of the spec's own (with ``outer_scale``: of that one alone), and nothing is observed.
+        of the spec's own (with ``outer_scale``: only of the outer one), and nothing is observed.
       key: random key, for stochastic rounding.
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.

@@ -80,7 +80,7 @@ def save(
 
     Raises:
       FileExistsError: the directory exists.
-      ValueError: the whole variables in place of their "params", or a kernel that no recipe of the config makes.
+      ValueError: the whole variables instead of their "params", or a kernel that no recipe of the config makes.
       ValueError, TypeError: something that a checkpoint does not keep, named.
     """
     directory = Path(directory).resolve()

@@ -144,8 +144,9 @@ def _apply_updates(params: Any, updates: Any, plain: Callable[..., Any] = optax.
 def refuse_trained(quant_state: State) -> None:
     """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
 
-    The first call also makes ``optax.apply_updates`` refuse quant state among the parameters: a jitted step runs Python
-    once, while it is traced, and that is the one call of an optax loop that has the names of what is updated.
+    It also replaces ``optax.apply_updates``, for the whole process, by a function that refuses quant state among the
+    parameters: a jitted step runs Python once, while it is traced, and only that call of an optax loop has the names of
+    what is updated. A name that was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
 
     Raises:
       ValueError: names the variable, and what keeps the state out of an optimizer.

@@ -40,8 +40,8 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
 
     Left in float by default, below rules: tables of embeddings that are also looked up; the last layer where its result
     goes into a softmax, a log-sum-exp or an argmax; layers whose result is ranked (routers); and what
-    ``maybe_quantize_model`` excludes by name. What cannot be replaced is in ``qfn.report(params, *args)`` with the
-    reason, and an error where the config is ``strict``.
+    ``maybe_quantize_model`` excludes by name. A layer that cannot be replaced is in ``qfn.report(params, *args)``
+    with the reason and in a warning, and is an error if the config is ``strict``.
 
     Args:
       fn: ``fn(params, *args)``, of any tree of parameters. What it closes over is constant. As under ``jax.jit``,
@@ -54,7 +54,7 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     Raises:
       NotImplementedError: what the backend does not honour, and settings of serving.
       ValueError: a function without an argument by position, or with one called ``quant_state``.
-      TypeError: a Flax module or class in place of a function.
+      TypeError: a Flax module or class instead of a function.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
 
     Source: the interpreter pattern of "Writing custom interpreters in JAX"; quax does the same for array types.

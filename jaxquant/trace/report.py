@@ -140,7 +140,7 @@ def decision_fields(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decided:
-    """A mark among the name scopes of a quantized program: the layers of its model. It adds nothing to their text.
+    """Entry of the name stack of a quantized program that holds the layers of its model. It adds no text to the stack.
 
     Attributes:
       rows: returns what ``layer_rows`` lists.
@@ -151,7 +151,7 @@ class Decided:
     name: str = ""
 
     def wrap(self, names: list[str]) -> None:
-        """Do nothing, where a scope adds its name."""
+        """Add no name; a scope would add its own."""
 
     @functools.cached_property
     def layers(self) -> dict[str, Row]:

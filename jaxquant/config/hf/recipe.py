@@ -20,7 +20,7 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
       side: ``weight`` or ``input``.
 
     Raises:
-      NotImplementedError: a zero point of floats or beside a static scale, a scale along the contraction, which no
+      NotImplementedError: a zero point of floats or next to a static scale, a scale along the contraction, which no
         matmul can take out, or static scales of tiles.
     """
     fields: dict[str, Any] = {"dtype": operand.dtype}
