@@ -331,7 +331,7 @@ def is_program_config(obj: Any) -> bool:
 
 
 _ASKS = re.compile(r"quant|fp8|fp4|calibration|qtype|weight_block_size|embed_moe_on_fsdp|(^|_)te_")
-"""What a field's name has if it is about quantization, or about TransformerEngine's matmuls."""
+"""Pattern of the names of fields about quantization, or about TransformerEngine's matmuls."""
 _LOW = re.compile(r"int[48]\b|float[48]|fp[48]")
 _INERT = {"", "()", "[]", "{}", "None", "False", "0", "0.0", "-1", "disabled", "te_no_quant"}
 _LOGITS_CALIBRATION = "logits_proj_quant_calibration_method"

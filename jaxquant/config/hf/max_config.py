@@ -35,7 +35,7 @@ _OLDER |= {"quant_method": "format"}
 
 
 class _TakesOlderNames(type):
-    """A class that takes its arguments by their older names, too."""
+    """Metaclass of classes whose arguments may have their older names, too."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         renamed = {_OLDER[name]: fields.pop(name) for name in _OLDER.keys() & fields.keys()}
@@ -44,7 +44,7 @@ class _TakesOlderNames(type):
 
 @dataclasses.dataclass(frozen=True)
 class QuantConfig(metaclass=_TakesOlderNames):
-    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose names it takes, too.
+    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose names it accepts, too.
 
     Attributes:
       input_scale: scales of the inputs; None where the inputs stay in float.
