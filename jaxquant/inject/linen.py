@@ -31,7 +31,7 @@ from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import STREAMS, at_work, quantized_with, refuse_twice
-from jaxquant.inject.linen_classes import Use, make_class
+from jaxquant.inject.linen_classes import Use, asked, make_class, own
 from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -96,9 +96,9 @@ class Call:
         if self.is_init:
             with at_work(self.face):
                 return _initialize(self.module, self.method, variables, rngs, args, kwargs)
-        options = {"rngs": rngs, "method": self.method, "mutable": self.mutable, "capture_intermediates": self.capture}
+        options = asked(rngs=rngs, method=self.method, mutable=self.mutable, capture_intermediates=self.capture)
         with at_work(self.face):
-            return self.module.apply(variables, *args, **options, **kwargs)
+            return own(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
 
     def __hash__(self) -> int:
         return hash((id(self.face), type(self.module), self.method))
@@ -188,6 +188,12 @@ class Face:
         """Make the quant state of the layers that a call runs, from variables that are initialized; no arithmetic."""
         return self.engine.init(*self._initial_call(use), prefix=use.prefix, is_whole=use.is_whole)
 
+    def initial_output(self, use: Use) -> Any:
+        """Compute in low precision what ``init`` runs, from variables that it has made."""
+        call, params, rest = self._initial_call(use)
+        out = self.engine.run(call, params, rest, use.state, use.key)
+        return out[0] if call.mutable else out
+
     def _initial_call(self, use: Use) -> tuple[Call, Any, tuple[Any, ...]]:
         """Return the call whose layers ``init`` prepares, with its arguments, from variables that it has made.
 
@@ -226,7 +232,7 @@ class Face:
     def _shapes_of(self, use: Use) -> Any:
         """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
         with at_work(self):
-            made = trace_init(use.module, *use.args, method=use.method, **use.kwargs)
+            made = trace_init(use.module, *use.args, **asked(method=use.method), **use.kwargs)
         return nn.meta.unbox(made["params"])
 
     # -- classes -----------------------------------------------------------------------------------------------------

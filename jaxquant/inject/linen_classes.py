@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+from flax.core import unfreeze
+from flax.core.scope import DenyList, in_filter
 
 from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.inject.faces import at_work, quantized_with, subclass, wrap_methods
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
+
+_DEFAULTS = {"rngs": None, "method": None, "mutable": False, "capture_intermediates": False}
 
 
 class Use(NamedTuple):
@@ -66,11 +70,6 @@ def _call_bound(face: Any, module: Any, base: type, name: str, args: Any, kwargs
     root = getattr(module, "_jaxquant_root", module)
     prefix = tuple(module.path[len(root.path) :])
     if module.is_initializing():
-        if face.engine.config.checkpoint_is_quantized:
-            raise ValueError(
-                f"{type(module).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert "
-                "the parameters with jaxquant.convert"
-            )
         with at_work(face):
             out = plain(module, *args, **kwargs)
         if module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
@@ -97,8 +96,73 @@ def _capture() -> Any:
     return stack[-1] if stack else False
 
 
+def own(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return the float model's function: a model may have an ``init`` and an ``apply`` of its own."""
+    return getattr(getattr(type(module), "_jaxquant_base", type(module)), name)
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    """Return the options that are not Linen's defaults; a model's own ``apply`` need not take the others."""
+    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
+
+
 def _rngs(module: Any) -> dict[str, Any]:
-    return {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+    return {name: module.make_rng(name) for name in module.scope.rngs}
+
+
+# -- what the class of a quantized model has beside its methods --------------------------------------------------------
+
+
+def _init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Initialize the float model's variables and the quant state; returns the quantized output and the variables."""
+    face = self._jaxquant_face
+    if at_work.value is face:
+        return own(self, "init_with_output")(self, rngs, *args, **kwargs)
+    variables = _init(self, rngs, *args, **kwargs)
+    return face.initial_output(_use(self, variables, args, kwargs | {"rngs": rngs})), variables
+
+
+def _init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Initialize the float model's variables and the quant state, without computing the output."""
+    face, is_traced = self._jaxquant_face, at_work.value is self._jaxquant_face
+    if face.engine.config.checkpoint_is_quantized and not is_traced:
+        raise ValueError(
+            f"{type(self).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
+            "parameters with jaxquant.convert"
+        )
+    with at_work(face):
+        variables = own(self, "init")(self, rngs, *args, **kwargs)
+    use = _use(self, variables, args, {"mutable": DenyList("intermediates"), **kwargs, "rngs": rngs})
+    if is_traced or use.mutable is False:
+        return variables
+    state = face.init_state(use)
+    if not state or not in_filter(use.mutable, OVERWRITE_WITH_GRADIENT):
+        return variables
+    given: Any = variables.get(OVERWRITE_WITH_GRADIENT, {})
+    merged = _merge(unfreeze(given), state)
+    return type(variables)({**variables, OVERWRITE_WITH_GRADIENT: merged})
+
+
+def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a method in low precision; as ``nn.Module.apply``."""
+    face = self._jaxquant_face
+    if at_work.value is face or self.scope is not None:
+        return own(self, "apply")(self, variables, *args, **kwargs)
+    return face.call(_use(self, variables, args, kwargs))
+
+
+def _use(module: Any, variables: Any, args: Any, kwargs: Mapping[str, Any]) -> Use:
+    """Return the call of arguments among which Linen's own options are."""
+    rngs, *options = (kwargs.get(name, default) for name, default in _DEFAULTS.items())
+    rngs = rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _DEFAULTS}
+    return Use(module, variables, args, kwargs, rngs, *options)
+
+
+def _merge(first: Any, second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested dicts; a model may have quant state of its own ops."""
+    both = {name: _merge(first[name], second[name]) for name in second if isinstance(first.get(name), Mapping)}
+    return {**first, **second, **both}
 
 
 def _getattr(self: Any, name: str) -> Any:
@@ -128,5 +192,10 @@ def _reduce(self: Any) -> tuple[Any, ...]:
 
 _BOUND = {"__getattr__": nn.nowrap(_getattr), "__post_init__": _post_init}
 """What the class of any wrapped module has."""
-_MODEL = {"__reduce__": nn.nowrap(_reduce)}
+_MODEL = {
+    "init": nn.nowrap(_init),
+    "init_with_output": nn.nowrap(_init_with_output),
+    "apply": nn.nowrap(_apply),
+    "__reduce__": nn.nowrap(_reduce),
+}
 """What the class of a model has, too."""
