@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -102,9 +103,11 @@ if not TYPE_CHECKING:  # or a type checker would take every name
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         text = f"module {__name__!r} has no attribute {name!r}"
-        for room in () if name.startswith("_") else ("state", "serving", "ops", "optim"):
-            if name in importlib.import_module(f"{__name__}.{room}").__all__:
-                text += f"; it is {__name__}.{room}.{name}"
+        loaded = (f"{__name__}.{room}" for room in ("state", "serving", "ops", "optim") if not name.startswith("_"))
+        for room in loaded:
+            with contextlib.suppress(ImportError):
+                if name in importlib.import_module(room).__all__:
+                    text += f"; it is {room}.{name}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 

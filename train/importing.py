@@ -111,8 +111,8 @@ def import_to_run(
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
     source, folder, files = _opened(checkpoint, changes, progress)
-    is_quantized = source.quantized(next(iter(source.shape.linears()))) if folder is None else folder.quantization
-    if is_quantized is not None and changes.get("quantization"):
+    is_quantized = any(map(source.quantized, source.shape.linears())) if folder is None else folder.quantization
+    if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
         changes.setdefault("quant_backend", "native")
     try:
         run_dir.mkdir(parents=True)

@@ -135,23 +135,31 @@ def _refuse_swapped(quant_state: State, observation: State) -> None:
         )
 
 
-@functools.wraps(optax.apply_updates)
-def _apply_updates(params: Any, updates: Any, plain: Callable[..., Any] = optax.apply_updates) -> Any:
-    refuse_optimized(params)
-    return plain(params, updates)
+@functools.cache
+def _watch_optax() -> None:
+    """Replace ``optax.apply_updates``, once, by a function that refuses quant state among the parameters."""
+    plain = optax.apply_updates
+
+    @functools.wraps(plain)
+    def apply_updates(params: Any, updates: Any) -> Any:
+        refuse_optimized(params)
+        return plain(params, updates)
+
+    optax.apply_updates = apply_updates
 
 
 def refuse_trained(quant_state: State) -> None:
     """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
 
-    It also replaces ``optax.apply_updates``, for the whole process, by a function that refuses quant state among the
-    parameters: a jitted step runs Python once, while it is traced, and only that call of an optax loop has the names of
-    what is updated. A name that was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
+    Its first call with quant state also replaces ``optax.apply_updates``, for the whole process: a jitted step runs
+    Python once, while it is traced, and only that call of an optax loop has the names of what is updated. A name that
+    was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
 
     Raises:
       ValueError: names the variable, and what keeps the state out of an optimizer.
     """
-    optax.apply_updates = _apply_updates
+    if quant_state:
+        _watch_optax()
     for path, leaf in _marks_in(quant_state):
         if isinstance(leaf, Tracer):
             outer: Any = leaf
