@@ -70,7 +70,7 @@ def test_the_audit_of_what_ran_does_not_load_that_of_what_will_run():
     assert run(code).strip() == "[]"
 
 
-DISTRIBUTIONS = {"aqt": "aqtp", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"aqt": "aqtp", "google": "protobuf", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 
 
 def imported_packages() -> set[str]:
@@ -87,7 +87,8 @@ def imported_packages() -> set[str]:
 def test_what_is_imported_is_a_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=\[]", each)[0] for each in project["dependencies"]}
-    assert {DISTRIBUTIONS.get(name, name) for name in imported_packages()} == declared
+    assert {DISTRIBUTIONS.get(name, name) for name in imported_packages()} == declared | {"gguf"}
+    assert any(each.startswith("gguf>") for each in project["optional-dependencies"]["train"])  # rare tensor types
 
 
 def test_a_base_install_trains_and_prints_the_table_of_coverage():
