@@ -102,7 +102,7 @@ x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 for string in ("fp8", "int8", "int4"):
     model = jaxquant.maybe_quantize_model(nn.Dense(2), {{"quantization": string}}, x)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    print(jaxquant.coverage(model.apply, variables, x).text())
+    print(jaxquant.coverage(model.apply, variables, x).text(120))
 """
     out = run(code)
     assert all(f"{element} × {element}" in out for element in ("e4m3", "int8", "int4"))
