@@ -412,7 +412,11 @@ def write_report(name: str, made: str, command: str) -> None:
         made = "\n".join([head, rule, *merged.values()])
     stamp = f"`{command}`, {datetime.date.today():%d %B %Y}, {versions}, Python {platform.python_version()}, CPU."
     found[title] = f"{stamp}\n\n{made}"
-    lines = ["# jaxquant with the newest releases", "", "`validation/ecosystem.py` describes each part.", ""]
+    about = (
+        "`validation/ecosystem.py` describes each part. Rows of a part may come from several runs with `--cases`; the "
+    )
+    about += "line above a table names the last one."
+    lines = ["# jaxquant with the newest releases", "", about, ""]
     for each, _ in PARTS.values():
         lines += [f"## {each}", "", found[each].strip(), ""] if each in found else []
     REPORT.write_text("\n".join(lines), encoding="utf-8")
