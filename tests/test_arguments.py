@@ -60,6 +60,7 @@ MISTAKES = {
     "state.update(state.pack(observation), state.pack(quant_state))": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
     "state.update(quant_state, None)": "its gradient " + ONE_TREE,
+    "state.update(params, params)": "quant_state has no quant state, only ",
     "state.update([quant_state], observation)": "quant state " + ONE_TREE,
     "state.accumulate(quant_state, (observation,))": "what is added " + ONE_TREE,
     "state.accumulate(None, observation)": "the total " + ONE_TREE,
@@ -106,6 +107,8 @@ def test_params_may_have_names_that_quant_state_has(given):
     params = {"uses": jnp.ones(3), "params": jnp.ones(3), "scale": jnp.ones(3), "token_uses": jnp.ones(3)}
     optax.apply_updates(params, params)
     assert state.merge(params, {}) == {"params": params}
+    of_function = {"params": {"params": params}, state.OVERWRITE_WITH_GRADIENT: {"params": given["quant_state"]}}
+    assert state.merge(*state.split(of_function)) == of_function
     assert state.merge(params, given["quant_state"])["params"] is params
 
 

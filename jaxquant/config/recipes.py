@@ -359,7 +359,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
         near = f"{nearest(name, RECIPES, 3, 0.4, '')} 'python -m jaxquant strings' lists all".lstrip()
-        fix = "write null for float" if name.lower() in _FLOAT else near
+        fix = 'write null (in Python, "") for float' if name.lower() in _FLOAT else near
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]
 

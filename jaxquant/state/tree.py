@@ -92,7 +92,8 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
     """
     tree, found = unpack(quant_state), next(_marks_in(params), None)
     names = list(params) if isinstance(params, Mapping) else type(params).__name__  # a function's may be any pytree
-    if found or names == ["params"] or (tree and ("params" in tree or not next(_marks_in(tree), None))):
+    is_named_alike = not tree or names == list(tree)  # a function's parameters may be a dict of "params", too
+    if found or ("params" in (*names, *tree) and not is_named_alike) or (tree and not next(_marks_in(tree), None)):
         raise ValueError(
             f"params has {names} and quant_state has {list(tree)}: they are swapped, or one of them is the whole "
             "variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
@@ -204,9 +205,14 @@ def update(quant_state: State, observation: State) -> Any:
 
     Raises:
       TypeError: one of them is not a mapping or packed state.
-      ValueError: the two trees differ, in names or shapes, or are swapped.
+      ValueError: the two trees differ, in names or shapes, are swapped, or have no quant state.
     """
     new = _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
+    if jax.tree.leaves(new) and not next(_marks_in(new), None):
+        raise ValueError(
+            f"quant_state has no quant state, only {list(unpack(new))}; call jaxquant.state.update with the second "
+            "part that jaxquant.state.split returns, and its gradient"
+        )
     _refuse_swapped(quant_state, observation)
     return new
 

@@ -244,7 +244,7 @@ class Engine:
         lost = [each for each in sites if each.is_out_of_reach and each.reason != NO_CONTRACTION]
         floats = self.resolver.float_blocks([*decided, *(each.path for each in lost)], must_have=False)
         lost = [each for each in lost if each.path in asked and each.path not in floats]
-        what = list(dict.fromkeys(f"{site.path}: {site.reason}" for site in lost))
+        what = list(dict.fromkeys(f"{site.path or 'the root layer'}: {site.reason}" for site in lost))
         text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); leave them out by a rule"
         if lost and self.config.strict:
             raise NotImplementedError(f"strict true, and {text} with recipe null, or set strict to false")
