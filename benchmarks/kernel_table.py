@@ -275,7 +275,7 @@ def _gpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
         "kernel": "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else ""),
         "elements": dtype,
     }
-    if why := quantize_gpu.refusal(CAST, "bfloat16", (1, 1), dtype=dtype, capability=_capability(compiler)):
+    if why := quantize_gpu.refusal(CAST, "bfloat16", dtype=dtype, capability=_capability(compiler)):
         return row | {"registers": "", "spilled": "", "refused": why}
     compiler.compile(lambda x, scale: quantize_gpu.quantize(x, scale, dtype=dtype, transposed=transposed), x, scale)
     return row | _registers(compiler, quantize_reference.NAME)

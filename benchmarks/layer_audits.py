@@ -89,7 +89,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
     with on_device_of(placed):  # which attention's primitive forgets
         traced = jax.jit(function).trace(*placed)
-    covered = [row for row in of_trace(traced, options or None).rows if row.has_parameter]
+    covered = [row for row in of_trace(traced).rows if row.has_parameter]
     made = implementation.choices_made() if asked_for else []
     refused = [each.reason for piece, each in made if piece == implementation.BLOCKS and each.name == "xla"]
     lowered = traced.lower()

@@ -1,7 +1,7 @@
 """Compute the gallery and compare it: with the committed digests, or with another commit's, computed on this machine.
 
 python -m tests.gallery [NAME ...]                   compare with the digests committed for this environment
-python -m tests.gallery --write [NAME ...]           write them
+python -m tests.gallery --write [NAME ...]           write those of the rows that the suite runs
 python -m tests.gallery --against COMMIT [NAME ...]  compare with the rows of another commit, computed here
 NAME is the beginning of the names of rows: "fp8 native", "int8".
 """
@@ -31,6 +31,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compute rows")
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    if not options.against and not options.names:
+        from tests.gallery import rows
+
+        options.names = rows.suite()
     if options.worker:
         return _work(*options.worker, options.names)
     found = _compute(ROOT, options)
