@@ -169,7 +169,8 @@ class TensorSpec:
     @property
     def has_grid_scale(self) -> bool:
         """Whether the scale is chosen as ``keeps_grid`` says."""
-        return self.keeps_grid and self.scaling == "dynamic" and self.calibration == Calibration()
+        is_plain = self.scaling == "dynamic" and self.calibration == Calibration() and self.scale_rounding != "up"
+        return self.keeps_grid and is_plain
 
     @property
     def clips(self) -> bool:
@@ -191,8 +192,7 @@ class TensorSpec:
 
 def keeping_grid(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a forward weight: it keeps its grid if its scale follows this step's largest magnitude."""
-    is_free = spec.scaling == "dynamic" and spec.codec is None and spec.scale_rounding != "up"
-    return dataclasses.replace(spec, keeps_grid=is_free)
+    return dataclasses.replace(spec, keeps_grid=spec.scaling == "dynamic" and spec.codec is None)
 
 
 _SIZES = {"tile_size": ("per_tile", "per_block"), "free_size": ("per_block",)}

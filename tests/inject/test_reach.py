@@ -141,7 +141,7 @@ def test_a_model_that_holds_a_quantized_one_keeps_its_recipe():
 @pytest.mark.parametrize("plain", [Coder(), nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
 def test_quantized_twice(plain):
     model = maybe_quantize_model(plain, INT8)
-    text = f"{type(plain).__name__} is quantized already, with 'int8'; quantize the float model"
+    text = f"{type(plain).__name__} is quantized already, with 'int8'; give the float model"
     with pytest.raises(ValueError, match=text):
         maybe_quantize_model(model, FP8)
 
