@@ -36,21 +36,40 @@ def absmax_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
     return np.where(scale < np.sqrt(np.finfo(np.float32).tiny), np.float32(1), scale).astype(np.float32)
 
 
-def quantize(x: np.ndarray, dtype: str, axis: int | None, reciprocal: bool = False):
+def grid_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
+    """Scale of a float32 weight, from which decoded values compute it again; integers use every code."""
+    x, top = np.asarray(x, np.float32), np.float32(np.floor(BOUNDS[dtype]))
+    if not dtype.startswith("int"):
+        return significant(np.max(np.abs(x), axis=axis, keepdims=True) * (1 / top), 16)
+    statistic = np.max(np.maximum(x, -x * (top / (top + 1))), axis=axis, keepdims=True)
+    coarse, fine = (significant(statistic * (1 / top), bits) for bits in (8, 11))
+    coarse = significant(significant(coarse * top, 8) * (1 / top), 8)
+    return np.where(fine * top == statistic, fine, coarse)
+
+
+def significant(x: np.ndarray, bits: int) -> np.ndarray:
+    """Round to so many significant bits, ties to even."""
+    fraction, exponent = np.frexp(np.asarray(x, np.float32))
+    return np.ldexp(np.rint(fraction * 2.0**bits) / 2.0**bits, exponent).astype(np.float32)
+
+
+def quantize(x: np.ndarray, dtype: str, axis: int | None, reciprocal: bool = False, keeps_grid: bool = False):
     """Return qvalue (as float32) and scale."""
-    scale = absmax_scale(x, dtype, axis)
+    scale = (grid_scale if keeps_grid else absmax_scale)(x, dtype, axis)
     scaled = x * (np.float32(1) / scale) if reciprocal else x / scale
+    if keeps_grid and dtype.startswith("int"):
+        return np.rint(np.clip(scaled, -np.ceil(BOUNDS[dtype]), np.floor(BOUNDS[dtype]))).astype(np.float32), scale
     return cast(scaled.astype(np.float32), dtype), scale
 
 
-def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of_two: bool):
+def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of_two: bool, keeps_grid: bool = False):
     """Return qvalue and the scale of each element, block by block in a plain loop."""
     qvalue, scales = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
     for i in range(0, x.shape[0], block[0]):
         for j in range(0, x.shape[1], block[1]):
             part = x[i : i + block[0], j : j + block[1]]
             amax = np.max(np.abs(part)).astype(np.float32)
-            scale = amax * np.float32(1 / BOUNDS[dtype])
+            scale = grid_scale(part, dtype, None) if keeps_grid else amax * np.float32(1 / BOUNDS[dtype])
             if powers_of_two:
                 scale = np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / BOUNDS[dtype])))
             qvalue[i : i + block[0], j : j + block[1]] = cast(part / scale, dtype)

@@ -92,8 +92,8 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
     """
     tree, found = unpack(quant_state), next(_marks_in(params), None)
     names = list(params) if isinstance(params, Mapping) else type(params).__name__  # a function's may be any pytree
-    is_named_alike = not tree or names == list(tree)  # a function's parameters may be a dict of "params", too
-    if found or ("params" in (*names, *tree) and not is_named_alike) or (tree and not next(_marks_in(tree), None)):
+    is_whole = (names == ["params"] or "params" in tree) and tree and names != list(tree)  # alike: those of a function
+    if found or is_whole or (tree and not next(_marks_in(tree), None)):
         raise ValueError(
             f"params has {names} and quant_state has {list(tree)}: they are swapped, or one of them is the whole "
             "variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns"

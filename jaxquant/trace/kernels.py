@@ -192,8 +192,8 @@ def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Ke
     for site, example in readers_of(analysis.plan, examples):
         pair: Any = example, states.get(site.key, {}).get(f"input_{HISTORY}")
         if all(isinstance(each, jax.Array | np.ndarray) and not isinstance(each, Tracer) for each in pair):
-            amax, seen = (float(jnp.max(jnp.abs(each))) for each in pair)
-            if seen and jnp.ptp(example) and not seen / _FAR <= amax <= seen * _FAR:
+            amax, seen = (float(np.max(np.abs(each))) for each in pair)
+            if seen and np.ptp(example) and not seen / _FAR <= amax <= seen * _FAR:
                 yield (
                     f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the "
                     f"quant state that gives its static scale has seen {seen:.3g}; calibrate with inputs like "

@@ -45,11 +45,13 @@ def quantized(x, spec: TensorSpec | None, axis: int):
         return reference.through_gguf(x, spec.codec, axis), np.ones((1, 1))
     if spec.tile_size is not None:
         block = tuple(spec.tile_size if i == axis else spec.free_size or 1 for i in range(2))
-        return reference.quantize_blocks(x, spec.dtype, block, spec.scale_dtype == "float8_e8m0fnu")
+        is_power = spec.scale_dtype == "float8_e8m0fnu"
+        return reference.quantize_blocks(x, spec.dtype, block, is_power, spec.has_grid_scale)
     if spec.scaling == "delayed":  # by the element's largest number, where this step's amax takes an integer's bound
         scale = np.abs(x).max(keepdims=True).astype(np.float32) * np.float32(1 / element(spec.dtype).max)
         return reference.cast(np.asarray(x, np.float32) / scale, spec.dtype), scale
-    return reference.quantize(x, spec.dtype, None if spec.granularity == "per_tensor" else axis, spec.reciprocal)
+    axis = None if spec.granularity == "per_tensor" else axis
+    return reference.quantize(x, spec.dtype, axis, spec.reciprocal, spec.has_grid_scale)
 
 
 def gradient(matmul_grad, matmul_kept, grad, kept, kept_forward, axis):
@@ -255,7 +257,7 @@ def test_stochastic_rounding_touches_the_gradient_only_and_is_unbiased():
     assert all((r[0] == runs[0][0]).all() for r in runs)
     assert any((r[1] != runs[0][1]).any() for r in runs)
     assert any((r[2] != runs[0][2]).any() for r in runs)
-    q_x, q_w = (reference.quantize(np.asarray(v), "int8", axis, True) for v, axis in ((x, 1), (w, 0)))
+    q_x, q_w = (reference.quantize(np.asarray(v), "int8", axis, True, axis == 0) for v, axis in ((x, 1), (w, 0)))
     for index, exact in ((1, grad @ (q_w[0] * q_w[1]).T), (2, (q_x[0] * q_x[1]).T @ grad)):
         single = jnp.stack([jnp.abs(r[index] - exact).mean() for r in runs]).mean()
         mean = jnp.abs(jnp.stack([r[index] for r in runs]).mean(0) - exact).mean()
