@@ -103,11 +103,10 @@ if not TYPE_CHECKING:  # or a type checker would take every name
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         text = f"module {__name__!r} has no attribute {name!r}"
-        loaded = (f"{__name__}.{room}" for room in ("state", "serving", "ops", "optim") if not name.startswith("_"))
-        for room in loaded:
+        for room in () if name.startswith("_") else ("state", "serving", "ops", "optim"):
             with contextlib.suppress(ImportError):
-                if name in importlib.import_module(room).__all__:
-                    text += f"; it is {room}.{name}"
+                if name in importlib.import_module(f"{__name__}.{room}").__all__:
+                    text += f"; it is {__name__}.{room}.{name}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 

@@ -101,6 +101,7 @@ def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **exam
     """
     if config.resolver() is None:
         return {}
+    refuse_twice(model)
     face: Any = nnx_face.Face.of(config, model) if isinstance(model, nnx.Module) else linen.Face(config)
     decisions = face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
     return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}

@@ -209,10 +209,7 @@ def update(quant_state: State, observation: State) -> Any:
     """
     new = _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
     if jax.tree.leaves(new) and not next(_marks_in(new), None):
-        raise ValueError(
-            f"quant_state has no quant state, only {list(unpack(new))}; call jaxquant.state.update with the second "
-            "part that jaxquant.state.split returns, and its gradient"
-        )
+        raise ValueError(f"quant_state has no quant state, only {list(unpack(new))}; pass that of jaxquant.state.split")
     _refuse_swapped(quant_state, observation)
     return new
 

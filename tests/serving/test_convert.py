@@ -295,7 +295,7 @@ def test_nnx_layers_with_float_kernels_quantize_their_activations(tmp_path):
     expected = maybe_quantize_model(model, config, X)(X)
     np.testing.assert_array_equal(expected, convert(model, config, X)(X))
     assert (np.asarray(expected) != np.asarray(model(X))).any()
-    with pytest.raises(ValueError, match=r"an NNX model is converted whole: jaxquant\.convert\(model, config"):
+    with pytest.raises(ValueError, match=r"put the saved parameters in: served = nnx\.eval_shape"):
         maybe_quantize_model(model, config | SERVES, X)
 
 
