@@ -220,6 +220,6 @@ CODE_RTOL = 1e-5
 # 3.2 % of the smallest and 1.2 % of the root mean square. It is carried on to the second step, in two moments: 5 %.
 MOMENT_RTOL = 0.05
 
-# An outer scale computed again from decoded values differs by at most one unit in the last place, 2^-23. A block
-# scale moves with it only if it lies that close to the middle of two e4m3 values, which none of a few thousand does.
-OUTER_SCALE_AGAIN = 1e-6
+# A float32 scale computed again from decoded values differs by a few units in the last place, 2^-23: of the decoded
+# amax, of the product with 1 / max, and of an outer scale. No element lies that close to the middle of two others.
+SCALE_AGAIN = 1e-6

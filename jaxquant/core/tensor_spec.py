@@ -191,8 +191,9 @@ class TensorSpec:
 
 
 def keeping_grid(spec: TensorSpec) -> TensorSpec:
-    """Return the spec of a forward weight: it keeps its grid if its scale follows this step's largest magnitude."""
-    return dataclasses.replace(spec, keeps_grid=spec.scaling == "dynamic" and spec.codec is None)
+    """Return the spec of a forward weight: integers keep their grid if the scale is of this step's statistic."""
+    is_integer = element(spec.dtype).kind == "int"
+    return dataclasses.replace(spec, keeps_grid=is_integer and spec.scaling == "dynamic" and spec.codec is None)
 
 
 _SIZES = {"tile_size": ("per_tile", "per_block"), "free_size": ("per_block",)}

@@ -15,7 +15,7 @@ import numpy as np
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
-from jaxquant.core.scales import GRID_BITS, scale_of_amax, significant
+from jaxquant.core.scales import scale_of_amax
 from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.formats import codec
 
@@ -28,8 +28,8 @@ Tensors = dict[str, np.ndarray]
 
 
 def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
-    """Return ``amax · (1 / largest)`` in float32 with 16 significant bits, as training has it; 1 for what is zeros."""
-    scale = np.asarray(significant(jnp.asarray(amax, jnp.float32) * (1 / largest), GRID_BITS))
+    """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for what is zeros."""
+    scale = np.asarray(amax, np.float32) * np.float32(1 / largest)
     return np.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
 
 

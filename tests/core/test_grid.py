@@ -11,6 +11,7 @@ import pytest
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
+from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
@@ -47,15 +48,15 @@ def test_every_string(string, dtype):
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(jnp.max(jnp.abs(x)).astype(jnp.float32))
     first, second = twice(jax.jit(functools.partial(quantize_kernel, axes=(0,), recipe=recipe, state=state)), x)
-    if recipe.fwd.rhs.micro is None:
+    if element(recipe.fwd.rhs.dtype).kind == "int":
         np.testing.assert_array_equal(second, first)
-    else:  # TransformerEngine's arithmetic, whose outer scale may move in its last bit
-        assert np.linalg.norm(second - first) < numerics.OUTER_SCALE_AGAIN * np.linalg.norm(first)
+    else:  # float32 scales of floats may move in their last bit
+        assert np.linalg.norm(second - first) < numerics.SCALE_AGAIN * np.linalg.norm(first)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "element", ["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]
+    "dtype_name", ["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]
 )
 @pytest.mark.parametrize(
     "sharing",
@@ -68,16 +69,17 @@ def test_every_string(string, dtype):
     ],
     ids=lambda sharing: "-".join(map(str, sharing.values())),
 )
-def test_every_granularity(element, sharing, dtype):
+def test_every_granularity(dtype_name, sharing, dtype):
     """Elements and scales, too; without the rule of weights integers shrink."""
-    spec, x = keeping_grid(TensorSpec(element, **sharing)), weights(dtype=dtype)
+    spec, x = keeping_grid(TensorSpec(dtype_name, **sharing)), weights(dtype=dtype)
     once = jax.jit(lambda x: quantize(x, spec, (0,)))
     first = once(x)
     second = once(dequantize(first).astype(dtype))
-    np.testing.assert_array_equal(second.scale, first.scale)
+    rtol = 0 if spec.uses_every_code else numerics.SCALE_AGAIN
+    np.testing.assert_allclose(second.scale, first.scale, rtol=rtol)
     np.testing.assert_array_equal(second.qvalue.astype("float32"), first.qvalue.astype("float32"))
     clipped = jnp.abs(x.astype("float32") - dequantize(first)) > jnp.max(first.full_scale()) * 0.5000001
-    assert spec.uses_every_code == element.startswith("int")
+    assert spec.uses_every_code == dtype_name.startswith("int")
     assert not (spec.uses_every_code and clipped.any())
     plain = dataclasses.replace(spec, keeps_grid=False)
     if spec.uses_every_code:
