@@ -20,8 +20,8 @@ class Element:
         bucket, as AQT and Qwix do; floats use ``max``.
       mantissa_bits: explicit mantissa bits (0 for integers).
       min_exponent: exponent of the smallest normal number (0 for integers).
-      scale_bits: significant bits of a weight's scale; see ``TensorSpec.keeps_grid``. Integers use the 8 bits of
-        bfloat16, in which checkpoints store such scales; floats use 16.
+      scale_bits: significant bits of an integer weight's scale; see ``TensorSpec.keeps_grid``. They are the 8 bits of
+        bfloat16, in which checkpoints store such scales; 0 for floats, whose scales are exact.
       held_by: type of eight bits that holds each of its values, for operations without operands of fewer; "" for none.
     """
 
@@ -32,7 +32,7 @@ class Element:
     bound: float
     mantissa_bits: int = 0
     min_exponent: int = 0
-    scale_bits: int = 16
+    scale_bits: int = 0
     held_by: str = ""
 
     @property

@@ -26,8 +26,6 @@ _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LARGEST_E4M3 = 448.0
 _FLOAT16_BITS = 11
-GRID_BITS = 16
-"""Significant bits of a scale whose product with any element is exact in float32."""
 
 
 def absolute(x: Array) -> Array:
@@ -113,9 +111,7 @@ def scale_of_amax(
         if not spec.outer_scale:
             outer = jnp.ones((1,) * amax.ndim, jnp.float32)
         elif outer is None:
-            highest = jnp.max(amax, keepdims=True)
-            outer = floor_scale(highest * (1 / (bound * _LARGEST_E4M3)), floor)
-            outer = round_scale(outer, highest, spec, floor, is_wide) if spec.has_grid_scale else outer
+            outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
         rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
         return hold(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None
     exponent = _exponent_up(amax, bound) if spec.scale_rounding == "up" else _exponent_nearest(scale)
@@ -133,9 +129,9 @@ def _exact_scale(amax: Array, bound: float, floor: float) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))  # a program holds it once for each shape
 def round_scale(scale: Array, statistic: Array, spec: TensorSpec, floor: float, is_wide: bool) -> Array:
-    """Round scales so that what they decode to has the same scales again; ``TensorSpec.keeps_grid``.
+    """Round the scales of integers so that decoded values have the same scales again; ``TensorSpec.keeps_grid``.
 
-    A product of an element with 16 significant bits is exact in float32, so the decoded statistic is ``max · scale``.
+    The product of a code and a scale of so few bits is exact in float32, so the decoded statistic is ``max · scale``.
 
     Args:
       scale: ``statistic / max`` in float32.
@@ -146,8 +142,6 @@ def round_scale(scale: Array, statistic: Array, spec: TensorSpec, floor: float, 
     """
     kind = element(spec.dtype)
     coarse, fine = (significant(scale, bits) for bits in (kind.scale_bits, _FLOAT16_BITS))
-    if kind.scale_bits == GRID_BITS:
-        return floor_scale(coarse, floor)
     read = significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
     coarse = significant(read * (1 / kind.max), kind.scale_bits)
     is_fine = (fine * kind.max == statistic) & is_wide

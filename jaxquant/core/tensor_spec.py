@@ -170,7 +170,7 @@ class TensorSpec:
     def has_grid_scale(self) -> bool:
         """Whether the scale is chosen as ``keeps_grid`` says."""
         is_plain = self.scaling == "dynamic" and self.calibration == Calibration() and self.scale_rounding != "up"
-        return self.keeps_grid and is_plain
+        return self.keeps_grid and is_plain and element(self.dtype).kind == "int"
 
     @property
     def clips(self) -> bool:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import saturating_cast_in_kernel
-from jaxquant.core.scales import GRID_BITS, significant
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast, kernel_name, stored_scale
 from jaxquant.kernels.block_quantize.tuning import ROWS, STRIP, TILE
@@ -155,7 +154,6 @@ def _scale(largest: Array, cast: Cast) -> Array:
     """Return scales in float32 as ``core.scales.scale_of_amax`` does, NaN where they stand for e8m0's."""
     bound = element(cast.spec.dtype).bound
     exact = lax.bitcast_convert_type(largest, jnp.float32) * (1 / bound)
-    exact = significant(exact, GRID_BITS) if cast.spec.has_grid_scale else exact
     if cast.spec.scale_rounding == "exact":
         return jnp.where(exact < cast.floor, 1.0, exact)
     mantissa, exponent = math.frexp(bound)
