@@ -37,10 +37,8 @@ def absmax_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
 
 
 def grid_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
-    """Scale of a float32 weight, from which decoded values compute it again; integers use every code."""
+    """Scale of a float32 weight of integers, from which decoded values compute it again."""
     x, top = np.asarray(x, np.float32), np.float32(np.floor(BOUNDS[dtype]))
-    if not dtype.startswith("int"):
-        return significant(np.max(np.abs(x), axis=axis, keepdims=True) * (1 / top), 16)
     statistic = np.max(np.maximum(x, -x * (top / (top + 1))), axis=axis, keepdims=True)
     coarse, fine = (significant(statistic * (1 / top), bits) for bits in (8, 11))
     coarse = significant(significant(coarse * top, 8) * (1 / top), 8)
@@ -57,7 +55,7 @@ def quantize(x: np.ndarray, dtype: str, axis: int | None, reciprocal: bool = Fal
     """Return qvalue (as float32) and scale."""
     scale = (grid_scale if keeps_grid else absmax_scale)(x, dtype, axis)
     scaled = x * (np.float32(1) / scale) if reciprocal else x / scale
-    if keeps_grid and dtype.startswith("int"):
+    if keeps_grid:
         return np.rint(np.clip(scaled, -np.ceil(BOUNDS[dtype]), np.floor(BOUNDS[dtype]))).astype(np.float32), scale
     return cast(scaled.astype(np.float32), dtype), scale
 

@@ -7,7 +7,7 @@ What Qwix does in its own way, under every recipe:
 - It maps the amax of an integer weight to qmax + 0.5 and rounds no scale, so ``TensorSpec.keeps_grid`` has no effect.
 - ``MatmulSpec.shards`` cuts the **last** contraction axis of the weight gradient (of a batch of sequences: the
   sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
-  matmul.
+  matmul. ``qwix.ragged_dot`` cuts nothing.
 - Both backward matmuls round with the same noise.
 - ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
   refused.

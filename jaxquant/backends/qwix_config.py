@@ -77,7 +77,8 @@ HONOURS: Honours = {
 """The fields of a recipe that Qwix honours, alone. ``to_qwix`` refuses what does not go together."""
 _RAGGED_HONOURS: Honours = {
     Recipe: {"name": any_value},
-    MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator},
+    # It cuts no gradient, which the default of -1 leaves open.
+    MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": only(-1)},
     # 4 bits do not compile for CPUs.
     TensorSpec: {"dtype": only("int8", *_FP8), "reciprocal": any_value, "keeps_grid": any_value},
     Calibration: {},

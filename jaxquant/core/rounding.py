@@ -68,9 +68,9 @@ def _clip(x: jax.Array, bound: float) -> jax.Array:
 
 def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
     """Round to nearest even and clip to the full integer range, ``-max - 1`` included."""
-    return jnp.clip(jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN), -element.max - 1, element.max).astype(
-        element.name
-    )
+    low, high = (np.asarray(end, x.dtype) for end in (-element.max - 1, element.max))
+    rounded = jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jax.lax.clamp(low, rounded, high).astype(element.name)
 
 
 def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> UInt32[Array, "*shape"]:

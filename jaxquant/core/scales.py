@@ -45,10 +45,10 @@ def largest(x: Array, below: float = 1.0, **axes: Any) -> Array:
       below: factor of the magnitudes of negative values; another than 1 gives float32.
       axes: of ``jnp.max``.
     """
-    magnitude = absolute(x)
     if below != 1.0:
-        magnitude = magnitude.astype(jnp.float32) * jnp.where(x < 0, jnp.float32(below), 1.0)
-    return jnp.max(magnitude, **axes)
+        wide = x.astype(jnp.float32)
+        x = jax.lax.max(wide, wide * np.float32(-below))
+    return jnp.max(absolute(x), **axes)
 
 
 def _absolute_on_cpu(x: Array) -> Array:
@@ -87,8 +87,8 @@ def scale_of_amax(
     """Compute the scales that map amaxes to ``bound``.
 
     float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
-    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. If the spec keeps
-    its grid, float32 scales are ``round_scale`` of that.
+    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. Integers that keep
+    their grid: ``amax / bound`` in so few significant bits that decoded values have the same scale again.
 
     Args:
       amax: of each block, float32.
@@ -104,9 +104,11 @@ def scale_of_amax(
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, with the exponent rounded up as TransformerEngine and
     torchao do; NVFP4 as in TransformerEngine.
     """
+    if spec.has_grid_scale:
+        return _grid_scale(amax, spec, floor, is_wide), None
     scale = _exact_scale(amax, bound, floor)
     if spec.scale_rounding == "exact":
-        return (round_scale(scale, amax, spec, floor, is_wide) if spec.has_grid_scale else scale), None
+        return scale, None
     if spec.scale_dtype == "float8_e4m3fn":
         if not spec.outer_scale:
             outer = jnp.ones((1,) * amax.ndim, jnp.float32)
@@ -127,33 +129,23 @@ def _exact_scale(amax: Array, bound: float, floor: float) -> Array:
     return floor_scale(amax * (1 / bound), floor)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))  # a program holds it once for each shape
-def round_scale(scale: Array, statistic: Array, spec: TensorSpec, floor: float, is_wide: bool) -> Array:
-    """Round the scales of integers so that decoded values have the same scales again; ``TensorSpec.keeps_grid``.
-
-    The product of a code and a scale of so few bits is exact in float32, so the decoded statistic is ``max · scale``.
-
-    Args:
-      scale: ``statistic / max`` in float32.
-      statistic: of each block.
-      spec: of the tensor.
-      floor: scales below it become 1.
-      is_wide: as ``scale_of_amax`` takes it.
-    """
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))  # a program holds it once for each shape
+def _grid_scale(statistic: Array, spec: TensorSpec, floor: float, is_wide: bool) -> Array:
+    # The product of a code and a scale of so few bits is exact in float32, so the decoded statistic is max · scale.
     kind = element(spec.dtype)
-    coarse, fine = (significant(scale, bits) for bits in (kind.scale_bits, _FLOAT16_BITS))
-    read = significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
-    coarse = significant(read * (1 / kind.max), kind.scale_bits)
-    is_fine = (fine * kind.max == statistic) & is_wide
-    return floor_scale(jnp.where(is_fine, fine, coarse), floor)
+    scale = statistic * (1 / kind.max)
+    coarse = _significant(scale, kind.scale_bits)
+    read = _significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
+    coarse = _significant(read * (1 / kind.max), kind.scale_bits)
+    if is_wide:
+        fine = _significant(scale, _FLOAT16_BITS)
+        coarse = jax.lax.select(fine * kind.max == statistic, fine, coarse)
+    return floor_scale(coarse, floor)
 
 
-def significant(x: Array, count: int) -> Array:
-    """Round to so many significant bits, ties to even, by integers, which kernels have."""
-    drop = _MANTISSA_BITS + 1 - count
-    bits = bits_of(x)
-    bits = (bits + ((1 << (drop - 1)) - 1) + (bits >> drop & 1)) & -(1 << drop)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+def _significant(x: Array, count: int) -> Array:
+    """Round a float32 to so many significant bits, ties to even."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=count - 1)
 
 
 @jax.jit  # a program holds it once for each shape

@@ -313,8 +313,8 @@ def _multiply(
         return float_dot(a, b, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=place)
 
     out = dot(lhs.qvalue, rhs.qvalue)
-    lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract)
-    rhs_zero = None if rhs.zero_point is None else _along(rhs.zero_point, rhs.shape, dims.rhs_contract)
+    lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract + dims.lhs_batch)
+    rhs_zero = None if rhs.zero_point is None else _along(rhs.zero_point, rhs.shape, dims.rhs_contract + dims.rhs_batch)
     if rhs_zero is not None:
         out = out - dot(lhs.qvalue, rhs_zero)
     if lhs_zero is not None:
@@ -367,7 +367,7 @@ def _dot_sub_byte(
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """Broadcast a zero point along the contraction axes; free axes keep size 1 where it is shared."""
+    """Broadcast a zero point along contraction and batch axes; free axes keep size 1 where it is shared."""
     target = [shape[axis] if axis in axes else size for axis, size in enumerate(zero_point.shape)]
     return jnp.broadcast_to(zero_point, target)
 

@@ -42,10 +42,10 @@ def native(quantization, **fields):
     return {"quantization": quantization, "quant_backend": "native", **fields}
 
 
-def expected(x, dtype, axis):
+def expected(x, dtype, axis, keeps_grid=False):
     """Statistics in numpy; ``axis`` is the contraction, None for a scale per tensor."""
     x = np.asarray(x, np.float32)
-    qvalue, own = quantize(x, dtype, axis)
+    qvalue, own = quantize(x, dtype, axis, keeps_grid=keeps_grid)
     back = qvalue * own
     return {
         "amax": np.abs(x).max(),
@@ -79,9 +79,10 @@ def test_a_dense_layer_in_numpy(string, dtypes, axes):
     (row,) = found.values()
     kernel = np.asarray(params["kernel"])
     check(row, INPUT, expected(X, dtypes[0], axes[0]))
-    check(row, KERNEL, expected(kernel, dtypes[1], axes[1]))
+    keeps_grid = string == "int4"
+    check(row, KERNEL, expected(kernel, dtypes[1], axes[1], keeps_grid))
     # Per channel, the kernel's scale goes into the gradient before that is quantized; the amax is the gradient's own.
-    folded = GRAD if axes[1] is None else GRAD * quantize(kernel, dtypes[1], axes[1])[1]
+    folded = GRAD if axes[1] is None else GRAD * quantize(kernel, dtypes[1], axes[1], keeps_grid=keeps_grid)[1]
     check(row, OUTPUT_GRAD, expected(folded, dtypes[2], axes[2]) | {"amax": np.abs(GRAD).max()})
 
 

@@ -119,7 +119,7 @@ def test_calibrations_reach_their_operands():
         act_quantization_calibration_method="absmax,0.5",
         bwd_quantization_calibration_method="RMS, 4",
     ).recipe()
-    weight = TensorSpec(E4, "per_tensor", Calibration("fixed", 1.0, -224.0, 224.0), keeps_grid=True)
+    weight = TensorSpec(E4, "per_tensor", Calibration("fixed", 1.0, -224.0, 224.0))
     assert recipe.fwd == MatmulSpec(TensorSpec(E4, calibration=Calibration("absmax", 0.5)), weight)
     grad = TensorSpec(E5, calibration=Calibration("rms", 4.0))
     assert (recipe.dlhs, recipe.drhs) == (MatmulSpec(grad, FORWARD), MatmulSpec(FORWARD, grad))

@@ -31,10 +31,10 @@ def test_linen_serves_its_training_forward_from_disk(composition, tmp_path):
     by_row = maybe_quantize_model(model, composition["fwd"], x)
     np.testing.assert_array_equal(expected, jax.jit(by_row.apply)(variables, x))
     converted = convert(variables, config, x, model=model)
-    save(tmp_path / "served", converted, config)
+    save(tmp_path / "served", converted["params"], config)
     loaded = load(tmp_path / "served")
     assert QuantConfig.from_any(loaded.config) == QuantConfig.from_any(config)
-    served = jax.jit(maybe_quantize_model(model, dict(loaded.config) | SERVES, x).apply)(loaded.params, x)
+    served = jax.jit(maybe_quantize_model(model, dict(loaded.config) | SERVES, x).apply)({"params": loaded.params}, x)
     np.testing.assert_array_equal(expected, served)
 
 

@@ -41,9 +41,6 @@ def quantized(x: np.ndarray, spec, past: float | None, margin: int, dtype: str) 
     is_delayed = spec.scaling == "delayed"
     amax = np.float32(past if is_delayed and past else np.abs(np.asarray(x, np.float32)).max())
     scale = amax * np.float32(2.0**margin / kind.max if is_delayed else 1 / kind.bound)
-    if spec.has_grid_scale:  # 16 significant bits
-        fraction, exponent = np.frexp(scale)
-        scale = np.float32(np.ldexp(np.rint(fraction * 2**16), exponent - 16))
     quotient = rounded(np.asarray(x, np.float32) / rounded(scale, dtype), dtype)
     clipped = np.clip(quotient, -kind.max, kind.max)
     q = np.rint(clipped) if kind.kind == "int" else clipped.astype(getattr(ml_dtypes, kind.name))

@@ -122,7 +122,9 @@ def test_the_table_of_an_import_calls_exact_what_lost_no_bit(run, tmp_path, form
     export_run(run, tmp_path / "m", format, say=quiet, **({"dtype": "float32"} if format == "hf" else {}))
     rows, fields = [], FIELDS | asked | {"dtype": "bfloat16"}
     import_to_serve(tmp_path / "m", tmp_path / "again", fields, rows.append)
-    for row in rows:
+    tensors = [row for row in rows if row.shape]
+    assert len(tensors) == len(rows) - 1  # the tokenizer
+    for row in tensors:
         assert (row.sqnr == np.inf) == any(word in row.tensor for word in exact), row
         assert row.sqnr > 20
 
