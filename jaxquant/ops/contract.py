@@ -274,7 +274,8 @@ def _turned(
     numbers = ((a_axes, b_axes), ((), ()))
     out = jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     out = out.astype(jnp.float32) if out.dtype == jnp.int32 else out
-    scale = lhs.full_scale().reshape(()) * rhs.full_scale().reshape(())
+    scale, other = lhs.full_scale(), rhs.full_scale()
+    scale = (scale * other.reshape(scale.shape)).reshape(())
     return (out * scale.astype(out.dtype)).astype(out_dtype)
 
 
