@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.linen as nn
+
 from jaxquant.audit import whole
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction, label_contractions
@@ -42,11 +44,11 @@ def coverage(fn: Callable[..., Any], *args: Any, config: Any = None, **kwargs: A
         jaxquant quantized is compared with what was decided when it was traced.
 
     Raises:
-      TypeError: fn cannot be called.
+      TypeError: fn cannot be called, or is a Linen model.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
-    if not callable(fn):
-        raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}")
+    if not callable(fn) or isinstance(fn, nn.Module):
+        raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; as model.apply")
     traced, names = whole.trace(fn, args, kwargs)
     return _of_jaxpr(traced.jaxpr, names, config)
 
@@ -85,10 +87,13 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 
 
 def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
-    """Yield a fault if the config quantizes something and no contraction shows it."""
-    if decide.resolver is not None and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
-        what = "none of them is of a layer to quantize" if rows else "it has no matmul"
-        yield f"the config quantizes nothing of this function: {what}"
+    """Yield a fault if no contraction is quantized and no config says that it should be so."""
+    is_float = not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows)
+    if is_float and decide.resolver is not None:
+        why = "none of them is of a layer to quantize" if rows else "it has no matmul"
+        yield f"the config quantizes nothing of this function: {why}"
+    if is_float and rows and not decide.has_config:
+        yield "no matmul of this function is quantized; trace the quantized model's step"
 
 
 _Layers = dict[str, list[LabeledContraction]]

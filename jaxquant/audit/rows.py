@@ -204,10 +204,9 @@ class Coverage:
             raise ValueError(
                 f"without names {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
             )
-        if self.state_faults:
-            raise ValueError(self.state_faults[0])
-        wrong = list(self.faults)
-        wrong += [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
+        if faults := (*self.state_faults, *self.faults):
+            raise ValueError(faults[0])
+        wrong = [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
         missing = [name for name in self.missing if name not in without]
         wrong += [f"{name}: the config quantizes it and no contraction of it was found" for name in missing]
         if wrong:

@@ -113,7 +113,7 @@ def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
     if tensor.zero_point is not None:  # which is rounded by up to half a code
         scaled = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
-    has_every_code = tensor.zero_point is not None or spec.uses_every_code  # -qmax - 1 included
+    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # -qmax - 1 included
     return (scaled > bound) | (scaled < -bound - has_every_code)
 
 

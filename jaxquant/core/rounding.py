@@ -61,16 +61,15 @@ for _platform in ("cuda", "rocm"):
     mlir.register_lowering(_hold, mlir.lower_fun(_hold_on_gpus, multiple_results=False), platform=_platform)
 
 
-def _clip(x: jax.Array, bound: float) -> jax.Array:
-    """Return what ``jnp.clip`` does, without a function of its own in the program for each shape."""
-    return jax.lax.clamp(np.asarray(-bound, x.dtype), x, np.asarray(bound, x.dtype))
+def _clip(x: jax.Array, bound: float, below: int = 0) -> jax.Array:
+    """Clip to ``[-bound - below, bound]``, unlike ``jnp.clip`` without a function for each shape in the program."""
+    return jax.lax.clamp(np.asarray(-bound - below, x.dtype), x, np.asarray(bound, x.dtype))
 
 
 def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
     """Round to nearest even and clip to the full integer range, ``-max - 1`` included."""
-    low, high = (np.asarray(end, x.dtype) for end in (-element.max - 1, element.max))
     rounded = jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jax.lax.clamp(low, rounded, high).astype(element.name)
+    return _clip(rounded, element.max, 1).astype(element.name)
 
 
 def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> UInt32[Array, "*shape"]:
@@ -254,7 +253,7 @@ def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None) -> jax.Ar
       ValueError: stochastic rounding without a key.
     """
     if spec.rounding == "nearest":
-        return (asymmetric_cast if spec.uses_every_code else saturating_cast)(x, element(spec.dtype))
+        return (asymmetric_cast if spec.has_grid_scale else saturating_cast)(x, element(spec.dtype))
     return stochastic_cast(x, element(spec.dtype), needed_key(spec, key))
 
 

@@ -25,7 +25,6 @@ SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LARGEST_E4M3 = 448.0
-_FLOAT16_BITS = 11
 
 
 def absolute(x: Array) -> Array:
@@ -138,7 +137,7 @@ def _grid_scale(statistic: Array, spec: TensorSpec, floor: float, is_wide: bool)
     read = _significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
     coarse = _significant(read * (1 / kind.max), kind.scale_bits)
     if is_wide:
-        fine = _significant(scale, _FLOAT16_BITS)
+        fine = _significant(scale, 11)  # float16's
         coarse = jax.lax.select(fine * kind.max == statistic, fine, coarse)
     return floor_scale(coarse, floor)
 

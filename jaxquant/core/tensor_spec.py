@@ -156,19 +156,14 @@ class TensorSpec:
             )
 
     @property
-    def uses_every_code(self) -> bool:
-        """Whether integers reach ``-max - 1`` without a zero point."""
-        return self.has_grid_scale and element(self.dtype).kind == "int"
-
-    @property
     def share_below(self) -> float:
         """Factor of the magnitude of negative values in the statistic."""
         top = element(self.dtype).max
-        return top / (top + 1) if self.uses_every_code else 1.0
+        return top / (top + 1) if self.has_grid_scale else 1.0
 
     @property
     def has_grid_scale(self) -> bool:
-        """Whether the scale is chosen as ``keeps_grid`` says."""
+        """Whether the scale is chosen as ``keeps_grid`` says, and integers reach ``-max - 1`` without a zero point."""
         is_plain = self.scaling == "dynamic" and self.calibration == Calibration() and self.scale_rounding != "up"
         return self.keeps_grid and is_plain and element(self.dtype).kind == "int"
 

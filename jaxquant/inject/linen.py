@@ -275,7 +275,13 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
         args, kwargs = restore_static(inputs)
         return model.init(dict.fromkeys(STREAMS, key), *args, **kwargs)
 
-    return jax.eval_shape(initialize, jax.random.key(0), mark_static((example_inputs, example_kwargs), numbers=False))
+    inputs = mark_static((example_inputs, example_kwargs), numbers=False)
+    try:
+        return jax.eval_shape(initialize, jax.random.key(0), inputs)
+    except TypeError as error:
+        if example_inputs or example_kwargs:
+            raise
+        raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
 
 
 def find_kernels(

@@ -275,8 +275,7 @@ def _turned(
     out = jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     out = out.astype(jnp.float32) if out.dtype == jnp.int32 else out
     scale, other = lhs.full_scale(), rhs.full_scale()
-    scale = (scale * other.reshape(scale.shape)).reshape(())
-    return (out * scale.astype(out.dtype)).astype(out_dtype)
+    return (out * (scale * other.reshape(scale.shape)).reshape(()).astype(out.dtype)).astype(out_dtype)
 
 
 def _tiled_sharding(

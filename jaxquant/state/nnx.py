@@ -136,8 +136,11 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
 
     Raises:
       ValueError: the gradients lack quant state of the model, or the optimizer was made to update it too.
+      TypeError: arguments in another order.
       NotImplementedError: ``MultiSteps`` with weight sparsity or flax's amax protocol.
     """
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(f"optimizer is {type(optimizer).__name__}; call apply_gradients(model, optimizer, grads)")
     old, observation = _quant_states(model, grads)
     if both := nnx.to_pure_dict(nnx.state(model, nnx.All(optimizer.wrt, QuantState))):
         raise ValueError(

@@ -62,7 +62,7 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     if issubclass(kind := fn if isinstance(fn, type) else type(fn), (nn.Module, nnx.Module)):
         raise TypeError(
             f"quantize takes a function of (params, *args), got the Flax module {kind.__name__}; quantize the module "
-            "with jaxquant.maybe_quantize_model(model, config), or the function model.apply"
+            "with jaxquant.maybe_quantize_model(model, config)"
         )
     config = QuantConfig.from_any(config)
     refuse_fields(config, _NOT_OF_FUNCTIONS)

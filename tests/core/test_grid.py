@@ -75,14 +75,14 @@ def test_every_granularity(dtype_name, sharing, dtype):
     once = jax.jit(lambda x: quantize(x, spec, (0,)))
     first = once(x)
     second = once(dequantize(first).astype(dtype))
-    rtol = 0 if spec.uses_every_code else numerics.SCALE_AGAIN
+    rtol = 0 if spec.has_grid_scale else numerics.SCALE_AGAIN
     np.testing.assert_allclose(second.scale, first.scale, rtol=rtol)
     np.testing.assert_array_equal(second.qvalue.astype("float32"), first.qvalue.astype("float32"))
     clipped = jnp.abs(x.astype("float32") - dequantize(first)) > jnp.max(first.full_scale()) * 0.5000001
-    assert spec.uses_every_code == dtype_name.startswith("int")
-    assert not (spec.uses_every_code and clipped.any())
+    assert spec.has_grid_scale == dtype_name.startswith("int")
+    assert not (spec.has_grid_scale and clipped.any())
     plain = dataclasses.replace(spec, keeps_grid=False)
-    if spec.uses_every_code:
+    if spec.has_grid_scale:
         old, again = twice(jax.jit(lambda x: quantize(x, plain, (0,))), x)
         assert np.linalg.norm(again - old) > 0.003 * np.linalg.norm(old)
 
