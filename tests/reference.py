@@ -60,14 +60,14 @@ def quantize(x: np.ndarray, dtype: str, axis: int | None, reciprocal: bool = Fal
     return cast(scaled.astype(np.float32), dtype), scale
 
 
-def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of_two: bool, keeps_grid: bool = False):
+def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of_two: bool):
     """Return qvalue and the scale of each element, block by block in a plain loop."""
     qvalue, scales = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
     for i in range(0, x.shape[0], block[0]):
         for j in range(0, x.shape[1], block[1]):
             part = x[i : i + block[0], j : j + block[1]]
             amax = np.max(np.abs(part)).astype(np.float32)
-            scale = grid_scale(part, dtype, None) if keeps_grid else amax * np.float32(1 / BOUNDS[dtype])
+            scale = amax * np.float32(1 / BOUNDS[dtype])
             if powers_of_two:
                 scale = np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / BOUNDS[dtype])))
             qvalue[i : i + block[0], j : j + block[1]] = cast(part / scale, dtype)

@@ -89,7 +89,7 @@ MISTAKES = {
     "jaxquant.describe_layers(MODEL, FP8, X)": "quantized already, .*give the float model",
     "jaxquant.linear_layers(MODEL, X)": "quantized already, .*give the float model",
     "jaxquant.describe_layers(nn.Sequential([PLAIN]), FP8)": "Sequential is called with inputs",
-    "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; as model.apply",
+    "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
     "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",
     "jaxquant.TrainState": "no attribute 'TrainState'; it is jaxquant.state.TrainState",

@@ -41,16 +41,20 @@ def coverage(fn: Callable[..., Any], *args: Any, config: Any = None, **kwargs: A
       args, kwargs: its arguments, arrays or ``jax.ShapeDtypeStruct``.
       config: anything that ``QuantConfig.from_any`` takes, for reasons and for ``Coverage.check`` of a function that
         another library quantized, or to compare a quantized model with another config. Without it each layer that
-        jaxquant quantized is compared with what was decided when it was traced.
+        jaxquant quantized is compared with what was decided when it was traced, and ``check`` refuses a function that
+        has only float matmuls.
 
     Raises:
-      TypeError: fn cannot be called, or is a Linen model.
+      TypeError: fn cannot be called, or is a Linen model that is not bound.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
-    if not callable(fn) or isinstance(fn, nn.Module):
-        raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; as model.apply")
+    if not callable(fn) or (isinstance(fn, nn.Module) and fn.scope is None):
+        raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; pass model.apply")
     traced, names = whole.trace(fn, args, kwargs)
-    return _of_jaxpr(traced.jaxpr, names, config)
+    found = _of_jaxpr(traced.jaxpr, names, config)
+    if config is None and found.rows and not any(row.wanted or row.dtypes.rhs.is_quantized for row in found.rows):
+        return dataclasses.replace(found, faults=("no matmul of this function is quantized; give the quantized one",))
+    return found
 
 
 def of_trace(traced: Any) -> Coverage:
@@ -87,13 +91,10 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 
 
 def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
-    """Yield a fault if no contraction is quantized and no config says that it should be so."""
-    is_float = not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows)
-    if is_float and decide.resolver is not None:
-        why = "none of them is of a layer to quantize" if rows else "it has no matmul"
-        yield f"the config quantizes nothing of this function: {why}"
-    if is_float and rows and not decide.has_config:
-        yield "no matmul of this function is quantized; trace the quantized model's step"
+    """Yield a fault if the config quantizes something and no contraction shows it."""
+    if decide.resolver is not None and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
+        what = "none of them is of a layer to quantize" if rows else "it has no matmul"
+        yield f"the config quantizes nothing of this function: {what}"
 
 
 _Layers = dict[str, list[LabeledContraction]]

@@ -197,8 +197,8 @@ class Coverage:
 
         Raises:
           ValueError: names path, matmul, what was wanted and what was found, of the first such contraction; quant state
-            that a step with gradients leaves as it was without ``state.frozen``, or treats as a weight; or ``without``
-            names what is not missing.
+            that a step with gradients leaves as it was without ``state.frozen``, or treats as a weight; one of
+            ``faults``; or ``without`` names what is not missing.
         """
         if unknown := [name for name in without if name not in self.missing]:
             raise ValueError(

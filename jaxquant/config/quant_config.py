@@ -236,14 +236,14 @@ class QuantConfig(options.Options):
         if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
             found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
         if string == "fp8" and found.get("use_qwix_quantization"):
-            found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
+            string = found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
         count = found.get("quantization_local_shard_count")
         is_resolved = isinstance(count, int) and count > 0 and count == jax.local_device_count()
         if is_resolved and "quantization_local_shard_count" not in lookup(spell(string or "")).fields:
             del found["quantization_local_shard_count"]  # MaxText has resolved its -1 already; this string reads none
         config = typed.build(cls, found)
-        method = _attribute(obj, _LOGITS_CALIBRATION)
-        if method is _MISSING or not (method and config.quantize_logits_proj):
+        method = config.quantize_logits_proj and _attribute(obj, _LOGITS_CALIBRATION)
+        if method is _MISSING or not method or _attribute(obj, "logits_via_embedding") is True:
             return config
         fields = {f"{operand}_quantization_calibration_method": method for operand in ("weight", "act")}
         head = Rule(HEAD, dataclasses.replace(config, **fields).recipe())

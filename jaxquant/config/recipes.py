@@ -119,7 +119,7 @@ _INT8_DELAYED = _reusing(
     arithmetic="lean",
 )
 _AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)
-_AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, keeping_grid(_AQT_E4M3), "bfloat16"))
+_AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, _AQT_E4M3, "bfloat16"))
 _AQT_FP8_FULL = _everywhere(
     "aqt_fp8_full",
     TensorSpec("float8_e4m3fn", "per_tensor", reciprocal=True),
@@ -131,7 +131,7 @@ _BLOCK_WEIGHT = TensorSpec("float8_e4m3fn", "per_block", tile_size=128, free_siz
 # The weight's blocks tile either contraction; the activation is tiled along the tokens for its own gradient.
 _FP8_BLOCK = Recipe(
     "fp8_block",
-    fwd=MatmulSpec(_BLOCK_TILE, keeping_grid(_BLOCK_WEIGHT), "float32"),
+    fwd=MatmulSpec(_BLOCK_TILE, _BLOCK_WEIGHT, "float32"),
     dlhs=MatmulSpec(_BLOCK_TILE, FORWARD, "float32"),
     drhs=MatmulSpec(_BLOCK_TILE, _BLOCK_TILE, "float32"),
 )

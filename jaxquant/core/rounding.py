@@ -62,7 +62,7 @@ for _platform in ("cuda", "rocm"):
 
 
 def _clip(x: jax.Array, bound: float, below: int = 0) -> jax.Array:
-    """Clip to ``[-bound - below, bound]``, unlike ``jnp.clip`` without a function for each shape in the program."""
+    """Clip to ``[-bound - below, bound]``. ``jnp.clip`` would add a function for each shape to the program."""
     return jax.lax.clamp(np.asarray(-bound - below, x.dtype), x, np.asarray(bound, x.dtype))
 
 

@@ -41,7 +41,7 @@ def largest(x: Array, below: float = 1.0, **axes: Any) -> Array:
 
     Args:
       x: the values.
-      below: factor of the magnitudes of negative values; another than 1 gives float32.
+      below: factor of the magnitudes of negative values; a value other than 1 gives float32.
       axes: of ``jnp.max``.
     """
     if below != 1.0:

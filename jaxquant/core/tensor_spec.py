@@ -63,11 +63,11 @@ class TensorSpec:
       micro: how e4m3 scales of blocks and the one above them are chosen in training, None for as checkpoints have them.
       source: what a backward operand is made of: the float tensor, or what the forward matmul read (``forward``), of
         which alone its bytes are kept then.
-      keeps_grid: whether decoded values quantize to the same elements and scales again, as weights need it. The scale
-        is then the least that clips nothing: ``statistic / max`` in few significant bits (``Element.scale_bits``, or
-        float16's 11 if these give a float32 statistic back). Integers use every code: their statistic is
-        ``max(x, -x · max / (max + 1))``. Only dynamic scaling with the plain calibration ``absmax`` reads it, and
-        only the native backend; ``keeping_grid`` leaves it off for scales that are rounded up to powers of two.
+      keeps_grid: whether decoded integers quantize to the same elements and scales again, as weights need it. The scale
+        is then ``statistic / max`` in few significant bits (``Element.scale_bits``, or float16's 11 if these give a
+        float32 statistic back), and the largest element may lose up to one code. Every code is used: the statistic is
+        ``max(x, -x · max / (max + 1))``. Only the native backend reads it, and only of integers with dynamic scaling,
+        the plain calibration ``absmax``, rounding to nearest and exact scales.
     """
 
     dtype: str
@@ -164,8 +164,8 @@ class TensorSpec:
     @property
     def has_grid_scale(self) -> bool:
         """Whether the scale is chosen as ``keeps_grid`` says, and integers reach ``-max - 1`` without a zero point."""
-        is_plain = self.scaling == "dynamic" and self.calibration == Calibration() and self.scale_rounding != "up"
-        return self.keeps_grid and is_plain and element(self.dtype).kind == "int"
+        is_plain = self.scaling == "dynamic" and self.calibration == Calibration() and self.rounding == "nearest"
+        return self.keeps_grid and is_plain and self.scale_rounding == "exact" and element(self.dtype).kind == "int"
 
     @property
     def clips(self) -> bool:

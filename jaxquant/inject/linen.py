@@ -279,7 +279,7 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
     try:
         return jax.eval_shape(initialize, jax.random.key(0), inputs)
     except TypeError as error:
-        if example_inputs or example_kwargs:
+        if example_inputs or example_kwargs or "required positional" not in str(error):
             raise
         raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
 

@@ -323,7 +323,8 @@ def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) 
     """Return the left operand with a scale for each device's part of the contraction, and whether there are parts.
 
     The sum of each part is then scaled, and sent between devices in the gradient's dtype. A compiler that cuts a single
-    integer matmul sends sums in int32. An axis that scales already cut is not cut again.
+    integer matmul sends sums in int32. An axis that scales already cut is not cut again, and sums of
+    other parts than the devices' stay float32.
     """
     for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         if not (isinstance(left, QTensor) and isinstance(right, QTensor)):
@@ -332,5 +333,5 @@ def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) 
             if left.scale.shape[axis] == right.scale.shape[other] == 1:
                 block = tuple(size // count if i == axis else size for i, size in enumerate(left.blocks))
                 left = dataclasses.replace(left, scale=jnp.repeat(left.scale, count, axis), block=block)
-            return left, True
+            return left, {left.scale.shape[axis], right.scale.shape[other]} <= {1, count}
     return left, False

@@ -61,8 +61,7 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     """
     if issubclass(kind := fn if isinstance(fn, type) else type(fn), (nn.Module, nnx.Module)):
         raise TypeError(
-            f"quantize takes a function of (params, *args), got the Flax module {kind.__name__}; quantize the module "
-            "with jaxquant.maybe_quantize_model(model, config)"
+            f"quantize takes a function (params, *args), got the Flax module {kind.__name__}; use maybe_quantize_model"
         )
     config = QuantConfig.from_any(config)
     refuse_fields(config, _NOT_OF_FUNCTIONS)

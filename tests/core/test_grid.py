@@ -78,7 +78,8 @@ def test_every_granularity(dtype_name, sharing, dtype):
     rtol = 0 if spec.has_grid_scale else numerics.SCALE_AGAIN
     np.testing.assert_allclose(second.scale, first.scale, rtol=rtol)
     np.testing.assert_array_equal(second.qvalue.astype("float32"), first.qvalue.astype("float32"))
-    clipped = jnp.abs(x.astype("float32") - dequantize(first)) > jnp.max(first.full_scale()) * 0.5000001
+    step = jnp.abs(dequantize(dataclasses.replace(first, qvalue=jnp.ones_like(first.qvalue))))
+    clipped = jnp.abs(x.astype("float32") - dequantize(first)) > step
     assert spec.has_grid_scale == dtype_name.startswith("int")
     assert not (spec.has_grid_scale and clipped.any())
     plain = dataclasses.replace(spec, keeps_grid=False)

@@ -46,7 +46,7 @@ def quantized(x, spec: TensorSpec | None, axis: int):
     if spec.tile_size is not None:
         block = tuple(spec.tile_size if i == axis else spec.free_size or 1 for i in range(2))
         is_power = spec.scale_dtype == "float8_e8m0fnu"
-        return reference.quantize_blocks(x, spec.dtype, block, is_power, spec.has_grid_scale)
+        return reference.quantize_blocks(x, spec.dtype, block, is_power)
     if spec.scaling == "delayed":  # by the element's largest number, where this step's amax takes an integer's bound
         scale = np.abs(x).max(keepdims=True).astype(np.float32) * np.float32(1 / element(spec.dtype).max)
         return reference.cast(np.asarray(x, np.float32) / scale, spec.dtype), scale

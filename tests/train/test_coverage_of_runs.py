@@ -47,6 +47,7 @@ def _coverage(config):
 @pytest.mark.parametrize(
     ("string", "fields"),
     [
+        ("", {}),
         *(("fp8", {"remat_policy": policy}) for policy in ("full", "matmuls", "quantized")),
         ("fp8", {"remat_policy": "quantized", "num_experts": 4}),
         ("fp8", {"remat_policy": "matmuls", "num_experts": 4, "scan_layers": False}),

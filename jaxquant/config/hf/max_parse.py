@@ -155,7 +155,7 @@ class _View:
         inputs = self._input_scale(spec, format)
         mlp = self._quantized_layers(layers, _MLP, "MLPs", spec)
         attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections", spec)
-        for index in mlp:  # experts of another scheme are no MLPs of this one
+        for index in mlp:  # experts of another scheme do not count
             self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
             mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
