@@ -51,22 +51,19 @@ def coverage(fn: Callable[..., Any], *args: Any, config: Any = None, **kwargs: A
     if not callable(fn) or (isinstance(fn, nn.Module) and fn.scope is None):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; pass model.apply")
     traced, names = whole.trace(fn, args, kwargs)
-    found = _of_jaxpr(traced.jaxpr, names, config)
-    if config is None and found.rows and not any(row.wanted or row.dtypes.rhs.is_quantized for row in found.rows):
-        return dataclasses.replace(found, faults=("no matmul of this function is quantized; give the quantized one",))
-    return found
+    return _of_jaxpr(traced.jaxpr, names, config, may_be_float=config is not None)
 
 
 def of_trace(traced: Any) -> Coverage:
-    """List the contractions of a function that is traced already; otherwise as ``coverage``.
+    """List the contractions of a function that is traced already, and may be float; otherwise as ``coverage``.
 
     Args:
       traced: ``jax.jit(fn).trace(*args)``.
     """
-    return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), None)
+    return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), None, may_be_float=True)
 
 
-def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any) -> Coverage:
+def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: bool) -> Coverage:
     program = Graph(closed, names)
     labeled, reading = label_contractions(closed, names, program.contractions)
     asked, has_config = QuantConfig() if config is None else QuantConfig.from_any(config), config is not None
@@ -78,7 +75,7 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any) -> Coverage:
     unnamed = _unnamed(layers, labeled, decide)
     rows = tuple(_row(each, decide, is_unnamed=each in unnamed) for each in labeled)
     missing = tuple(_missing(layers, labeled, len(unnamed)))
-    return Coverage(rows, missing, tuple(_nothing_seen(rows, decide)), *standing(program, labeled))
+    return Coverage(rows, missing, tuple(_nothing_seen(rows, decide, may_be_float)), *standing(program, labeled))
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
@@ -90,11 +87,15 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
     return sites
 
 
-def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
-    """Yield a fault if the config quantizes something and no contraction shows it."""
-    if decide.resolver is not None and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
+def _nothing_seen(rows: Sequence[Row], decide: _Decider, may_be_float: bool) -> Iterator[str]:
+    """Yield a fault if no contraction is quantized, though the config or the caller wants one."""
+    if any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
+        return
+    if decide.resolver is not None:
         what = "none of them is of a layer to quantize" if rows else "it has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
+    elif rows and not may_be_float:
+        yield "no matmul of this function is quantized; give the quantized one"
 
 
 _Layers = dict[str, list[LabeledContraction]]

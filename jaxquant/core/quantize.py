@@ -83,8 +83,7 @@ def compute_scale(
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
             high = jnp.minimum(high, spec.amax_bound)
-        bound = kind.max if spec.has_grid_scale else kind.bound
-        scale, outer = scale_of_amax(high, bound, spec, floor, outer, x.dtype == jnp.float32)
+        scale, outer = scale_of_amax(high, kind.bound, spec, floor, outer, x.dtype == jnp.float32)
         return Scales(scale, None, outer)
     assert low is not None
     # Asymmetric ranges use every code of the integer, -max - 1 included.

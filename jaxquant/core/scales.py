@@ -87,11 +87,11 @@ def scale_of_amax(
 
     float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
     ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. Integers that keep
-    their grid: ``amax / bound`` in so few significant bits that decoded values have the same scale again.
+    their grid: ``amax / max`` in so few significant bits that decoded values have the same scale again.
 
     Args:
       amax: of each block, float32.
-      bound: largest magnitude of the element.
+      bound: largest magnitude of the element; integers that keep their grid do without.
       spec: dtype and rounding of scales.
       floor: scales below it become 1.
       outer: the outer scale, of the amaxes' rank; None computes it.

@@ -274,8 +274,7 @@ def _turned(
     numbers = ((a_axes, b_axes), ((), ()))
     out = jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     out = out.astype(jnp.float32) if out.dtype == jnp.int32 else out
-    scale, other = lhs.full_scale(), rhs.full_scale()
-    return (out * (scale * other.reshape(scale.shape)).reshape(()).astype(out.dtype)).astype(out_dtype)
+    return _rescale(out, lhs, rhs, dims, out.dtype.name).astype(out_dtype)
 
 
 def _tiled_sharding(
@@ -377,7 +376,7 @@ def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: st
     lhs_scale, rhs_scale = lhs.full_scale(), rhs.full_scale()
     if lhs_scale.size == 1 and rhs_scale.size == 1:
         # One rounding of the product of scalars, then one multiplication of the result.
-        return out * (lhs_scale.reshape(()) * rhs_scale.reshape(())).astype(out.dtype)
+        return out * (lhs_scale * rhs_scale.reshape(lhs_scale.shape)).reshape(()).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
     left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
     right = _layout(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())

@@ -323,8 +323,8 @@ def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) 
     """Return the left operand with a scale for each device's part of the contraction, and whether there are parts.
 
     The sum of each part is then scaled, and sent between devices in the gradient's dtype. A compiler that cuts a single
-    integer matmul sends sums in int32. An axis that scales already cut is not cut again, and sums of
-    other parts than the devices' stay float32.
+    integer matmul sends sums in int32. An axis that scales already cut is not cut again, and sums of other parts than
+    the devices' stay float32.
     """
     for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         if not (isinstance(left, QTensor) and isinstance(right, QTensor)):
