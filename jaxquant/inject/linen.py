@@ -278,10 +278,11 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
     inputs = mark_static((example_inputs, example_kwargs), numbers=False)
     try:
         return jax.eval_shape(initialize, jax.random.key(0), inputs)
-    except TypeError as error:
-        if example_inputs or example_kwargs or "required positional" not in str(error):
-            raise
-        raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
+    except Exception as error:
+        if not (example_inputs or example_kwargs) and "required positional" in str(error):
+            raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
+        error.add_note(f"The example inputs are arguments of {type(model).__name__}.__call__, which raised this.")
+        raise
 
 
 def find_kernels(
