@@ -55,6 +55,7 @@ ONE_TREE = r"is (NoneType|list|tuple|Dense), not a dict nested by module name; g
 SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
 PARTS = r"params has \[.*they are swapped, or one of them is the whole variables; call merge\(params, quant_state"
 WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
+FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
     "state.update(state.pack(observation), state.pack(quant_state))": SWAPPED,
@@ -80,9 +81,8 @@ MISTAKES = {
     "jaxquant.calibrate(float_variables, FP8, None, model=PLAIN)": "batches is NoneType",
     "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "the variables to calibrate have no collection 'params'",
     "jaxquant.calibrate(float_variables, FP8, [X], model=MODEL)": "quantized already, .*give the float model",
-    **{f"jaxquant.quantize({each}, FP8)": "Flax module Dense; .*maybe_quant" for each in ("PLAIN", "nn.Dense")},
-    "jaxquant.quantize(nnx_model, FP8)": "got the Flax module Linear; .*maybe_quantize_model",
-    "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "example inputs are arguments of Dense.__call__",
+    **{f"jaxquant.quantize({x}, FP8)": f"got the Flax module {FLAX[x]}; .*maybe_quantize_model" for x in FLAX},
+    "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "Dense itself raised this, in float, called with",
     "PLAIN.apply(served, X)": CONVERTED,
     "X @ jaxquant.quantize(lambda p, x: x @ p, INT8).convert(X.T, {}, X)": CONVERTED,
     "jax.grad(lambda v: serve().apply(v, X).sum())(served8)": "the root layer has a converted kernel, which does not",

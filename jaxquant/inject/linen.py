@@ -281,7 +281,7 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
     except Exception as error:
         if not (example_inputs or example_kwargs) and "required positional" in str(error):
             raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
-        error.add_note(f"The example inputs are arguments of {type(model).__name__}.__call__, which raised this.")
+        error.add_note(f"{type(model).__name__} itself raised this, in float, called with the inputs that were given.")
         raise
 
 
