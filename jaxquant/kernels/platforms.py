@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxquant.core.sharding import explicit_sharding, is_whole, platform_of, varying_axes
+from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_whole, platform_of, varying_axes
 
 Array = jax.Array
-HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-"""Kinds of devices that are Hopper GPUs, as they name themselves."""
+_KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
+"""CUDA compute capability of the kinds of devices that programs are compiled for without one."""
 
 MOST_BLOCKS = 65535
 """Of CUDA, along any axis of a grid but its first, which is the last of Pallas's."""
@@ -32,6 +32,18 @@ def cut_refusal(*operands: Array) -> str | None:
     if all(is_whole(x) for x in operands):
         return None
     return "an operand may be sharded automatically: there are several devices, and it is not inside jax.shard_map"
+
+
+def capability_of(*arrays: Array) -> tuple[int, int]:
+    """Return the CUDA compute capability of the device that computes arrays, which may be absent; (0, 0) of others.
+
+    Args:
+      arrays: whose types may name the device.
+    """
+    kind, here = device_kind_of(*arrays), jax.devices()[0]
+    known = next((number for pattern, number in _KINDS.items() if re.search(pattern, kind)), None)
+    own = str(getattr(here, "compute_capability", "")) if known is None and here.device_kind == kind else ""
+    return known or (tuple(map(int, own.split("."))) if re.fullmatch(r"\d+\.\d+", own) else (0, 0))
 
 
 def module(op: str, kind: str) -> Any:

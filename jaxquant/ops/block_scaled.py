@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 from typing import Any
 
 import jax
@@ -22,19 +21,15 @@ from jaxquant.core.blocks import spread
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.scales import compile_impl
-from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.platforms import cut_refusal, module
+from jaxquant.kernels.platforms import capability_of, cut_refusal, module
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import settle_blocks
 
 Array = jax.Array
 Axes = tuple[int, ...]
-CAPABILITY_10 = re.compile(r"\bG?B[123]00\b")
-"""Kinds of devices that are GPUs of compute capability 10, as they name themselves."""
-
 SIZES = {("float8_e4m3fn", "float8_e8m0fnu"): 32, ("float4_e2m1fn", "float8_e4m3fn"): 16}
 """Elements and scales that the instruction has -> how many elements share a scale (MXFP8, NVFP4)."""
 
@@ -51,7 +46,7 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     size = SIZES.get(next(iter(kinds))) if len(kinds) == 1 else None
     if size is None:
         return "no chip multiplies these elements with scales of this dtype"
-    if not CAPABILITY_10.search(device_kind_of(lhs.qvalue, rhs.qvalue)):
+    if capability_of(lhs.qvalue, rhs.qvalue)[0] != 10:
         return "the chip has no block-scaled matmul"
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:

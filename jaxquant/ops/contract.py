@@ -18,12 +18,13 @@ from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, device_kind_of, explicit_sharding, fit_sizes, is_whole, split_axes
+from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
+from jaxquant.kernels.platforms import capability_of
 from jaxquant.ops import block_scaled
+from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import choose_implementation, settle
-from jaxquant.ops.layouts import contraction_last
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -59,7 +60,7 @@ def contract(
     scale_dtype: str = "float32",
     out_sharding: NamedSharding | None = None,
     implementation: str | None = None,
-    turns: bool = False,
+    copies: bool = False,
     parts_dtype: str = "float32",
     shards: int = 1,
 ) -> Array:
@@ -81,7 +82,7 @@ def contract(
         multiplied in it: GPU libraries take it as their own.
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
       implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
-      turns: whether GPUs bring the contraction last by a copy of the quantized operands (``layouts``).
+      copies: whether GPUs copy fp8 operands so that the contraction lies last; see ``byte_dot``.
       parts_dtype: dtype in which the tiles' sums are added, and sent where each lies on a device of its own.
       shards: blocks of the first contraction axis that were quantized by themselves, whose sums stay low-precision.
 
@@ -118,8 +119,6 @@ def contract(
     refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
     if settle("dot_general", implementation, refused).name == "pallas":
         return kernel.einsum(lhs, rhs, *axes, **kept)
-    if turns and not dims.lhs_batch and lhs.zero_point is None and rhs.zero_point is None:
-        return _turned(lhs, rhs, dims, out_dtype, accumulator, default_precision if precision is None else precision)
     return _product(
         lhs,
         rhs,
@@ -130,6 +129,7 @@ def contract(
         out_sharding=out_sharding,
         scale_dtype=scale_dtype,
         parts_dtype=parts_dtype,
+        copies=copies,
     )
 
 
@@ -191,7 +191,7 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
       lhs, rhs: of abstract arrays.
       dims, out_dtype, implementation: as ``contract`` takes them.
     """
-    has_instruction = block_scaled.CAPABILITY_10.search(device_kind_of(lhs.qvalue))
+    has_instruction = capability_of(lhs.qvalue)[0] == 10
     if has_instruction or dequantized_dtype(lhs, rhs, dims, out_dtype) != "bfloat16":
         return False
     return implementation != "pallas" or block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
@@ -247,11 +247,12 @@ def _product(
     out_sharding: NamedSharding | None,
     scale_dtype: str = "float32",
     parts_dtype: str = "float32",
+    copies: bool = False,
 ) -> Array:
     """Multiply qvalues, and scale the result; see ``contract``."""
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
     place = _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles)
-    out = _multiply(lhs, rhs, dims, accumulator, precision, place)
+    out = _multiply(lhs, rhs, dims, accumulator, precision, place, copies)
     is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
     if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)
@@ -261,20 +262,6 @@ def _product(
         out = jax.lax.reduce(out.astype(parts_dtype), np.zeros((), parts_dtype), jax.lax.add, tuple(range(tiles)))
         out = out if out_sharding is None else jax.sharding.reshard(out, fit_sizes(out_sharding, out.shape))
     return out.astype(out_dtype)
-
-
-def _turned(
-    lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, accumulator: str | None, precision: Precision
-) -> Array:
-    """Contract operands with one scale each, their contraction axes brought last."""
-    (a, a_axes), (b, b_axes) = (
-        contraction_last(side.qvalue, axes) for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract))
-    )
-    dtype = accumulator_dtype(accumulator, out_dtype)
-    numbers = ((a_axes, b_axes), ((), ()))
-    out = jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
-    out = out.astype(jnp.float32) if out.dtype == jnp.int32 else out
-    return _rescale(out, lhs, rhs, dims, out.dtype.name).astype(out_dtype)
 
 
 def _tiled_sharding(
@@ -299,7 +286,13 @@ def _names(entries: Sequence[Any]) -> list[str]:
 
 
 def _multiply(
-    lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precision: Precision, out_sharding: NamedSharding | None
+    lhs: QTensor,
+    rhs: QTensor,
+    dims: Dimensions,
+    dtype: str,
+    precision: Precision,
+    out_sharding: NamedSharding | None,
+    copies: bool,
 ) -> Array:
     """Contract qvalues, subtracting what the zero points add."""
 
@@ -309,7 +302,8 @@ def _multiply(
         place = fit_sizes(out_sharding, sizes)
         if min(jax.dtypes.itemsize_bits(a.dtype), jax.dtypes.itemsize_bits(b.dtype)) < 8:
             return _dot_sub_byte(a, b, dims, precision, dtype, place)
-        return float_dot(a, b, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=place)
+        kept = {"precision": precision, "preferred_element_type": dtype, "out_sharding": place}
+        return byte_dot(a, b, dims, **kept, copies=copies)
 
     out = dot(lhs.qvalue, rhs.qvalue)
     lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract + dims.lhs_batch)

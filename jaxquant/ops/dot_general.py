@@ -105,7 +105,7 @@ def dot_general(
         implementation=implementation,
         dims=dims,
         out_sharding=place,
-        turns=not is_converted,
+        copies=not is_converted,
     )
     if is_converted:
         return serve(op, lhs, rhs, None, key)
@@ -120,12 +120,12 @@ class _Dot(Operation):
     Attributes:
       dims: what is contracted.
       out_sharding: of the result, under explicit sharding.
-      turns: whether copies of 8-bit operands may bring the contraction last.
+      copies: whether GPUs may copy fp8 operands so that the contraction lies last.
     """
 
     dims: Dimensions
     out_sharding: NamedSharding | None
-    turns: bool
+    copies: bool
 
     def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
         dims = self.dims if side == "lhs" else self.dims.swap()
@@ -162,7 +162,7 @@ class _Dot(Operation):
             scale_dtype=scale_dtype(self.recipe, self.out_dtype),
             out_sharding=self.out_sharding,
             implementation=self.implementation,
-            turns=self._turns(lhs, rhs, self.out_sharding),
+            copies=self._copies(lhs, rhs, self.out_sharding),
         )
 
     @property
@@ -180,7 +180,7 @@ class _Dot(Operation):
         recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key)
-        swaps = keeps_dtype and place is None and not dims.lhs_batch
+        swaps = name == "drhs" and place is None and not dims.lhs_batch and (keeps_dtype or not recipe.matches_flax)
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
             left, is_sent = _by_device(left, residual, dims)
@@ -194,7 +194,7 @@ class _Dot(Operation):
             scale_dtype=scale_dtype(recipe, out_dtype),
             out_sharding=place,
             implementation=self.implementation,
-            turns=self._turns(left, residual, place),
+            copies=self._copies(left, residual, place),
             parts_dtype=out_dtype if is_sent else "float32",
             shards=matmul.shards,
         )
@@ -301,9 +301,10 @@ class _Dot(Operation):
         scales += [] if lhs.kept.seen is None else [lhs.kept.seen.amax]
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
-    def _turns(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
+    def _copies(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
         """Check whether copies of the 8-bit operands pay: with delayed scaling, whose casts wait for nothing."""
-        is_delayed = self.turns and self.recipe.is_lean and self.recipe.delayed is not None and place is None
+        is_delayed = self.copies and self.recipe.is_lean and self.recipe.delayed is not None
+        is_delayed = is_delayed and place is None and not self.dims.lhs_batch
         return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
 
 

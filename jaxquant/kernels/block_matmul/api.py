@@ -15,7 +15,7 @@ from jaxquant.core.scales import decode_scale
 from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
-from jaxquant.kernels.platforms import HOPPER, cut_refusal
+from jaxquant.kernels.platforms import capability_of, cut_refusal
 
 Array = jax.Array
 Axes = Sequence[int]
@@ -58,9 +58,9 @@ def elements_refusal(lhs: Array, rhs: Array) -> str | None:
     Args:
       lhs, rhs: the elements.
     """
-    kind, kinds = device_kind_of(lhs, rhs), [side.dtype.name for side in (lhs, rhs)]
-    if not HOPPER.search(kind):
-        return f"the block_matmul kernel is for Hopper GPUs, and the device is {kind}"
+    kinds = [side.dtype.name for side in (lhs, rhs)]
+    if capability_of(lhs, rhs)[0] != 9:
+        return f"the block_matmul kernel is for Hopper GPUs, and the device is {device_kind_of(lhs, rhs)}"
     if any(each not in ("float8_e4m3fn", "float8_e5m2") for each in kinds):
         return f"the block_matmul kernel multiplies float8, not {kinds[0]} and {kinds[1]}"
     if kinds[0] != kinds[1] and not mosaic_gpu.NEW:

@@ -16,7 +16,14 @@ from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.kernels.block_quantize import reference
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import TILE
-from jaxquant.kernels.platforms import HOPPER, MOST_BLOCKS, cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import (
+    MOST_BLOCKS,
+    capability_of,
+    cut_refusal,
+    interpretable,
+    module,
+    platform_refusal,
+)
 
 _SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
 
@@ -35,9 +42,9 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     if found is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
         return f"the block cast takes whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
-    is_gpu, kind = platform_of(x) == "gpu", device_kind_of(x)
-    if is_gpu and not HOPPER.search(kind):
-        return f"the block cast is for TPUs and Hopper GPUs, and the device is {kind}"
+    is_gpu = platform_of(x) == "gpu"
+    if is_gpu and capability_of(x)[0] != 9:
+        return f"the block cast is for TPUs and Hopper GPUs, and the device is {device_kind_of(x)}"
     if is_gpu and found[0][0] // TILE > MOST_BLOCKS:
         return f"the block cast takes {MOST_BLOCKS * TILE:,} rows at most on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):

@@ -1,0 +1,111 @@
+"""byte_dot: ``lax.dot_general`` of two 8-bit operands, which GPU libraries multiply fast, not XLA's Triton kernels.
+
+The matmul is jax's own, so that rematerialization policies recognize it. Identity operations around it carry what only
+compilers of GPUs need: copies of int8 operands whose contraction lies last in memory, and the algorithm of fp8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from jaxquant.core.float_dot import float_dot
+from jaxquant.kernels.platforms import capability_of
+from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.layouts import contraction_last, is_cut
+
+Array = jax.Array
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+ROWS = 64
+"""Rows of the other operand from which a copy of an int8 operand is cheaper than the slow matmul of Hopper.
+
+The copy moves two bytes an element at 4 TB/s; the matmul computes 2 operations an element and row at 0.13 PFLOP/s in
+place of 1.3 (H200; XLA's int8 rows of ``benchmarks/gemm-set-nvidia-h200.md``).
+"""
+
+_algorithm = Primitive("fp8_algorithm")
+_algorithm.def_impl(lambda x, **_: x)
+_algorithm.def_abstract_eval(lambda x, **_: x)
+
+
+def byte_dot(
+    lhs: Array,
+    rhs: Array,
+    dims: Dimensions,
+    *,
+    precision: jax.lax.PrecisionLike,
+    preferred_element_type: str,
+    out_sharding: NamedSharding | None = None,
+    copies: bool = False,
+) -> Array:
+    """Multiply two operands of which both may have 8 bits; others are multiplied as ``float_dot`` does.
+
+    Args:
+      lhs, rhs: operands.
+      dims: what is contracted.
+      precision, preferred_element_type, out_sharding: as ``lax.dot_general`` takes them.
+      copies: whether GPUs copy fp8 operands so that the contraction lies last, too.
+    """
+    rows = [math.prod(x.shape[axis] for axis in free) for x, free in ((lhs, dims.lhs_free), (rhs, dims.rhs_free))]
+    is_int8, is_fp8 = lhs.dtype == rhs.dtype == jnp.int8, lhs.dtype.name in FP8 and rhs.dtype.name in FP8
+    a, b = lhs, rhs
+    if copies or (is_int8 and rows[1] >= ROWS):
+        a = contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
+    if copies or (is_int8 and rows[0] >= ROWS):
+        b = contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
+    kept = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    out = float_dot(a, b, dims.numbers, precision=precision, **kept)
+    has_algorithm = is_fp8 and {lhs.dtype.name, rhs.dtype.name} != {"float8_e5m2"} and min(rows) > 1
+    if has_algorithm and capability_of(lhs, rhs) >= (8, 9):
+        out = _algorithm.bind(out, is_fast=precision in (None, jax.lax.Precision.DEFAULT))
+    return out
+
+
+def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
+    """Name the algorithm of the matmul that makes a result. Triton has none of that name, so XLA asks cuBLASLt.
+
+    jax's own way to ask for it, a ``precision``, is an error on all other platforms. Any fp8 type stands for all of
+    them; programs in the form of StableHLO 1.16 can name e5m2 alone.
+    """
+    op = out.owner
+    while _is(op, "sdy.sharding_constraint"):
+        op = op.operands[0].owner
+    if tuple(context.module_context.platforms) == ("cuda",) and _is(op, "stablehlo.dot_general"):
+        if is_cut(context):
+            _turn_plain(op)
+        fp8, result = ir.Float8E5M2Type.get(), ir.F32Type.get()
+        op.attributes["algorithm"] = stablehlo.DotAlgorithm.get(fp8, fp8, result, 1, 1, 1, is_fast)
+        del op.attributes["precision_config"]
+    return [out]
+
+
+def _is(op: Any, name: str) -> bool:
+    return isinstance(op, ir.Operation | ir.OpView) and op.name == name
+
+
+def _turn_plain(op: Any) -> None:
+    """Transpose the right operand of a plain product of matrices, in the program.
+
+    The partitioner writes such a product as ``stablehlo.dot``, which has no algorithm: it would be lost.
+    """
+    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    if len(op.operands[0].type.shape) == 2 and (numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions) == ([1], [0]):
+        with ir.InsertionPoint(op), op.location:
+            op.operands[1] = stablehlo.transpose(op.operands[1], ir.DenseI64ArrayAttr.get([1, 0]))
+        op.attributes["dot_dimension_numbers"] = stablehlo.DotDimensionNumbers.get([], [], [1], [1])
+
+
+batching.primitive_batchers[_algorithm] = lambda batched, dims, **options: (
+    _algorithm.bind(*batched, **options),
+    dims[0],
+)
+ad.deflinear2(_algorithm, lambda gradient, _, **__: [gradient])
+mlir.register_lowering(_algorithm, _lower, cacheable=False)

@@ -1,0 +1,70 @@
+"""Compile an MLP and its gradients under config strings for H200s that are not here; print its matmuls as JSON."""
+
+import collections
+import json
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant.aot.chips import chip
+from jaxquant.aot.topology import devices
+from jaxquant.core.sharding import on_device_of
+
+ROWS, HIDDEN, WIDE = 4096, 512, 1024
+COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.silu(nn.Dense(WIDE, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x))
+        return nn.Dense(HIDDEN, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)
+
+
+def compiled(string, count):
+    """Return the optimized program of a step of ``count`` devices, with parameters and rows divided among them."""
+    mesh = Mesh(np.array(devices(chip("h200"), str(count) if count > 1 else "")), ("data",))
+    whole, cut = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data", None)))
+    x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.bfloat16, sharding=cut)
+    with on_device_of(x):
+        model = jaxquant.maybe_quantize_model(Mlp(), {"quantization": string, "quant_backend": "native"}, x) if string != "bf16" else Mlp()
+        rngs = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+        variables = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=cut if v.ndim == 2 and v.shape[0] % count == 0 else whole),
+            jax.eval_shape(model.init, rngs, x),
+        )
+
+        def step(variables, x):
+            y, pull = jax.vjp(lambda v, x: model.apply(v, x, rngs={"quant": jax.random.key(2)}), variables, x)
+            return pull(jnp.sin(y))
+
+        places = jax.tree.map(lambda v: v.sharding, (variables, x))
+        return jax.jit(step, out_shardings=places).lower(variables, x).compile().as_text() or ""
+
+
+def matmuls(text):
+    """Return operand dtypes, what computes it, and whether both operands have their contraction last, of each matmul."""
+    types = dict(re.findall(r"%([\w.\-]+) = (\w+\[[\d,]*\]\{[\d,]*)", text))
+    found = []
+    for line in text.splitlines():
+        call = re.search(r" (dot|custom-call)\(([^)]*)\)", line)
+        target = re.search(r'custom_call_target="(__cublas[^"]*)"', line)
+        if not call or (call[1] == "custom-call" and not target):
+            continue
+        sides = [types[name.split()[-1].lstrip("%")] for name in call[2].split(", ")[:2]]
+        dims = [re.search(rf'{side}_contracting_dim\w*"?[:=][\[{{]"?([\d,]*)', line)[1] for side in ("lhs", "rhs")]
+        is_last = all(re.search(r"\{(\d*)", kind)[1] == axis for kind, axis in zip(sides, dims, strict=True))
+        found.append([*(kind.partition("[")[0] for kind in sides), target[1] if target else "dot", is_last])
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    count, *strings = sys.argv[1:]
+    made = {string: compiled(string, int(count)) for string in strings}
+    print(json.dumps({s: [matmuls(t), collections.Counter(re.findall(COLLECTIVES, t))] for s, t in made.items()}))
