@@ -75,32 +75,44 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
     jax's own way to ask for it, a ``precision``, is an error on all other platforms. Any fp8 type stands for all of
     them; programs in the form of StableHLO 1.16 can name e5m2 alone.
     """
-    op = out.owner
-    while _is(op, "sdy.sharding_constraint"):
-        op = op.operands[0].owner
-    if tuple(context.module_context.platforms) == ("cuda",) and _is(op, "stablehlo.dot_general"):
-        if is_cut(context):
-            _turn_plain(op)
-        fp8, result = ir.Float8E5M2Type.get(), ir.F32Type.get()
-        op.attributes["algorithm"] = stablehlo.DotAlgorithm.get(fp8, fp8, result, 1, 1, 1, is_fast)
-        del op.attributes["precision_config"]
-    return [out]
+    value = out
+    while _makes(value, "sdy.sharding_constraint"):
+        value = value.owner.operands[0]
+    if tuple(context.module_context.platforms) != ("cuda",) or not _makes(value, "stablehlo.dot_general"):
+        return [out]
+    dot, made = value.owner, value
+    if is_cut(context):
+        dot, made = _exchanged(dot)
+    fp8, result = ir.Float8E5M2Type.get(), ir.F32Type.get()
+    dot.attributes["algorithm"] = stablehlo.DotAlgorithm.get(fp8, fp8, result, 1, 1, 1, is_fast)
+    if "precision_config" in dot.attributes:
+        del dot.attributes["precision_config"]
+    if made is value:
+        return [out]
+    value.replace_all_uses_with(made)
+    return [made if out == value else out]
 
 
-def _is(op: Any, name: str) -> bool:
-    return isinstance(op, ir.Operation | ir.OpView) and op.name == name
+def _makes(value: Any, name: str) -> bool:
+    """Check whether an operation of a name makes a value, which may be an argument of a function."""
+    return isinstance(value.owner, ir.Operation | ir.OpView) and value.owner.name == name
 
 
-def _turn_plain(op: Any) -> None:
-    """Transpose the right operand of a plain product of matrices, in the program.
+def _exchanged(dot: Any) -> tuple[Any, Any]:
+    """Exchange the operands of a plain product of matrices; return the new product, and its transpose.
 
-    The partitioner writes such a product as ``stablehlo.dot``, which has no algorithm: it would be lost.
+    The partitioner writes a plain product as ``stablehlo.dot``, which has no algorithm: it would be lost.
     """
-    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    if len(op.operands[0].type.shape) == 2 and (numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions) == ([1], [0]):
-        with ir.InsertionPoint(op), op.location:
-            op.operands[1] = stablehlo.transpose(op.operands[1], ir.DenseI64ArrayAttr.get([1, 0]))
-        op.attributes["dot_dimension_numbers"] = stablehlo.DotDimensionNumbers.get([], [], [1], [1])
+    (lhs, rhs), out = dot.operands, dot.results[0]
+    numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    is_plain = (list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions)) == ([1], [0])
+    if not is_plain or len(lhs.type.shape) != 2 or len(rhs.type.shape) != 2:
+        return dot, out
+    with ir.InsertionPoint(dot), dot.location:
+        kind = ir.RankedTensorType.get(out.type.shape[::-1], out.type.element_type)
+        made = stablehlo.dot_general(kind, rhs, lhs, stablehlo.DotDimensionNumbers.get([], [], [0], [1]))
+        held = stablehlo.optimization_barrier([made])
+        return made.owner, stablehlo.transpose(held, ir.DenseI64ArrayAttr.get([1, 0]))
 
 
 batching.primitive_batchers[_algorithm] = lambda batched, dims, **options: (
