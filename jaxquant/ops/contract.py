@@ -18,7 +18,7 @@ from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, split_axes
+from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.ops import block_scaled
@@ -318,13 +318,14 @@ def _multiply(
 
 
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Give operands a dtype that has a matmul: a float operand's; int8, as int4 has none with it; e4m3 for e2m1."""
+    """Give operands a dtype that has a matmul: a float operand's; int8 for int4 with int8 and on GPUs; e4m3 for e2m1."""
     widths = [jax.dtypes.itemsize_bits(each.dtype) for each in (a, b)]
     if max(widths) > 8:
         wide = (a, b)[widths.index(max(widths))].dtype
         return a.astype(wide), b.astype(wide)
     if jnp.issubdtype(a.dtype, jnp.signedinteger):
-        return (a, b) if a.dtype == b.dtype else (a.astype(jnp.int8), b.astype(jnp.int8))
+        is_native = a.dtype == b.dtype and platform_of(a) != "gpu"  # whose compilers widen int4 to 32 bits
+        return (a, b) if is_native else (a.astype(jnp.int8), b.astype(jnp.int8))
     return _held(a), _held(b)
 
 

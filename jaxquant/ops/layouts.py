@@ -102,7 +102,7 @@ def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> 
       axes: that are contracted.
       is_row_major: whether XLA may not lay the copy out in another way, as it does with int8.
     """
-    last = tuple(range(x.ndim - len(axes), x.ndim))
-    if axes == last or not _is_byte(x) or not is_whole(x):
+    is_last = axes == tuple(range(x.ndim - len(axes), x.ndim))
+    if not _is_byte(x) or not is_whole(x) or (is_last and not is_row_major):
         return x
     return _keep.bind(x, last=axes, is_row_major=is_row_major)

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant.aot.chips import chip
+from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
 
 ROWS, HIDDEN, WIDE = 4096, 512, 1024
-COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
 class Mlp(nn.Module):
@@ -64,7 +64,15 @@ def matmuls(text):
     return sorted(found)
 
 
+def sent(text):
+    """Return how many elements of whole tensors each kind of collective sends; those of scales and amaxes are few."""
+    counts = collections.Counter()
+    for each in read_program(text).collectives:
+        counts[each.kind] += round(each.bytes * 8 / {"s8": 8, "f8e4m3fn": 8, "bf16": 16, "f32": 32}[each.dtype])
+    return {kind: count for kind, count in counts.items() if count >= HIDDEN * WIDE}
+
+
 if __name__ == "__main__":
     count, *strings = sys.argv[1:]
     made = {string: compiled(string, int(count)) for string in strings}
-    print(json.dumps({s: [matmuls(t), collections.Counter(re.findall(COLLECTIVES, t))] for s, t in made.items()}))
+    print(json.dumps({string: [matmuls(text), sent(text)] for string, text in made.items()}))
