@@ -42,8 +42,9 @@ def capability_of(*arrays: Array) -> tuple[int, int]:
     """
     kind, here = device_kind_of(*arrays), jax.devices()[0]
     known = next((number for pattern, number in _KINDS.items() if re.search(pattern, kind)), None)
-    own = str(getattr(here, "compute_capability", "")) if known is None and here.device_kind == kind else ""
-    return known or (tuple(map(int, own.split("."))) if re.fullmatch(r"\d+\.\d+", own) else (0, 0))
+    own = str(getattr(here, "compute_capability", "")) if here.device_kind == kind else ""
+    major, dot, minor = own.partition(".")
+    return known or ((int(major), int(minor)) if dot else (0, 0))
 
 
 def module(op: str, kind: str) -> Any:

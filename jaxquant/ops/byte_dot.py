@@ -111,7 +111,7 @@ def _exchanged(dot: Any) -> tuple[Any, Any]:
     with ir.InsertionPoint(dot), dot.location:
         kind = ir.RankedTensorType.get(out.type.shape[::-1], out.type.element_type)
         made = stablehlo.dot_general(kind, rhs, lhs, stablehlo.DotDimensionNumbers.get([], [], [0], [1]))
-        held = stablehlo.optimization_barrier([made])
+        held: Any = stablehlo.optimization_barrier([made])  # or the transposition is taken back into the product
         return made.owner, stablehlo.transpose(held, ir.DenseI64ArrayAttr.get([1, 0]))
 
 

@@ -318,7 +318,7 @@ def _multiply(
 
 
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Give operands a dtype that has a matmul: a float operand's; int8 for int4 with int8 and on GPUs; e4m3 for e2m1."""
+    """Give operands a dtype that has a matmul: a float operand's, int8 for int4 on GPUs, e4m3 for e2m1."""
     widths = [jax.dtypes.itemsize_bits(each.dtype) for each in (a, b)]
     if max(widths) > 8:
         wide = (a, b)[widths.index(max(widths))].dtype

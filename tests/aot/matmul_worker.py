@@ -33,10 +33,16 @@ def compiled(string, count):
     whole, cut = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data", None)))
     x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.bfloat16, sharding=cut)
     with on_device_of(x):
-        model = jaxquant.maybe_quantize_model(Mlp(), {"quantization": string, "quant_backend": "native"}, x) if string != "bf16" else Mlp()
+        model = (
+            jaxquant.maybe_quantize_model(Mlp(), {"quantization": string, "quant_backend": "native"}, x)
+            if string != "bf16"
+            else Mlp()
+        )
         rngs = {"params": jax.random.key(0), "quant": jax.random.key(1)}
         variables = jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=cut if v.ndim == 2 and v.shape[0] % count == 0 else whole),
+            lambda v: jax.ShapeDtypeStruct(
+                v.shape, v.dtype, sharding=cut if v.ndim == 2 and v.shape[0] % count == 0 else whole
+            ),
             jax.eval_shape(model.init, rngs, x),
         )
 
@@ -49,7 +55,7 @@ def compiled(string, count):
 
 
 def matmuls(text):
-    """Return operand dtypes, what computes it, and whether both operands have their contraction last, of each matmul."""
+    """Return of each matmul the dtypes of its operands, what computes it, and whether both have their contraction last."""
     types = dict(re.findall(r"%([\w.\-]+) = (\w+\[[\d,]*\]\{[\d,]*)", text))
     found = []
     for line in text.splitlines():
