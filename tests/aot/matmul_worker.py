@@ -55,7 +55,7 @@ def compiled(string, count):
 
 
 def matmuls(text):
-    """Return of each matmul the dtypes of its operands, what computes it, and whether both have their contraction last."""
+    """Return operand dtypes, the call and whether both operands have their contraction last, of each matmul."""
     types = dict(re.findall(r"%([\w.\-]+) = (\w+\[[\d,]*\]\{[\d,]*)", text))
     found = []
     for line in text.splitlines():
