@@ -324,7 +324,7 @@ class _Tap:
         if spec is None:
             return record(x, None, None, original), None
         read = {field: value for field, value in state.get(name, {}).items() if field in _READ}
-        tensor, _ = quantize_operand(
+        tensor, _, _ = quantize_operand(
             x,
             spec,
             axes[0],

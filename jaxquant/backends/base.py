@@ -146,6 +146,7 @@ class Backend:
         recipe: Recipe,
         axes: tuple[int, ...],
         implementation: str | None = None,
+        is_stored: bool = False,
     ) -> Any:
         """Quantize an activation once for several contractions.
 
@@ -155,9 +156,10 @@ class Backend:
           recipe: of all of them, one that ``can_share``.
           axes: contraction axes of the activation.
           implementation: what computes the cast, None to pick.
+          is_stored: whether the activation lies in memory.
         """
         of_input = [state["input"] for state in states if "input" in state]
-        return share(x, of_input, recipe=recipe, axes=axes, implementation=implementation)
+        return share(x, of_input, recipe=recipe, axes=axes, implementation=implementation, is_stored=is_stored)
 
     def quantize_weight(
         self,

@@ -62,7 +62,8 @@ class NativeBackend(Backend):
         if product.operation == "conv_general_dilated":
             options = dict(product.window, precision=product.precision, preferred_element_type=product.dtype)
             return ops.conv_general_dilated(lhs, rhs, **options, **more)
-        more |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "prepared": given.prepared}
+        more |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "stored": how.stored}
+        more |= {"prepared": given.prepared}
         return ops.dot_general(lhs, rhs, product.numbers, *dtypes, **more)
 
     def can_share(self, recipe: Recipe) -> bool:

@@ -37,10 +37,12 @@ class How:
     Attributes:
       implementation: what computes casts and matmuls, None to pick; see ``ops.choose_implementation``.
       out_sharding: of the result, as in ``jax.lax.dot_general``.
+      stored: which operands lie in memory; see ``ops.dot_general``.
     """
 
     implementation: str | None = None
     out_sharding: Any = None
+    stored: tuple[bool, bool, bool] = (False, False, False)
 
 
 ANYHOW = How()

@@ -46,6 +46,7 @@ def dot_general(
     out_sharding: Sharding = None,
     implementation: str | None = None,
     prepared: Prepared | None = None,
+    stored: tuple[bool, bool, bool] = (False, False, False),
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
@@ -75,6 +76,8 @@ def dot_general(
         their operands do.
       implementation: what computes the casts and matmuls, None to pick; see ``ops.choose_implementation``.
       prepared: what ``share`` has made of lhs for several contractions, None to quantize it here.
+      stored: whether lhs, rhs and the output gradient lie in memory, rather than being computed where they are
+        quantized; on Hopper a kernel casts those that do.
 
     Raises:
       ValueError: missing state, tiles or shards that do not divide, an implementation that is not known.
@@ -106,6 +109,7 @@ def dot_general(
         dims=dims,
         out_sharding=place,
         copies=not is_converted,
+        stored=stored,
     )
     if is_converted:
         return serve(op, lhs, rhs, None, key)
@@ -121,11 +125,13 @@ class _Dot(Operation):
       dims: what is contracted.
       out_sharding: of the result, under explicit sharding.
       copies: whether GPUs may copy fp8 operands so that the contraction lies last.
+      stored: whether lhs, rhs and the output gradient lie in memory.
     """
 
     dims: Dimensions
     out_sharding: NamedSharding | None
     copies: bool
+    stored: tuple[bool, bool, bool]
 
     def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
         dims = self.dims if side == "lhs" else self.dims.swap()
@@ -133,7 +139,8 @@ class _Dot(Operation):
 
     def prepare(self, side, x, groups, state, key) -> Prepared:
         has_values = self._multiplies_values("fwd", x, self.out_dtype)
-        return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values)
+        is_stored = self.stored[side == "rhs"]
+        return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values, is_stored)
 
     def _multiplies_values(self, name: Matmul, x: Array, out_dtype: str) -> bool:
         """Check whether operands in tiles are multiplied as bfloat16 values; x is the output gradient, if of one."""
@@ -169,10 +176,10 @@ class _Dot(Operation):
     def shares_gradient(self) -> bool:
         return self.recipe.shares_gradient
 
-    def quantize_gradient(self, grad, groups, state, key) -> tuple[QTensor, Observation | None]:
+    def quantize_gradient(self, grad, groups, state, key) -> tuple[QTensor, QTensor, Observation | None]:
         spec, axes = self.recipe.spec_of("output_grad"), self.dims.for_dlhs()[0].lhs_contract
         assert spec is not None
-        return self.cast_gradient(grad, spec, axes, (), key, state=state)
+        return self.cast_gradient(grad, spec, axes, (), key, state=state, is_stored=self.stored[2])
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key) -> Array:
         dims, order = self._gradient_dims(name)
@@ -281,7 +288,7 @@ class _Dot(Operation):
             whole, unit = without_outer(residual, grad.dtype.name)
             whole = turn(whole, *right)
             own = fold(key, 3) if kept.draws and key is not None else None
-            tensor, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
+            tensor, _, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
             residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)
         return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, shards=matmul.shards)[0], residual

@@ -10,6 +10,7 @@ Training, serving, converting, calibration and health quantize through ``quantiz
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +27,16 @@ from jaxquant.core.rounding import RandomKey, content_key, fold, needed_key, noi
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
+from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import api as kernel
 from jaxquant.ops.implementation import choose_implementation, settle
 from jaxquant.ops.layouts import row_major
 
 Array = jax.Array
+
+
+PAYS = "Hopper reads a tensor in memory once for its cast, its transposed copy and its amax (H200: 1.85 times as fast)"
+"""Why the quantize kernel is picked; see ``benchmarks/kernels-nvidia-h200.md``."""
 
 
 class Observation(NamedTuple):
@@ -78,7 +84,8 @@ def quantize_operand(
     shards: int = 1,
     floor: float = SMALLEST_SCALE,
     implementation: str | None = None,
-) -> tuple[QTensor, Observation | None]:
+    is_stored: bool = False,
+) -> tuple[QTensor, QTensor, Observation | None]:
     """Quantize an operand of a contraction: ``cast(clip(d(x / d(scale))))``, the scale in float32.
 
     d rounds to ``cast_dtype``: bfloat16 where x is bfloat16 and the recipe's arithmetic lean, the operand's dtype in
@@ -97,24 +104,28 @@ def quantize_operand(
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.
       implementation: what computes the cast, None to pick; see ``choose_implementation``.
+      is_stored: whether x lies in memory, rather than being computed where it is quantized.
 
     Returns:
-      The quantized operand, and for delayed scaling what it took and saw.
+      The quantized operand; the same for a contraction along its other axes, which on Hopper may be a copy that has
+      them last in memory; and for delayed scaling what it took and saw.
 
     Raises:
       ValueError: the spec needs a scale that is not given; tiles or shards that do not divide; no key.
     """
     choose_implementation("quantize", implementation)
     if spec.codec is not None:
-        return encode_tensor(x, spec.codec, axes), None
+        return _alone(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)
+    cut = _cut(x, axes, batch) if is_stored and spec.rounding == "nearest" else None
+    cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, cut=cut)
     if static_scale is not None and spec.outer_scale:
         outer = static_scale.reshape((1,) * x.ndim)
-        return row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)), None
+        return _alone(row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)))
     if static_scale is not None and static_scale.size > 1:
-        return row_major(_cast_tiles(x, spec, axes, static_scale, compute)), None
+        return _alone(row_major(_cast_tiles(x, spec, axes, static_scale, compute)))
     if static_scale is not None:
-        return _cast(x, spec, static_scale, compute, key, implementation)[0], None
+        return _alone(cast(x, static_scale)[0])
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
@@ -124,29 +135,36 @@ def quantize_operand(
         settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute}
         more["except_axes"] = recipe.expert_axes
-        return row_major(quantize(x, spec, axes, key=key, **more)), None
+        return _alone(row_major(quantize(x, spec, axes, key=key, **more)))
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
     if delayed.is_warm(state):
         scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
-        tensor, seen = _cast(x, spec, scale, compute, key, implementation)
+        tensor, other, seen = cast(x, scale)
+        if 0 in axes:
+            tensor, other = other, tensor  # the copy has the contraction last
         amax = over_devices(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
         if seen is not None:
-            return shown(tensor, amax, spec), Observation(scale, amax)
+            return shown(tensor, amax, spec), shown(other, amax, spec), Observation(scale, amax)
     else:
         amax = over_devices(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
         # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into what made x.
-        cast = jax.lax.optimization_barrier(x)
         why = "a scale without history waits for the amax, which XLA computes"
-        tensor, _ = _cast(cast, spec, scale, compute, key, implementation, why)
+        tensor, _, _ = cast(jax.lax.optimization_barrier(x), scale, refusal=why)
     if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
         # One read of x for both: left to itself XLA reads it again for the amax, beside another user of x. (A barrier
         # makes what it holds vary alike, and an amax of all devices varies over none.)
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
-    return shown(tensor, amax, spec), Observation(scale, amax)
+    tensor = shown(tensor, amax, spec)
+    return tensor, tensor, Observation(scale, amax)
+
+
+def _alone(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
+    """Return a tensor that stands for all axes, and of which nothing was observed."""
+    return tensor, tensor, None
 
 
 def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
@@ -154,16 +172,31 @@ def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     return dataclasses.replace(tensor, scale=delayed.show_lost(tensor.scale, amax, element(spec.dtype)))
 
 
+def _cut(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
+    """Return the axis in front of which a copy is cut whose memory begins there; None where no copy pays.
+
+    Hopper's 8-bit matmuls read operands with the contraction last: one matmul the tensor as it lies, the others a copy
+    that begins with the axes in front of which or behind which the contraction lies. On other GPUs the kernel was not
+    measured; TPUs read either.
+    """
+    first, last = tuple(range(len(axes))), tuple(range(x.ndim - len(axes), x.ndim))
+    if batch or not 0 < len(axes) < x.ndim or tuple(sorted(axes)) not in (first, last) or capability_of(x)[0] != 9:
+        return None
+    return len(axes) if tuple(sorted(axes)) == first else last[0]
+
+
 def _cast(
     x: Array,
-    spec: TensorSpec,
     scale: Float[Array, 1],
+    *,
+    spec: TensorSpec,
     compute: str,
     key: RandomKey | None,
     implementation: str | None,
+    cut: int | None,
     refusal: str | None = None,
-) -> tuple[QTensor, Array | None]:
-    """Quantize with one scale that is known; return the amax, too, where a kernel has computed it."""
+) -> tuple[QTensor, QTensor, Array | None]:
+    """Quantize with a scale that is known. Return the tensor, its copy (``_cut``), and the amax if a kernel computed it."""
     scale = scale.reshape((1,) * x.ndim)
 
     def refused() -> str | None:
@@ -171,13 +204,15 @@ def _cast(
             return refusal
         if spec.reciprocal or spec.scale_rounding != "exact" or spec.scale_dtype != "float32":
             return "the quantize kernel divides by scales in float32, and not by rounded ones or a reciprocal"
-        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute)
+        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
 
-    if settle("quantize", implementation, refused).name == "xla":
-        return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute)), None
+    pays = None if cut is None else PAYS
+    if settle("quantize", implementation, refused, pays).name == "xla":
+        tensor = row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute))
+        return tensor, tensor, None
     seeds = noise_seeds(needed_key(spec, key)) if spec.rounding == "stochastic" else None
-    qvalue, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute)
-    return QTensor(qvalue, scale), amax.astype(x.dtype)
+    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute, cut=cut)
+    return QTensor(q, scale), QTensor(copy, scale), amax.astype(x.dtype)
 
 
 def _cast_tiles(x: Array, spec: TensorSpec, axes: Sequence[int], scale: Array, compute: str) -> QTensor:

@@ -62,6 +62,7 @@ def make_prepared(
     key: RandomKey | None,
     implementation: str | None,
     has_values: bool = False,
+    is_stored: bool = False,
     reads_clips: bool = True,
 ) -> Prepared:
     """Quantize an operand for the forward pass and for the backward pass.
@@ -76,17 +77,19 @@ def make_prepared(
       key: the caller's random key.
       implementation: what computes the casts.
       has_values: whether the forward product reads bfloat16 values, which a kernel may write.
+      is_stored: whether x lies in memory, rather than being computed where it is quantized.
       reads_clips: whether qvalues that are kept may tell what was cut off, where they can.
     """
     spec = recipe.resolve("fwd", side)
     if (made := cast_forward(x, recipe, side, axes, batch, has_values, implementation)) is not None:
         return Prepared(made[0], Kept(named(made[1]), None, None))
-    forward, seen = x, None
+    forward, other, seen = x, x, None
     more = {"batch": batch, "state": state, "implementation": implementation}
     if spec is not None:
-        forward, seen = quantize_operand(x, spec, axes, recipe=recipe, key=forward_key(x, spec, key), **more)
+        options = {"key": forward_key(x, spec, key), "is_stored": is_stored}
+        forward, other, seen = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
     operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
-    kept = forward if kind == "forward" else x
+    kept = other if kind == "forward" else x
     if kind == "own":
         kept, own = _own(x, recipe, side, axes, key, **more)
         seen = own if seen is None else seen
@@ -96,7 +99,7 @@ def make_prepared(
     return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
 
 
-prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7, 8))
+prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7, 8, 9))
 """``make_prepared`` as a function that a program holds once for all operands of one shape."""
 
 
@@ -119,7 +122,8 @@ def _own(
     if matmul.rotation is not None and axes:  # the gradient of a product of a vector contracts no axis
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
-    return quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
+    tensor, _, seen = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
+    return tensor, seen
 
 
 def share(
@@ -129,6 +133,7 @@ def share(
     recipe: Recipe,
     axes: tuple[int, ...],
     implementation: str | None = None,
+    is_stored: bool = False,
 ) -> Prepared:
     """Prepare an activation for all contractions that read it.
 
@@ -138,11 +143,12 @@ def share(
       recipe: all numbers; one that ``can_share``.
       axes: its contraction axes.
       implementation: what computes the casts.
+      is_stored: whether x lies in memory.
     """
     x, states = jax.lax.stop_gradient((x, list(states)))
     state = delayed.together(states) if states else None
     recipe = with_shards(recipe, x, [axis for axis in range(x.ndim) if axis not in axes])
-    return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False)
+    return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False, is_stored)
 
 
 def can_share(recipe: Recipe) -> bool:

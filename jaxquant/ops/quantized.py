@@ -148,8 +148,8 @@ class Operation(abc.ABC):
 
     def quantize_gradient(
         self, grad: Array, groups: Any, state: Any, key: RandomKey | None
-    ) -> tuple[Any, Observation | None]:
-        """Quantize the output gradient for both gradients."""
+    ) -> tuple[Any, Any, Observation | None]:
+        """Quantize the output gradient for each of both gradients."""
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
         return self.cast_gradient(grad, spec, (), (), key, state=state)
@@ -162,8 +162,11 @@ class Operation(abc.ABC):
         batch: tuple[int, ...],
         key: RandomKey | None,
         **more: Any,
-    ) -> tuple[QTensor, Observation | None]:
-        """Quantize an output gradient; layers whose outputs have one shape share the lowered function."""
+    ) -> tuple[QTensor, QTensor, Observation | None]:
+        """Quantize an output gradient for the gradient that contracts ``axes``, and for the other one.
+
+        Layers whose outputs have one shape share the lowered function.
+        """
         return _cast_gradient(grad, key, spec, axes, batch, self.recipe, self.implementation, **more)
 
     def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
@@ -187,8 +190,8 @@ class Operation(abc.ABC):
         return delayed.observe(old, scale, amax, self.recipe.delayed)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6), static_argnames="shards")
-def _cast_gradient(grad, key, spec, axes, batch, recipe, implementation, state=None, shards=1):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6), static_argnames=("shards", "is_stored"))
+def _cast_gradient(grad, key, spec, axes, batch, recipe, implementation, state=None, shards=1, is_stored=False):
     return quantize_operand(
         grad,
         spec,
@@ -200,6 +203,7 @@ def _cast_gradient(grad, key, spec, axes, batch, recipe, implementation, state=N
         shards=shards,
         floor=SMALLEST_GRADIENT_SCALE,
         implementation=implementation,
+        is_stored=is_stored,
     )
 
 
@@ -274,13 +278,13 @@ def _backward(op: Operation, residuals, grad: Array):
         else:
             key = device_key(key_of(seed) if key is None else key, grad)
         keys, own = two_keys(key), key
-    shared, seen = None, None
+    shared, other, seen = None, None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
         own = None if "output_grad" in state else own
         of = op.computing("dlhs" if spec == operands[0] else "drhs")
-        shared, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
-    first, second = (shared if operand == spec else None for operand in operands)
+        shared, other, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
+    first, second = (made if operand == spec else None for made, operand in zip((shared, other), operands, strict=True))
     if shared is None:
         first, second = op.cast_gradients(grad, (left.tensor, right.tensor))
     with jax.named_scope("dlhs"):

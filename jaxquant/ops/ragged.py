@@ -248,11 +248,12 @@ class _Ragged(Operation):
             out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
         return groups.zero_others(out).astype(self.out_dtype)
 
-    def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Observation]:
+    def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
         state = with_groups(self.recipe, state)
-        return self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
+        rows, seen = self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
+        return rows, rows, seen
 
     def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key) -> Array:
         if name == "dlhs":

@@ -211,7 +211,7 @@ def contract(
     inner = dims if recipe.shares_experts else dims.of_element()
     place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
-    given = Given(recipe, how=How(site.implementation, place), prepared=prepared)
+    given = Given(recipe, how=How(site.implementation, place, site.stored), prepared=prepared)
     run = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner.numbers), given)
     lhs, rhs = operands
     out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)

@@ -37,6 +37,7 @@ from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Decided, Report, Row, layer_rows, row_of
 from jaxquant.trace.rewrite import Rewriter
+from jaxquant.trace.stored import mark_stored
 
 Function = Callable[..., Any]
 
@@ -216,6 +217,7 @@ class Engine:
         decisions.apply(analysis.plan)
         self._check(analysis, is_first, decisions.paths)
         mark_readings(analysis.plan, self.backend.can_share)
+        mark_stored(analysis.plan)
         self.decisions, analysis.is_decided = decisions, True
         self._has_seen_all |= is_whole
         return decisions
@@ -349,6 +351,7 @@ class Engine:
         reading = site.reading
         assert reading is not None
         options: dict[str, Any] = {"axes": reading.axes, "implementation": reading.implementation}
+        options["is_stored"] = site.stored[0]
         with self._scope(site):
             return self.backend.share(activation, list(map(nested, states)), recipe=reading.recipe, **options)
 

@@ -75,6 +75,7 @@ class Contraction:
       implementation: what computes its casts and matmuls, None to pick.
       activation: which tensor its activation is: equal for contractions that read one, or equal casts of one.
       reading: of its activation, where other contractions share it.
+      stored: whether its activation, its weight and its output gradient lie in memory; see ``mark_stored``.
     """
 
     operation: str
@@ -103,6 +104,7 @@ class Contraction:
     implementation: str | None = None
     activation: Hashable = None
     reading: Reading | None = None
+    stored: tuple[bool, bool, bool] = (False, False, False)
 
     @property
     def is_layer(self) -> bool:
@@ -187,6 +189,7 @@ class Plan:
             return (
                 each.recipe,
                 each.implementation,
+                each.stored,
                 each.side,
                 order[each.key],
                 each.stack,

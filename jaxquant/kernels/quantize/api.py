@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import jax
@@ -15,11 +15,11 @@ from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
 
-def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | None:
+def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, cut: int | None = None) -> str | None:
     """Return why the kernel does not quantize a tensor, in words; None where it does.
 
     Args:
-      x, scale, dtype, compute_dtype: as ``quantize`` takes them.
+      x, scale, dtype, compute_dtype, cut: as ``quantize`` takes them.
     """
     if dtype not in DTYPES:
         return f"the quantize kernel writes {', '.join(DTYPES)}, not {dtype}"
@@ -33,8 +33,14 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | 
         return why
     if platform_of(x) != "gpu":
         return None
-    matrix = jax.eval_shape(functools.partial(jax.numpy.reshape, shape=(-1, x.shape[-1])), x)
-    return module("quantize", "gpu").refusal(matrix.shape, x.dtype.name, dtype=dtype, compute_dtype=compute_dtype)
+    options = {"dtype": dtype, "compute_dtype": compute_dtype}
+    return module("quantize", "gpu").refusal(_matrix(x.shape, cut), x.dtype.name, **options)
+
+
+def _matrix(shape: tuple[int, ...], cut: int | None) -> tuple[int, int]:
+    """Return the rows and columns of a tensor that is cut in front of an axis, the last one where it is not."""
+    cut = len(shape) - 1 if cut is None else cut
+    return math.prod(shape[:cut]), math.prod(shape[cut:])
 
 
 def quantize(
@@ -44,16 +50,19 @@ def quantize(
     dtype: str,
     seeds: UInt32[Array, " 2"] | None = None,
     compute_dtype: str = "float32",
-) -> tuple[Shaped[Array, "*shape"], Float[Array, ""]]:
-    """Return the quantized elements and the amax of a tensor that ``refusal`` does not refuse.
+    cut: int | None = None,
+) -> tuple[Shaped[Array, "*shape"], Shaped[Array, "*shape"], Float[Array, ""]]:
+    """Return the quantized elements of a tensor that ``refusal`` does not refuse, a copy of them, and the amax.
 
     Args:
       x: float32 or bfloat16.
       scale: one float32 number.
       dtype, seeds, compute_dtype: as ``reference.quantize`` takes them.
+      cut: axis that comes first in the memory of the copy, with those after it; None makes no copy, and the elements
+        stand for it.
     """
-    (matrix, scales, seeds), _ = vary_alike(x.reshape(-1, x.shape[-1]), scale.reshape(1, 1), seeds)
-    options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype}
+    (matrix, scales, seeds), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1), seeds)
+    options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype, "transposed": cut is not None}
     noise = () if seeds is None else (seeds,)
 
     def on(run: Any, **more: Any) -> Any:
@@ -66,4 +75,8 @@ def quantize(
     if platform_of(x) == "gpu":
         where["cuda"] = on(module("quantize", "gpu").quantize)
     out = jax.lax.platform_dependent(matrix, scales, *noise, **where, default=on(reference.quantize))
-    return out.q.reshape(x.shape), out.amax
+    q = out.q.reshape(x.shape)
+    if cut is None:
+        return q, q, out.amax
+    copy = out.q_t.reshape(*x.shape[cut:], *x.shape[:cut])
+    return q, copy.transpose((*range(x.ndim - cut, x.ndim), *range(x.ndim - cut))), out.amax
