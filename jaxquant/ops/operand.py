@@ -196,7 +196,7 @@ def _cast(
     cut: int | None,
     refusal: str | None = None,
 ) -> tuple[QTensor, QTensor, Array | None]:
-    """Quantize with a scale that is known. Return the tensor, its copy (``_cut``), and the amax if a kernel computed it."""
+    """Quantize with a known scale. Return the tensor, its copy (``_cut``), and the amax if a kernel computed it."""
     scale = scale.reshape((1,) * x.ndim)
 
     def refused() -> str | None:
