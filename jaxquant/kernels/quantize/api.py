@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
-from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import capability_of, cut_refusal, interpretable, module, platform_refusal
 from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
@@ -34,7 +34,8 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | 
     if platform_of(x) != "gpu":
         return None
     matrix = jax.eval_shape(functools.partial(jax.numpy.reshape, shape=(-1, x.shape[-1])), x)
-    return module("quantize", "gpu").refusal(matrix.shape, x.dtype.name, dtype=dtype, compute_dtype=compute_dtype)
+    given = {"dtype": dtype, "compute_dtype": compute_dtype, "capability": capability_of(x)}
+    return module("quantize", "gpu").refusal(matrix.shape, x.dtype.name, **given)
 
 
 def quantize(
