@@ -22,6 +22,7 @@ from jaxquant.kernels.block_quantize import cases as block_casts
 from jaxquant.kernels.block_quantize import reference as block_casts_reference
 from jaxquant.kernels.fp8_einsum import cases as products
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
+from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import reference as quantize_reference
 
@@ -112,7 +113,8 @@ def _cast(case: casts.Case) -> _Pair:
     from jaxquant.kernels.quantize import gpu
 
     row = {"kernel": "quantize", "case": str(case)}
-    if why := gpu.refusal(case.shape, case.x_dtype, dtype=case.dtype, compute_dtype=case.compute_dtype):
+    kinds = {"dtype": case.dtype, "compute_dtype": case.compute_dtype}
+    if why := gpu.refusal(case.shape, case.x_dtype, **kinds, capability=capability_of()):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
     seeds = jax.random.bits(jax.random.key(1), (2,), jnp.uint32) if case.noisy else None
@@ -129,7 +131,7 @@ def _block_cast(case: block_casts.Case) -> _Pair:
     from jaxquant.kernels.block_quantize import gpu
 
     row = {"kernel": "block_quantize", "case": str(case)}
-    if why := mosaic_gpu.refuse_device(None, 9, 9, interpret=False):
+    if why := mosaic_gpu.refuse_device(capability_of(), 9, 9, interpret=False):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
 
@@ -145,7 +147,8 @@ def _product(case: products.Case) -> _Pair:
     row = {"kernel": "matmul", "case": str(case)}
     B, M, N, K = case.sizes
     options: dict[str, Any] = {"out_dtype": case.out_dtype, "accumulator": case.accumulator}
-    if why := gpu.refusal((B, M, K), (B, N, K), case.lhs_dtype, case.rhs_dtype, **options):
+    kinds = case.lhs_dtype, case.rhs_dtype
+    if why := gpu.refusal((B, M, K), (B, N, K), *kinds, **options, capability=capability_of()):
         return _refused(row, why)
     keys = jax.random.split(jax.random.key(0), 2)
     lhs = jax.random.randint(keys[0], (B, M, K), -3, 4).astype(case.lhs_dtype)
@@ -162,7 +165,9 @@ def _product(case: products.Case) -> _Pair:
 def _blocks(case: blocks.Case) -> _Pair:
     row = {"kernel": f"block_{case.form}", "case": str(case)}
     is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.NEW
-    if why := mosaic_gpu.refuse_device(None, 9, 9, interpret=False) or ("mixed elements" if is_mixed else None):
+    if why := mosaic_gpu.refuse_device(capability_of(), 9, 9, interpret=False) or (
+        "mixed elements" if is_mixed else None
+    ):
         return _refused(row, why)
     keys = jax.random.split(jax.random.key(0), 4)
     args: list[Any] = [

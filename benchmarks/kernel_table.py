@@ -339,9 +339,9 @@ def _registers(compiler: Compiler, kernel: str) -> Row:
     return {"registers": found.used, "spilled": found.spilled, "refused": ""}
 
 
-def _capability(compiler: Compiler) -> str:
+def _capability(compiler: Compiler) -> tuple[int, int]:
     assert compiler.chip.gpu is not None
-    return f"{compiler.chip.gpu[3]}.0"
+    return compiler.chip.gpu[3], 0
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ from jaxquant.aot.hlo import Array, Instruction
 MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
 """Library calls that are one matrix product; ``program.read_program`` reads what they contract."""
 
-BLOCK_MATMUL = "jaxquant_block_matmul"
-BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot", BLOCK_MATMUL)
-"""Matrix products of blocks with scales of their own, as asked for and as made, and our kernel; they contract the last
-axes."""
+BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
+"""Matrix products of blocks with scales of their own, as asked for and as made; they contract the last axes."""
+
+_OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
+"""Names of our own kernels for GPUs that are matrix products; they contract the last axes."""
 
 _MOVES = (r"__cub\$.*", "TopK", "PadToStatic", "SliceToDynamic", r"__gpu\$.*")
 _NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMD.*", "AssumeGatherIndicesInBound", "annotate.*")
@@ -54,9 +55,19 @@ def product(target: str, path: str) -> str:
       target: of the call.
       path: where it comes from.
     """
-    if target.startswith("mosaic_gpu") and re.search(rf"\b{BLOCK_MATMUL}\b", path):
-        return BLOCK_MATMUL
+    if target.startswith("mosaic_gpu") and (own := _OWN.search(path)):
+        return own[0]
     return target if target in MATMUL_CALLS + BLOCK_CALLS else ""
+
+
+def has_blocks(name: str) -> bool:
+    """Check whether a product, by its name, has scales for blocks of its operands."""
+    return name in BLOCK_CALLS or name.startswith("jaxquant_block_matmul")
+
+
+def contracts_last(name: str) -> bool:
+    """Check whether a product, by its name, contracts the last axes of its operands."""
+    return name in BLOCK_CALLS or bool(_OWN.fullmatch(name))
 
 
 def is_nothing(target: str) -> bool:
@@ -112,7 +123,7 @@ def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple
 
 
 def _einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our own matmul, whatever the order of its axes: sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
+    """Our own matmul on TPUs, in any order of its axes: sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
     lhs, rhs, out = (math.prod(each.shape) for each in (*operands[:2], instruction.arrays[0]))
     return "jaxquant fp8_einsum", operands[0].dtype, 2 * math.isqrt(lhs * rhs * out // operands[0].shape[0])
 
@@ -135,16 +146,9 @@ def _block_quantize(instruction: Instruction, operands: list[Array], path: str) 
     return "jaxquant block_quantize", operands[0].dtype, 0, round(size * sum(cycles))
 
 
-def _grouped(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our own matmul of groups: every row of lhs, or every part of its depth, meets one group's columns."""
-    flops = 2 * math.prod(operands[0].shape) * instruction.arrays[0].shape[-1]
-    return "jaxquant block_matmul, grouped", operands[0].dtype, flops
-
-
 _REGISTRY = (
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize(_32)?\b", _block_quantize),
-    (rf"^mosaic_gpu.*\b{BLOCK_MATMUL}_grouped", _grouped),
-    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_fp8_einsum\b", _einsum),
+    (r"^tpu_custom_call.*\bjaxquant_fp8_einsum\b", _einsum),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _quantize),
     (r"^__cudnn\$fmha", _cudnn),
     (r"^tpu_custom_call .*splash_m[hq]a_(fwd|dkv|dq)", _splash),

@@ -11,7 +11,7 @@ from jaxquant.aot.program import Matmul, Program
 
 _NOISE = re.compile(
     r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"
-    r"|block_scaled_(ragged_)?dot|jaxquant_block_matmul|mpmd_map|core_map|convert_element_type|dlhs|drhs|\w*\(?jvp\(.*\)+"
+    r"|block_scaled_(ragged_)?dot|branch_\d+_fun|jaxquant_(fp8_einsum|block_matmul)\w*|mpmd_map|core_map|convert_element_type|dlhs|drhs|\w*\(?jvp\(.*\)+"
     r"|transpose\(jvp\(.*\)+|[\w.]+\.<lambda>)$"
 )
 

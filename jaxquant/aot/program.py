@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from jaxquant.aot import kernels
 from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
-from jaxquant.aot.kernels import BLOCK_CALLS, Kernel
+from jaxquant.aot.kernels import Kernel
 from jaxquant.aot.links import members
 
 BIG = 1e6
@@ -58,7 +58,7 @@ class Matmul:
     def dtypes(self) -> str:
         """Operand dtypes: ``s8``, ``f8e4m3fn×f8e5m2`` where they differ, ``… in blocks`` where the chip scales them."""
         words = self.lhs.dtype if self.lhs.dtype == self.rhs.dtype else f"{self.lhs.dtype}×{self.rhs.dtype}"
-        return f"{words} in blocks" if self.kind in BLOCK_CALLS else words
+        return f"{words} in blocks" if kernels.has_blocks(self.kind) else words
 
     @property
     def bits(self) -> int:
@@ -260,8 +260,10 @@ def _matmul(computation: Computation, instruction: Instruction, path: str, times
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
     kind = kernels.product(instruction.target, path) or instruction.opcode
-    contracted = lhs.shape[-1] if kind in BLOCK_CALLS else _contracted(instruction, lhs, rhs)
-    return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(out.shape) * contracted)
+    if kernels.contracts_last(kind):  # each element of lhs, in groups too, meets the columns of one matrix
+        return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
+    flops = 2 * math.prod(out.shape) * _contracted(instruction, lhs, rhs)
+    return Matmul(lhs, rhs, out, kind, path, times, flops)
 
 
 def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:

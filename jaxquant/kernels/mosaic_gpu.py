@@ -106,27 +106,22 @@ def multiprocessors() -> int:
     return getattr(device, "core_count", _HOPPER) if device.platform == "gpu" else _HOPPER
 
 
-def refuse_device(capability: str | None, least: int, most: int, interpret: bool) -> str | None:
+def refuse_device(capability: tuple[int, int], least: int, most: int, interpret: bool) -> str | None:
     """Return in a sentence why a kernel is not for a device, None where it is.
 
     Args:
-      capability: compute capability of the device, as "9.0"; None asks the first device that is here.
+      capability: compute capability of the device; see ``platforms.capability_of``.
       least, most: major numbers of the capabilities that it is for.
       interpret: whether to run without one.
     """
     if interpret:
         return None if NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
-    if capability is None:
-        device = jax.devices()[0]
-        if device.platform not in ("gpu", "cuda"):
-            return f"a Mosaic GPU kernel needs an NVIDIA GPU, and the device here is {device.device_kind}"
-        capability = str(getattr(device, "compute_capability", "0.0"))
-    if not capability.partition(".")[0].isdecimal():
-        return f"a Mosaic GPU kernel needs an NVIDIA GPU, and the device here is {capability}"
-    if least <= int(capability.partition(".")[0]) <= most:
+    if capability == (0, 0):
+        return "a Mosaic GPU kernel needs an NVIDIA GPU of a known compute capability"
+    if least <= capability[0] <= most:
         return None
     names = {8: "Ampere", 9: "Hopper", 10: "Blackwell"}
     return (
         f"the kernel is for {' to '.join(dict.fromkeys((names[least], names[most])))} and does not compile for compute "
-        f"capability {capability}"
+        f"capability {capability[0]}.{capability[1]}"
     )

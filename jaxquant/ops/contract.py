@@ -24,7 +24,7 @@ from jaxquant.kernels.platforms import capability_of
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.implementation import choose_implementation, settle
+from jaxquant.ops.implementation import INT8_PAYS, choose_implementation, settle
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -117,7 +117,9 @@ def contract(
     axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
     kept = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
     refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
-    if settle("dot_general", implementation, refused).name == "pallas":
+    is_hopper = capability_of(lhs.qvalue, rhs.qvalue)[0] == 9
+    pays = INT8_PAYS if is_hopper and lhs.qvalue.dtype == rhs.qvalue.dtype == jnp.int8 else None
+    if settle("dot_general", implementation, refused, pays).name == "pallas":
         return kernel.einsum(lhs, rhs, *axes, **kept)
     return _product(
         lhs,
@@ -194,7 +196,7 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
     has_instruction = capability_of(lhs.qvalue)[0] == 10
     if has_instruction or dequantized_dtype(lhs, rhs, dims, out_dtype) != "bfloat16":
         return False
-    return implementation != "pallas" or block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
+    return block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
 
 
 def _outer_scales(*sides: Any) -> list[Array]:

@@ -33,11 +33,9 @@ def compiled(string, count):
     whole, cut = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data", None)))
     x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.bfloat16, sharding=cut)
     with on_device_of(x):
-        model = (
-            jaxquant.maybe_quantize_model(Mlp(), {"quantization": string, "quant_backend": "native"}, x)
-            if string != "bf16"
-            else Mlp()
-        )
+        name, _, implementation = string.partition("/")
+        config = {"quantization": name, "quant_backend": "native", "implementation": implementation or None}
+        model = Mlp() if name == "bf16" else jaxquant.maybe_quantize_model(Mlp(), config, x)
         rngs = {"params": jax.random.key(0), "quant": jax.random.key(1)}
         variables = jax.tree.map(
             lambda v: jax.ShapeDtypeStruct(
@@ -78,7 +76,13 @@ def sent(text):
     return {kind: count for kind, count in counts.items() if count >= HIDDEN * WIDE}
 
 
+def calls(text):
+    """Return how often each kind of product and each kernel of ours runs."""
+    program = read_program(text)
+    return collections.Counter([each.kind for each in program.matmuls] + [each.name for each in program.kernels])
+
+
 if __name__ == "__main__":
     count, *strings = sys.argv[1:]
     made = {string: compiled(string, int(count)) for string in strings}
-    print(json.dumps({string: [matmuls(text), sent(text)] for string, text in made.items()}))
+    print(json.dumps({string: [matmuls(text), sent(text), calls(text)] for string, text in made.items()}))

@@ -253,12 +253,15 @@ ENTRY %main (x: bf16[512,1024], w: s8[3,256,1024]) -> bf16[3,512,256] {
 
 
 @pytest.mark.parametrize("target", ["tpu_custom_call", "mosaic_gpu_v2"])
-def test_kernels_of_our_own_are_known(target):
+def test_kernels_of_our_own_are_known_and_products_on_gpus_are_matmuls(target):
     program = read_program(OWN.replace("TARGET", target))
     assert not program.unknown
-    cast, product = program.kernels
+    cast, *products = program.kernels
+    (product,) = products or program.matmuls
+    assert isinstance(product, Matmul) == (target == "mosaic_gpu_v2")
     assert (cast.flops, cast.bytes) == (0, 2 * 512 * 1024 + 3 * 512 * 1024 + 4)
-    assert (product.dtype, product.flops) == ("s8", 2 * 3 * 512 * 256 * 1024)
+    dtype = product.dtypes if isinstance(product, Matmul) else product.dtype
+    assert (dtype, product.flops) == ("s8", 2 * 3 * 512 * 256 * 1024)
 
 
 @pytest.mark.parametrize(("direction", "mask", "matmuls"), [("", "CAUSAL", 1), ("", "NO_MASK", 2), ("Backward", "CAUSAL", 2.5)])  # fmt: skip

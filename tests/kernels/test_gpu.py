@@ -93,14 +93,14 @@ def test_a_nan_shows_in_the_amax():
 
 
 def test_what_quantize_cannot_do_is_refused_by_name():
-    def refusal(shape=(64, 128), x_dtype="bfloat16", dtype="int8", **options):
-        return quantize_gpu.refusal(shape, x_dtype, dtype=dtype, **options) or ""
+    def refusal(shape=(64, 128), x_dtype="bfloat16", dtype="int8", capability=(0, 0), **options):
+        return quantize_gpu.refusal(shape, x_dtype, dtype=dtype, capability=capability, **options) or ""
 
-    for capability in ("9.0", "10.0"):
+    for capability in ((9, 0), (10, 0)):
         assert refusal(capability=capability) == ""
     told = "the kernel is for Hopper to Blackwell and does not compile for compute capability 8.9"
-    assert refusal(capability="8.9") == told
-    assert "the device here is cpu" in refusal()
+    assert refusal(capability=(8, 9)) == told
+    assert "needs an NVIDIA GPU of a known" in refusal()
     assert "tiles of 64×128, which do not divide 100×128" in refusal((100, 128))
     assert "not float16" in refusal(x_dtype="float16")
     assert "not int4" in refusal(dtype="int4")
@@ -123,13 +123,12 @@ def test_matmul_is_its_reference_to_the_bit(case):
 def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
     def refusal(lhs=E4M3, rhs=E4M3, sizes=(1, 128, 128, 128), out_dtype="bfloat16", accumulator="float32", **options):
         B, M, N, K = sizes
-        more: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": "9.0"} | options
+        more: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": (9, 0)} | options
         return einsum_gpu.refusal((B, M, K), (B, N, K), lhs, rhs, **more) or ""
 
     assert refusal() == ""
     assert refusal("int8", "int8", accumulator="int32") == ""
-    assert refusal(capability="10.0") == ("the kernel is for Hopper and does not compile for compute capability 10.0")
-    assert "the device here is cpu" in refusal(capability=None)
+    assert refusal(capability=(10, 0)) == ("the kernel is for Hopper and does not compile for compute capability 10.0")
     assert "which do not divide 128×128×100" in refusal(sizes=(1, 128, 128, 100))
     assert "not int8 with float8_e4m3fn" in refusal("int8")
     assert "does not add int8 in float32" in refusal("int8", "int8")
@@ -143,9 +142,10 @@ def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
 
 def compiled(step, *shapes, target):
     """Return how often each kernel of ours is called by a step that was compiled for an absent chip."""
-    rows = jaxquant.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target).kernels
-    names = ("jaxquant quantize", "jaxquant fp8_einsum", "jaxquant block_quantize")
-    return tuple(sum(row["times"] for row in rows if row["kernel"] == name) for name in names)
+    audit = jaxquant.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target)
+    names = [row["kernel"].replace(" ", "_") for row in audit.kernels for _ in range(row["times"])]
+    names += [row["kind"] for row in audit.matmuls]
+    return tuple(names.count(f"jaxquant_{name}") for name in ("quantize", "fp8_einsum", "block_quantize"))
 
 
 def test_results_inside_shard_map_vary_along_the_axes_of_the_operands():

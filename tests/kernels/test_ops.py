@@ -174,10 +174,7 @@ def test_a_mesh_that_a_compiler_may_cut_along_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-def test_coverage_on_a_gpu_reads_its_kernels_as_their_references(monkeypatch, name):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "refuse_device", lambda *args, **options: None)
-
+def test_coverage_on_a_gpu_reads_its_kernels_as_their_references(name):
     def step(x, w, g):
         run = functools.partial(dot_general, dimension_numbers=NUMBERS, recipe=recipe(name), implementation="pallas")
         y, pull = jax.vjp(run, x, w)
@@ -213,9 +210,8 @@ def test_a_weight_in_a_kernel_of_mosaic_gpu_is_reported():
     assert "inside the kernel 'a_librarys' of Mosaic GPU" in text
 
 
-def test_casts_of_more_rows_than_a_grid_has_blocks_are_refused(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "refuse_device", lambda *args, **options: None)
-    refusal = functools.partial(cast_gpu.refusal, x_dtype="bfloat16", dtype="int8")
+def test_casts_of_more_rows_than_a_grid_has_blocks_are_refused():
+    refusal = functools.partial(cast_gpu.refusal, x_dtype="bfloat16", dtype="int8", capability=(9, 0))
     assert refusal((64 * 65535, 128)) is None
     assert "4,194,240 rows at most, not 4,194,304" in str(refusal((64 * 65536, 128)))
 

@@ -14,7 +14,7 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.fp8_einsum.reference import Major
-from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import capability_of, cut_refusal, interpretable, module, platform_refusal
 from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
@@ -77,7 +77,8 @@ def refusal(
     if platform_of(lhs.qvalue) != "gpu":
         return None
     m, n = (side.shape if side.is_k_major else _swapped(side.shape) for side in (left, right))
-    return module("fp8_einsum", "gpu").refusal(m, n, *kinds, out_dtype=out_dtype, accumulator=accumulator)
+    given = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": capability_of(lhs.qvalue, rhs.qvalue)}
+    return module("fp8_einsum", "gpu").refusal(m, n, *kinds, **given)
 
 
 def einsum(

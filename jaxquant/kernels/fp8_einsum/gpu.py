@@ -39,7 +39,7 @@ def refusal(
     *,
     out_dtype: str,
     accumulator: str,
-    capability: str | None = None,
+    capability: tuple[int, int],
     interpret: bool = False,
 ) -> str | None:
     """Return in a sentence why the kernel cannot run a call, None where it can.
@@ -48,7 +48,7 @@ def refusal(
       lhs, rhs: shapes [B, M, K] and [B, N, K].
       lhs_dtype, rhs_dtype: of the operands.
       out_dtype, accumulator, interpret: as ``matmul`` takes them.
-      capability: compute capability of the device, as "9.0"; None asks the first device that is here.
+      capability: compute capability of the device; see ``platforms.capability_of``.
     """
     sizes = lhs[1], rhs[1], lhs[2]
     tile = TILE_M, WARPGROUPS * TILES_N[-1], TILE_K

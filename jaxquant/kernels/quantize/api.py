@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
-from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import capability_of, cut_refusal, interpretable, module, platform_refusal
 from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
@@ -33,7 +33,7 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, cut: int 
         return why
     if platform_of(x) != "gpu":
         return None
-    options = {"dtype": dtype, "compute_dtype": compute_dtype}
+    options = {"dtype": dtype, "compute_dtype": compute_dtype, "capability": capability_of(x)}
     return module("quantize", "gpu").refusal(_matrix(x.shape, cut), x.dtype.name, **options)
 
 

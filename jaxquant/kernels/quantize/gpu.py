@@ -38,7 +38,7 @@ def refusal(
     *,
     dtype: str,
     compute_dtype: str = "float32",
-    capability: str | None = None,
+    capability: tuple[int, int],
     interpret: bool = False,
 ) -> str | None:
     """Return in a sentence why the kernel cannot run a call, None where it can.
@@ -46,7 +46,7 @@ def refusal(
     Args:
       shape, x_dtype: of x.
       dtype, compute_dtype, interpret: as ``quantize`` takes them.
-      capability: compute capability of the device, as "9.0"; None asks the first device that is here.
+      capability: compute capability of the device; see ``platforms.capability_of``.
     """
     if len(shape) != 2 or shape[0] % TILE_M or shape[1] % TILE_N or 0 in shape:
         return f"the kernel takes tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
