@@ -5,22 +5,23 @@ import re
 
 import pytest
 
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.options import OPERANDS, Options
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import BACKENDS, RECIPES
+from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, SparsitySpec
 from jaxquant.core.tensor_spec import TensorSpec
 
 I8, I4, F4 = "int8", "int4", "float4_e2m1fn"
 E4, E5, E4Z, E5Z = "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"
-AQT, QWIX, NATIVE, ALL = ("aqt", "native"), ("qwix", "native"), ("native",), ("aqt", "qwix", "native")
+AQT, QWIX, NATIVE, ALL = ("native", "aqt"), ("native", "qwix"), ("native",), ("native", "aqt", "qwix")
 
 ROWS = {  # string: (auto, backends)
-    "": ("", ()), "int8": ("aqt", ALL), "int4": ("qwix", QWIX), "intmp": ("aqt", AQT), "fp8": ("native", NATIVE),
+    "": ("", ()), "int8": ("native", ALL), "int4": ("native", QWIX), "intmp": ("native", AQT), "fp8": ("native", NATIVE),
     "fp8_gpu": ("native", NATIVE), "te_fp8_delayedscaling": ("native", NATIVE), "nanoo_fp8": ("native", NATIVE),
-    "fp8_nanoo": ("native", NATIVE), "fp8_full": ("qwix", QWIX), "fp8_e4m3": ("qwix", QWIX), "fp8_e5m2": ("qwix", QWIX),
-    "fp4": ("qwix", QWIX), "fp4_e2m1": ("qwix", QWIX), "aqt_fp8": ("aqt", AQT), "aqt_fp8_full": ("aqt", AQT),
+    "fp8_nanoo": ("native", NATIVE), "fp8_full": ("native", QWIX), "fp8_e4m3": ("native", QWIX), "fp8_e5m2": ("native", QWIX),
+    "fp4": ("native", QWIX), "fp4_e2m1": ("native", QWIX), "aqt_fp8": ("aqt", AQT[::-1]), "aqt_fp8_full": ("aqt", AQT[::-1]),
     "fp8_current": ("native", NATIVE), "te_fp8_currentscaling": ("native", NATIVE), "int8w": ("native", NATIVE),
     "mxfp4w": ("native", NATIVE), "nvfp4w": ("native", NATIVE), "fp8_blockw": ("native", NATIVE),
     "int4w": ("native", NATIVE), "fp8_block": ("native", NATIVE), "mxfp8": ("native", NATIVE),
