@@ -42,6 +42,7 @@ def config(quantization, **fields):
 
 def test_the_strings():
     assert {name: row.backends for name, row in RECIPES.items()} == ROWS
+    assert RECIPES[""].auto == ""
     assert all(row.summary and row.fields <= {f.name for f in dataclasses.fields(Options)} for row in RECIPES.values())
     assert set().union(*(row.fields for row in RECIPES.values())) == {f.name for f in dataclasses.fields(Options)}
 

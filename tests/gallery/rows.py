@@ -33,7 +33,6 @@ import jaxquant
 from jaxquant import state
 from tests.gallery import models
 
-BACKENDS = ("aqt", "qwix", "native")
 FACES = ("linen", "nnx", "function")
 STEPS, RATE = 2, 2.0**-6
 Row = dict[str, Any]
@@ -47,7 +46,7 @@ def schemes() -> Iterator[tuple[str, str]]:
     for string, row in jaxquant.RECIPES.items():
         if string and id(row) not in seen:
             seen.add(id(row))
-            yield from ((string, backend) for backend in BACKENDS if backend in row.backends)
+            yield from ((string, backend) for backend in ("aqt", "qwix", "native") if backend in row.backends)
 
 
 def names() -> list[str]:
