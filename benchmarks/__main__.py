@@ -81,8 +81,8 @@ def _strings(options: argparse.Namespace) -> Table:
     known = {row["quantization"]: row for row in rows}
     cells = _run("strings", [options.target, *options.only])
     for string, cell in cells.items():
-        row = known.setdefault(string, {"quantization": string, "backend": RECIPES[string].auto})
-        row[options.target] = cell
+        row = known.setdefault(string, {"quantization": string})
+        row |= {"backend": RECIPES[string].auto, options.target: cell}
     ordered = sorted(known.values(), key=lambda row: list(RECIPES).index(row["quantization"]))
     return strings_text(ordered), ordered, "strings-chips"
 

@@ -1,4 +1,4 @@
-"""Every config string on its automatic backend, compiled for chips that are not here, or refused by name.
+"""Every config string on the backend of ``auto``, compiled for chips that are not here, or refused by name.
 
 The function is ``compare_libraries``'s MLP step at 256 tokens and widths 256 → 512 → 256.
 """

@@ -16,7 +16,7 @@ from train.report import comparison_rows, load_runs, notes, render
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare runs; 0 on success, 2 when a run cannot be read."""
     parser = argparse.ArgumentParser(prog="scripts/compare.py", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart-int8-aqt")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart-int8-native")
     parser.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
     words = parser.parse_args(arguments)
     return terminal.run(lambda: _compare(words), interrupted="interrupted")

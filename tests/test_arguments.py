@@ -147,11 +147,11 @@ def test_calibration_with_inputs_of_another_size_warns_at_conversion(size, given
     assert len([each for each in recwarn if "an example input" in str(each.message)]) == len(found)
 
 
-@pytest.mark.parametrize("backend", ["auto", "qwix", "native"])
-def test_float64_operands_run(backend):
+@pytest.mark.parametrize(("string", "backend"), [("aqt_fp8", "auto"), ("int8", "qwix"), ("int8", "native")])
+def test_float64_operands_run(string, backend):
     with jax.enable_x64(True):
         model: Any = jaxquant.maybe_quantize_model(
-            nn.Dense(8, dtype="float64"), {"quantization": "int8", "quant_backend": backend}
+            nn.Dense(8, dtype="float64"), {"quantization": string, "quant_backend": backend}
         )
         x = np.asarray(X, np.float64)
         assert model.apply(model.init(jax.random.key(1), x), x).dtype == "float64"

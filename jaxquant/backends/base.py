@@ -215,7 +215,6 @@ class LibraryBackend(Backend):
       serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
       convert: quantizes a weight, of (recipe, weight, contraction axes).
       groups: contracts groups of rows with weights, converted or not, of (recipe, rows, weights, sizes).
-      deviates: operations whose numbers are not the recipe's: a backend that was completed leaves them to the other.
     """
 
     honours: ClassVar[Honours]
@@ -225,7 +224,6 @@ class LibraryBackend(Backend):
     serve: ClassVar[Any]
     convert: ClassVar[Any]
     groups: ClassVar[Any]
-    deviates: ClassVar[frozenset[str]] = frozenset()
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -240,7 +238,7 @@ class LibraryBackend(Backend):
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
         """Return what computes a contraction; see ``Backend.runner``."""
-        is_own = operation not in self.deviates and not self.lacks(operation, recipe, dtype, is_split)
+        is_own = not self.lacks(operation, recipe, dtype, is_split)
         return self if self._native is None or is_own else self._native
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:

@@ -12,7 +12,7 @@ What Qwix does in its own way, under every recipe:
 - ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
   refused.
 - The weights of a ragged matmul have one scale for each column, which all groups share, so that experts with small
-  weights lose them. ``quant_backend: auto`` leaves ragged matmuls to the native backend therefore.
+  weights lose them.
 - An operand of the same shape as a parameter counts as a weight. ``_train`` gives the kernel more axes than
   any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
@@ -183,7 +183,6 @@ class QwixBackend(LibraryBackend):
     dtype_faults = {"float16": "replaces scales below 0.008 by 1 in float16, and most weights by zeros"}  # noqa: RUF012
     translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
     serve, groups = staticmethod(_serve), staticmethod(_contract_groups)
-    deviates = frozenset({"ragged_dot_general"})
 
     def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
         """Make Qwix's rules of regexes and recipes, for ``qwix.quantize_model``; None is float.

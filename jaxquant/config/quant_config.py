@@ -39,8 +39,8 @@ class QuantConfig(options.Options):
     Attributes:
       quantization: config string, a key of ``RECIPES``; "" is none. A composition takes each matmul from a string, null
         being float: the mapping ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, which is kept as this text.
-      quant_backend: ``auto`` (the backend of the string's row, and native for what that has no op for), ``aqt``,
-        ``qwix`` or ``native``.
+      quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``; for ``aqt_fp8`` and
+        ``aqt_fp8_full`` it is ``aqt``, with native for the contractions that AQT has no op for.
       implementation: what computes the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
         where they can, XLA elsewhere); null picks. Numbers do not depend on it.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxquant.config.backends import BACKENDS
 from jaxquant.config.composition import compose
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
@@ -171,7 +170,8 @@ def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
 _QUARTET2 = _requantized("quartet2", 128, "nearest", Micro(17 / 16 * 0.93, 255.99, eden=128))
 _TETRAJET_V2 = _requantized("tetrajet_v2", 32, "stochastic", Micro(17 / 16))
 
-_ALL, _AQT, _QWIX = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native")
+# The first one is what ``auto`` selects: native, except for the strings named after AQT.
+_ALL, _AQT, _QWIX, _AQT_FIRST = ("native", "aqt", "qwix"), ("native", "aqt"), ("native", "qwix"), ("aqt", "native")
 _DELAYED, _FP4 = ("delayed", "experts"), ("four over six",)
 
 RECIPES: dict[str, RecipeRow] = {
@@ -202,11 +202,11 @@ RECIPES: dict[str, RecipeRow] = {
     ),
     "fp8_e5m2": RecipeRow(_same("fp8_e5m2", "float8_e5m2"), "e5m2 everywhere, dynamic per channel", _QWIX, ("shards",)),
     "fp4": RecipeRow(_same("fp4", "float4_e2m1fn"), "e2m1 everywhere, dynamic per channel", _QWIX, ("shards",)),
-    "aqt_fp8": RecipeRow(_AQT_FP8, "e4m3 forward, float backward, bf16 accumulation", _AQT, ("stored scales",)),
+    "aqt_fp8": RecipeRow(_AQT_FP8, "e4m3 forward, float backward, bf16 accumulation", _AQT_FIRST, ("stored scales",)),
     "aqt_fp8_full": RecipeRow(
         _AQT_FP8_FULL,
         "e4m3 forward, e5m2 on both backward operands, bf16 accumulation, constant bounds",
-        _AQT,
+        _AQT_FIRST,
         ("bounds", "experts", "stored scales"),
     ),
     "fp8_current": RecipeRow(

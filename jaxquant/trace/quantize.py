@@ -46,8 +46,7 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     Args:
       fn: ``fn(params, *args)``, of any tree of parameters. What it closes over is constant. As under ``jax.jit``,
         arrays and numbers are traced; other leaves of the arguments (bool, str, functions) are static.
-      config: anything that ``QuantConfig.from_any`` takes. ``quant_backend: auto`` is what it is
-        for a Linen model.
+      config: anything that ``QuantConfig.from_any`` takes.
       like: the quantized whole model, of whose parameters ``fn`` computes a part: its decisions are taken, and its
         quant state.
 

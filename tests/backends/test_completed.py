@@ -45,7 +45,7 @@ def test_auto_leaves_no_contraction_in_float(string):
 
 
 def test_what_the_library_lacks_is_natives_op_to_the_bit():
-    config = {"quantization": "int8"}
+    config = {"quantization": "aqt_fp8"}
     quantized = jaxquant.quantize(lambda p, x: grouped({"experts": p["w"]["kernel"]}, x), config)
     params = {"w": {"kernel": PARAMS["experts"]}}
     expected = ops.ragged_dot(X, PARAMS["experts"], SIZES, recipe=recipe_of(config))

@@ -74,7 +74,7 @@ def test_modes():
 def test_a_backend_without_a_handle():
     for mode in ("train", "convert", "serve"):
         with pytest.raises(ValueError, match=r"call jaxquant\.maybe_quantize_model"):
-            configure_quantization({"quantization": "fp8_full"}, mode)
+            configure_quantization({"quantization": "fp8_full", "quant_backend": "qwix"}, mode)
 
 
 SPARSE = {"weight_sparsity_n": 2, "weight_sparsity_m": 4, "weight_sparsity_start_step": 0}

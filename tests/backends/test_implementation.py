@@ -77,14 +77,14 @@ def test_it_reaches_every_op(way, implementation, asked):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quantization": "int8"}, "implementation 'xla' is not one of quant_backend 'aqt': AQT computes its matmuls"),
-        ({"quantization": "fp8_full"}, "not one of quant_backend 'qwix': Qwix .* at null, or use quant_backend 'nat"),
+        ({"quantization": "aqt_fp8"}, "implementation 'xla' is not one of quant_backend 'aqt': AQT computes its mat"),
+        ({"quant_backend": "qwix"}, "not one of quant_backend 'qwix': Qwix .* at null, or use quant_backend 'native'"),
     ],
 )
 def test_a_backend_that_has_none(fields, message):
     with pytest.raises(ValueError, match=message):
-        QuantConfig(**fields, implementation="xla")
-    QuantConfig(**fields, implementation="xla", quant_backend="native")
+        QuantConfig(**{"quantization": "fp8_full", "implementation": "xla", **fields})
+    QuantConfig(**{"quantization": "fp8_full", "implementation": "xla", **fields, "quant_backend": "native"})
 
 
 def test_an_unknown_one_lists_what_is_known():

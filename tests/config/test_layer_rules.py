@@ -68,12 +68,13 @@ def test_rules_read_the_options_of_their_recipe():
 
 def test_rules_without_a_base():
     config = QuantConfig(rules=(Rule("a", "int8"),))
-    assert config.resolved_backend == "aqt"
+    assert config.resolved_backend == "native"
     assert config.recipe() is None
     assert config.resolver()("a", 8).recipe == QuantConfig(quantization="int8").recipe()
     assert config.resolver()("b", 8) == Decision(None, "left in float by quantization ''", None)
-    with pytest.raises(ValueError, match=r"quant_backend 'auto' is ambiguous for rules with 'int8', 'int4'.*'qwix' or"):
-        QuantConfig(rules=(Rule("a", "int8"), Rule("b", "int4")))
+    assert QuantConfig(rules=(Rule("a", "int8"), Rule("b", "int4"))).resolved_backend == "native"
+    with pytest.raises(ValueError, match=r"'auto' is ambiguous for rules with 'int8', 'aqt_fp8'.*'aqt' or 'native'"):
+        QuantConfig(rules=(Rule("a", "int8"), Rule("b", "aqt_fp8")))
 
 
 def test_rules_over_intmp():
@@ -106,7 +107,7 @@ def test_check_used():
         (
             {"path": "a", "recipe": "fp8"},
             ValueError,
-            "rules[0].recipe 'fp8' does not run on quant_backend 'aqt' ('auto' for 'int8'); "
+            "rules[0].recipe 'fp8' does not run on quant_backend 'aqt' ('auto' for 'aqt_fp8'); "
             "set quant_backend to 'native'",
         ),
         ({"path": 3, "recipe": None}, TypeError, "rules[0].path must be str, got 3 (int)"),
@@ -114,9 +115,9 @@ def test_check_used():
 )
 def test_bad_rules(rule, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
-        QuantConfig.from_any({"quantization": "int8", "rules": [rule]})
+        QuantConfig.from_any({"quantization": "aqt_fp8", "rules": [rule]})
     with pytest.raises(kind, match=re.escape(message)):
-        QuantConfig(quantization="int8", rules=[rule])
+        QuantConfig(quantization="aqt_fp8", rules=[rule])
 
 
 def test_a_rule_on_a_backend_that_was_asked_for():
@@ -145,7 +146,8 @@ def test_a_rule_may_carry_a_recipe_of_ones_own():
     ("fields", "backend"),
     [
         ({}, "native"),  # which honours every recipe
-        ({"quantization": "int8"}, "aqt"),
+        ({"quantization": "int8"}, "native"),
+        ({"quantization": "aqt_fp8"}, "aqt"),
         ({"quant_backend": "qwix"}, "qwix"),
     ],
 )

@@ -77,7 +77,7 @@ def test_attribute_objects():
     assert QuantConfig.from_any(maxtext()) == QuantConfig()
     config = QuantConfig.from_any(maxtext(quantization=QuantizationType.INT8, replicate_quant_scale=True))
     assert config == QuantConfig(quantization="int8", replicate_quant_scale=True)
-    assert type(config.quantization) is str
+    assert (type(config.quantization), config.resolved_backend) == (str, "native")
     assert QuantConfig.from_any(maxtext(quantization="fp8_full", use_qwix_quantization=True)).resolved_backend == "qwix"
     config = QuantConfig.from_any(maxtext(quantization="aqt_fp8_full", constant_bound_config="1,2,3,4,5,6"))
     assert config.constant_bound_config == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)

@@ -5,29 +5,26 @@ import re
 
 import pytest
 
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.options import OPERANDS, Options
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import BACKENDS, RECIPES
+from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, SparsitySpec
 from jaxquant.core.tensor_spec import TensorSpec
 
 I8, I4, F4 = "int8", "int4", "float4_e2m1fn"
 E4, E5, E4Z, E5Z = "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"
-AQT, QWIX, NATIVE, ALL = ("aqt", "native"), ("qwix", "native"), ("native",), ("aqt", "qwix", "native")
+AQT, QWIX, NATIVE, ALL = ("native", "aqt"), ("native", "qwix"), ("native",), ("native", "aqt", "qwix")
 
-ROWS = {  # string: (auto, backends)
-    "": ("", ()), "int8": ("aqt", ALL), "int4": ("qwix", QWIX), "intmp": ("aqt", AQT), "fp8": ("native", NATIVE),
-    "fp8_gpu": ("native", NATIVE), "te_fp8_delayedscaling": ("native", NATIVE), "nanoo_fp8": ("native", NATIVE),
-    "fp8_nanoo": ("native", NATIVE), "fp8_full": ("qwix", QWIX), "fp8_e4m3": ("qwix", QWIX), "fp8_e5m2": ("qwix", QWIX),
-    "fp4": ("qwix", QWIX), "fp4_e2m1": ("qwix", QWIX), "aqt_fp8": ("aqt", AQT), "aqt_fp8_full": ("aqt", AQT),
-    "fp8_current": ("native", NATIVE), "te_fp8_currentscaling": ("native", NATIVE), "int8w": ("native", NATIVE),
-    "mxfp4w": ("native", NATIVE), "nvfp4w": ("native", NATIVE), "fp8_blockw": ("native", NATIVE),
-    "int4w": ("native", NATIVE), "fp8_block": ("native", NATIVE), "mxfp8": ("native", NATIVE),
-    "te_mxfp8": ("native", NATIVE), "mxfp4": ("native", NATIVE), "int8_delayed": ("native", NATIVE),
-    "nvfp4": ("native", NATIVE), "te_nvfp4": ("native", NATIVE), "te_nvfp4_no_rht": ("native", NATIVE),
-    "quartet2": ("native", NATIVE), "tetrajet_v2": ("native", NATIVE),
-    **{f"ggml_{name}": ("native", NATIVE) for name in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")},
+ROWS = {  # string: backends, the one of auto first
+    "": (), "int8": ALL, "int4": QWIX, "intmp": AQT, "fp8": NATIVE, "fp8_gpu": NATIVE, "te_fp8_delayedscaling": NATIVE,
+    "nanoo_fp8": NATIVE, "fp8_nanoo": NATIVE, "fp8_full": QWIX, "fp8_e4m3": QWIX, "fp8_e5m2": QWIX, "fp4": QWIX,
+    "fp4_e2m1": QWIX, "aqt_fp8": ("aqt", "native"), "aqt_fp8_full": ("aqt", "native"), "fp8_current": NATIVE,
+    "te_fp8_currentscaling": NATIVE, "int8w": NATIVE, "mxfp4w": NATIVE, "nvfp4w": NATIVE, "fp8_blockw": NATIVE,
+    "int4w": NATIVE, "fp8_block": NATIVE, "mxfp8": NATIVE, "te_mxfp8": NATIVE, "mxfp4": NATIVE, "int8_delayed": NATIVE,
+    "nvfp4": NATIVE, "te_nvfp4": NATIVE, "te_nvfp4_no_rht": NATIVE, "quartet2": NATIVE, "tetrajet_v2": NATIVE,
+    **{f"ggml_{name}": NATIVE for name in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")},
 }  # fmt: skip
 
 
@@ -44,7 +41,8 @@ def config(quantization, **fields):
 
 
 def test_the_strings():
-    assert {name: (row.auto, row.backends) for name, row in RECIPES.items()} == ROWS
+    assert {name: row.backends for name, row in RECIPES.items()} == ROWS
+    assert RECIPES[""].auto == ""
     assert all(row.summary and row.fields <= {f.name for f in dataclasses.fields(Options)} for row in RECIPES.values())
     assert set().union(*(row.fields for row in RECIPES.values())) == {f.name for f in dataclasses.fields(Options)}
 
@@ -58,7 +56,7 @@ def test_aliases(alias, name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name])
 def test_pairs(name, backend):
-    auto, backends = ROWS[name]
+    backends = ROWS[name]
     if backend in backends:
         assert config(name, quant_backend=backend).resolved_backend == backend
     else:
@@ -66,7 +64,7 @@ def test_pairs(name, backend):
         with pytest.raises(ValueError, match=message) as caught:
             config(name, quant_backend=backend)
         assert all(repr(other) in str(caught.value) for other in backends)
-    assert config(name).resolved_backend == auto
+    assert config(name).resolved_backend == RECIPES[name].auto == backends[0]
     if "qwix" in backends:
         assert config(name, use_qwix_quantization=True).resolved_backend == "qwix"
 

@@ -90,7 +90,7 @@ def test_layers_are_found_in_the_order_of_a_call(model):
     assert layers["mix"].out_features == layers["join"].out_features == 16
     reports = {report.path: report for report in describe_layers(model, {"quantization": "int8"}, X)}
     assert [path for path, report in reports.items() if report.recipe] == QUANTIZED
-    assert {report.backend for report in reports.values()} == {"aqt", None}  # auto, as on Linen
+    assert {report.backend for report in reports.values()} == {"native", None}  # auto, as on Linen
     assert "output head" in reports["logits"].reason
     assert "router" in reports["gate"].reason
 

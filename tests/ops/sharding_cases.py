@@ -448,7 +448,7 @@ INTEGERS = {"int8": ("aqt", "qwix", "native"), "int4": ("qwix", "native"), "int8
 
 
 def sent_cases() -> list[str]:
-    """Integers on every backend and kind of mesh; every other string that trains under FSDP with tensor parallel."""
+    """Integers on every backend and kind of mesh; every other pair that trains under FSDP with tensor parallel."""
     kinds = [f"{kind} {place}" for kind in ("auto", "explicit") for place in PLACED] + ["manual data", "manual fsdp"]
     found = []
     for name, libraries in INTEGERS.items():
@@ -456,7 +456,7 @@ def sent_cases() -> list[str]:
             found += [f"{name} {backend} {kind}" for kind in kinds if backend == "native" or "explicit" not in kind]
     rest = [name for name, row in jaxquant.RECIPES.items() if row.recipe and row.recipe.name == name]
     quantized = [name for name in rest if jaxquant.RECIPES[name].recipe.dlhs.lhs and name not in INTEGERS]
-    return found + [f"{name} {jaxquant.RECIPES[name].auto} auto both" for name in quantized]
+    return found + [f"{name} {each} auto both" for name in quantized for each in jaxquant.RECIPES[name].backends]
 
 
 def sent(name: str) -> list[str]:

@@ -100,8 +100,8 @@ def test_activations_saved_in_fp8_need_a_policy_that_saves_them(policy):
 
 
 def test_the_quantized_remat_policy_needs_the_native_backend():
-    TrainConfig(quantization="int8", quant_backend="native", remat_policy="quantized")
-    for fields in ({}, {"quantization": "int8"}):
+    TrainConfig(quantization="int8", remat_policy="quantized")
+    for fields in ({}, {"quantization": "int8", "quant_backend": "aqt"}, {"quantization": "aqt_fp8"}):
         with pytest.raises(ValueError, match="remat_policy 'quantized' keeps what the native backend saves"):
             TrainConfig(remat_policy="quantized", **fields)
 

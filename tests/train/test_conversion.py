@@ -68,7 +68,7 @@ def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         if name not in folders:
             string, _, framework = name.partition(" ")
             folder = tmp_path_factory.mktemp("run") / "run"
-            fields = {"quantization": string, "framework": framework or "linen"}
+            fields = {"quantization": string, "framework": framework or "linen", "quant_backend": SCHEMES[name][0]}
             folders[name] = configured(finished("fp8" if string == "fp8" else ""), folder, **fields)
         return folders[name]
 

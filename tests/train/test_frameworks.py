@@ -69,4 +69,4 @@ def test_aqt_runs_on_nnx_and_auto_is_linens():
     assert np.isfinite(loss)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads[0]))
     for framework in ("linen", "nnx"):
-        assert TrainConfig(framework=framework, quantization="int8").resolved_backend == "aqt"
+        assert TrainConfig(framework=framework, quantization="int8").resolved_backend == "native"

@@ -27,7 +27,7 @@ from train.step import build
 NATIVE = {"quant_backend": "native"}
 MESHES: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
-    "int8 on aqt": {"quantization": "int8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
+    "int8 on aqt": {"quantization": "int8", "quant_backend": "aqt", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
 }
 ONE = {"mesh_data": 1, "mesh_fsdp": 1, "mesh_tensor": 1}
 # By default, -1, int8's weight gradients have a block with scales of its own for each of the four parts of the batch.

@@ -1,6 +1,6 @@
-"""Qwix and a file of bits run whole from the command: steps, held-out loss, summary.
+"""Qwix, and AQT with a file of bits, run whole from the command: steps, held-out loss, summary.
 
-So do AQT and native in ``test_run.py``. Every pair of string and backend trains in ``tests/test_gallery.py``, is
+So does native in ``test_run.py``. Every pair of string and backend trains in ``tests/test_gallery.py``, is
 counted matmul by matmul in ``tests/audit/test_coverage.py``, and is allowed or refused in
 ``tests/config/test_recipe_table.py``.
 """
@@ -15,7 +15,7 @@ import pytest
 from tests.train.conftest import CI_CONFIG, ROOT, read_losses
 from train.__main__ import main
 
-WHOLE = [("fp8_full", "qwix"), ("intmp", "native")]
+WHOLE = [("fp8_full", "qwix"), ("intmp", "aqt")]
 
 
 @pytest.mark.parametrize(("string", "backend"), WHOLE)

@@ -127,7 +127,7 @@ def test_saved_activation_bytes_shrink_with_remat(tiny: TrainConfig):
     ("options", "shards"),
     [
         ({"quantization": "int8"}, 4),
-        ({"quantization": "int8", "quant_backend": "native"}, 4),
+        ({"quantization": "int8", "quant_backend": "aqt"}, 4),
         ({"quantization": "fp8", "rules": [{"path": ".*/mlp/wo", "recipe": "int8"}]}, 4),
         ({"rules": [{"path": ".*/mlp/wo", "recipe": "int8"}], "quant_backend": "native"}, 4),
         ({"quantization": "int8", "quantization_local_shard_count": 2}, 2),
