@@ -91,8 +91,8 @@ CONTENDERS = (
     Contender("torch", "split"),
     Contender("flax", "fp8"),
     *(Contender("jaxquant", recipe) for recipe in ("int8", "fp8_current", "fp8_block", "fp8_full", "int8_delayed")),
-    *(Contender("jaxquant", recipe, "xla") for recipe in ("fp8", "int8")),
-    *(Contender("jaxquant", recipe, "pallas") for recipe in ("int8", "fp8", "fp8_block")),
+    *(Contender("native", recipe, "xla") for recipe in ("fp8", "int8")),
+    *(Contender("native", recipe, "pallas") for recipe in ("int8", "fp8", "fp8_block")),
     Contender("qwix", "fp8_full"),
     Contender("aqt", "int8"),
 )

@@ -193,7 +193,7 @@ def mlp(part: Part) -> None:
     for entry in entries[: 1 if part.is_small else None]:
         rows[f"{entry.name}, no Triton"] = functools.partial(made, entry, NO_TRITON)
     for name in () if part.is_small else ("fp8", "int8", "fp8_current", "fp8_block"):
-        entry = Entry(name, {"quantization": name, "implementation": "xla"})
+        entry = Entry(name, {"quantization": name, "quant_backend": "native", "implementation": "xla"})
         rows[f"{name}, implementation: xla"] = functools.partial(made, entry)
     known = priced(part.kind)
     predicted = {name: known.get(name.partition(",")[0], {}) for name in rows}
@@ -220,7 +220,7 @@ def layer_step(part: Part) -> None:
     def made(contender: gemms.Contender) -> Prepared:
         return prepare(*layer_audits.step(config, contender.config(), here, tokens))
 
-    contenders = [one for one in gemms.CONTENDERS if one.library in ("jax", "jaxquant", "qwix")]
+    contenders = [one for one in gemms.CONTENDERS if one.library not in ("torch", "flax", "aqt")]
     rows = {one.name: functools.partial(made, one) for one in contenders[: 2 if part.is_small else None]}
     predicted = {one.name: known.get(" ".join(one.name.split()[1:]) or "bf16", {}) for one in contenders}
     part.time_in_turns(rows, base="jax", predicted=predicted)
