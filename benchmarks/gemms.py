@@ -16,34 +16,8 @@ from benchmarks.torch_gemms import prepare_torch
 from jaxquant import state as quantization_state
 from jaxquant.inject.model import maybe_quantize_model
 
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """Sizes of the layer; the default is the one that TransformerEngine published figures for on an H200.
-
-    Attributes:
-      hidden, mlp: widths of the residual stream and of the MLP.
-      tokens: rows of every activation.
-    """
-
-    hidden: int = 4096
-    mlp: int = 16384
-    tokens: int = 15872
-
-    @property
-    def gemms(self) -> tuple[tuple[int, int], ...]:
-        """(K, N) of the layer's matmuls: query, key and value in one; attention output; MLP up; MLP down."""
-        hidden, mlp = self.hidden, self.mlp
-        return (hidden, 3 * hidden), (hidden, hidden), (hidden, mlp), (mlp, hidden)
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of one of the three matmuls of all of them."""
-        return sum(2 * self.tokens * k * n for k, n in self.gemms)
-
-
-SMALL = Layer(hidden=128, mlp=512, tokens=256)
-"""A layer that a CPU runs in milliseconds."""
+Shapes = Sequence[tuple[int, int]]
+"""Contraction and features of each matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +37,8 @@ class Contender:
 
     def dense(self, features: int, x: Any) -> nn.Module:
         """Make a bf16 dense layer without bias that computes in this recipe."""
-        options: dict[str, Any] = {}
-        if self.library == "flax":
-            options["dot_general_cls"] = fp8_ops.Fp8DirectDotGeneralOp
-        layer = nn.Dense(features, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **options)
+        op = fp8_ops.Fp8DirectDotGeneralOp if self.library == "flax" else None
+        layer = nn.Dense(features, False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, dot_general_cls=op)
         if self.library in ("jax", "flax"):
             return layer
         return maybe_quantize_model(layer, self.config(), x)
@@ -98,37 +70,36 @@ CONTENDERS = (
 )
 
 
-def draw(layer: Layer) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return inputs of the layer's GEMMs, and gradients of their results."""
-    sides = [[jax.ShapeDtypeStruct((layer.tokens, size), jnp.bfloat16) for size in each] for each in layer.gemms]
-    inputs, grads = zip(*filled(sides), strict=True)
-    return list(inputs), list(grads)
+def draw(tokens: int, shapes: Shapes) -> Any:
+    """Return inputs of matmuls, each with rows of as many tokens, and gradients of their results."""
+    sides = [[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16) for size in each] for each in shapes]
+    return list(zip(*filled(sides), strict=True))
 
 
 def prepare_gemms(
-    contender: Contender, layer: Layer, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]
+    contender: Contender, shapes: Shapes, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]
 ) -> Prepared:
-    """Compile the four GEMMs (query-key-value, attention output, MLP up, MLP down) with all that quantizes operands.
+    """Compile the GEMMs of a transformer layer with all that quantizes operands.
 
     ``fwd`` is one program with the residuals that it saves, ``bwd`` another one, which makes both gradients and the new
     quant state from them. Parameters are bf16, and amax histories have entries.
 
     Args:
       contender: whose GEMMs.
-      layer: sizes.
+      shapes: of the weights.
       inputs, grads: as ``draw`` returns them.
 
     Raises:
       ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError: the contender cannot run here.
     """
     if contender.library == "torch":
-        return prepare_torch(layer.tokens, layer.gemms, is_fast=contender.recipe == "fast")
-    models = [contender.dense(n, x) for (_, n), x in zip(layer.gemms, inputs, strict=True)]
+        return prepare_torch(len(inputs[0]), shapes, is_fast=contender.recipe == "fast")
+    models = [contender.dense(n, x) for (_, n), x in zip(shapes, inputs, strict=True)]
     keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
 
-    def run(variables: Any, inputs: Any) -> list[Any]:
+    def run(variables: Any, inputs: Any) -> tuple[Any, ...]:
         rngs = {"quant": jax.random.key(2)}
-        return [m.apply(v, x, rngs=rngs) for m, v, x in zip(models, variables, inputs, strict=True)]
+        return tuple(m.apply(v, x, rngs=rngs) for m, v, x in zip(models, variables, inputs, strict=True))
 
     variables = []
     for model, x in zip(models, inputs, strict=True):
@@ -137,5 +108,6 @@ def prepare_gemms(
     forward, facts = compiled(lambda variables, inputs: jax.vjp(run, variables, inputs), variables, inputs)
     _, pull = forward(variables, inputs)
     backward, more = compiled(lambda pull, grads: pull(grads), pull, grads)
-    facts = {name: [facts[name], more[name]] for name in facts} | {"flops": 3 * layer.flops}
+    flops = 6 * len(inputs[0]) * sum(k * n for k, n in shapes)
+    facts = {name: [facts[name], more[name]] for name in facts} | {"flops": flops}
     return Prepared({"fwd": lambda: forward(variables, inputs), "bwd": lambda: backward(pull, grads)}, facts)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,22 +25,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from benchmarks import few_rows, gemms, layer_audits
+from benchmarks import few_rows, gemms, layer_audits, published
 from benchmarks.compare_libraries import ENTRIES, Entry, step
 from benchmarks.gpu_kernels import compare_kernels
 from benchmarks.layer_audits import LLAMA
-from benchmarks.on_chip import priced, target_of
-from benchmarks.schemes import ROOT, Row
+from benchmarks.on_chip import committed, priced, target_of
+from benchmarks.schemes import Row
 from benchmarks.timing import Prepared, median_ratio, prepare, seconds, undisturbed
 from jaxquant.terminal import INTERRUPTED
 
-LIMIT = 330
-"""Seconds of a whole run."""
+LIMIT = 320
+"""Seconds of a run after its imports."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 TINY = dataclasses.replace(LLAMA, emb_dim=64, mlp_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=32)
 """A decoder layer for a CPU."""
-STRINGS = ("fp8", "fp8_current", "fp8_full", "int8", "int8_delayed", "fp8_block")
-"""Config strings of the MLP step, with default settings."""
 COMPILING = 0.75
 """Share of a part's time after which it compiles no further row."""
 
@@ -184,7 +182,7 @@ def mlp(part: Part) -> None:
     """Time the audit's MLP step by config string, with XLA's defaults, without Triton, and with XLA for all casts."""
     sizes = (64, 64, 128) if part.is_small else (4096, 4096, 8192)
     entries = [entry for entry in ENTRIES if entry.name in ("bf16", "flax fp8")]
-    entries += [Entry(string, {"quantization": string}) for string in STRINGS[: 1 if part.is_small else None]]
+    entries += [Entry(string, {"quantization": string}) for string in published.STRINGS[: 1 if part.is_small else None]]
 
     def made(entry: Entry, options: Any = None) -> Prepared:
         return prepare(*step(entry, *sizes), options)
@@ -200,30 +198,35 @@ def mlp(part: Part) -> None:
     part.time_in_turns(rows, calls=10, base="bf16", predicted=predicted)
 
 
+def by_name(contenders: Sequence[gemms.Contender], audits: Sequence[Row]) -> dict[str, Row]:
+    """Return predictions for contenders from rows with a string, its milliseconds and its ratio."""
+    known = {each["string"]: {"us": 1000 * each["ms"], "× jax": each["× bf16"]} for each in audits}
+    return {one.name: known.get(" ".join(one.name.split()[1:]) or "bf16", {}) for one in contenders}
+
+
 def gemm_set(part: Part) -> None:
     """Time the GEMMs of a layer with all that quantizes their operands, next to flax's, torch's, Qwix's and AQT's."""
-    layer = gemms.SMALL if part.is_small else gemms.Layer()
+    tokens, shapes = (64, [(64, 32)]) if part.is_small else (published.TOKENS, [*published.GEMMS.values()])
     contenders = gemms.CONTENDERS[: 3 if part.is_small else None]
-    inputs, grads = gemms.draw(layer)
-    rows = {one.name: functools.partial(gemms.prepare_gemms, one, layer, inputs, grads) for one in contenders}
-    part.time_in_turns(rows, base="jax")
+    made = functools.partial(gemms.prepare_gemms, shapes=shapes)
+    inputs, grads = gemms.draw(tokens, shapes)
+    rows = {one.name: functools.partial(made, one, inputs=inputs, grads=grads) for one in contenders}
+    audits = committed(f"audit-gemm-set-{target_of(part.kind)}.json")
+    part.time_in_turns(rows, base="jax", predicted=by_name(contenders, audits))
 
 
 def layer_step(part: Part) -> None:
     """Time forward and backward of a decoder layer of Llama 3 8B with two sequences of 8192 tokens."""
     config, tokens = (TINY, 64) if part.is_small else (LLAMA, 16384)
-    here, chip = jax.default_backend(), target_of(part.kind)
-    audits = json.loads((ROOT / "benchmarks" / "layer-audits.json").read_text())
-    mine = [each for each in audits if (each["layer"], each["chip"], each["tokens"]) == ("Llama 3 8B", chip, tokens)]
-    known = {each["string"]: {"us": 1000 * each["ms"], "× jax": each["× bf16"]} for each in mine}
+    here, mine = jax.default_backend(), ("Llama 3 8B", target_of(part.kind), tokens)
+    audits = [r for r in committed("layer-audits.json") if (r["layer"], r["chip"], r["tokens"]) == mine]
 
     def made(contender: gemms.Contender) -> Prepared:
         return prepare(*layer_audits.step(config, contender.config(), here, tokens))
 
     contenders = [one for one in gemms.CONTENDERS if one.library not in ("torch", "flax", "aqt")]
     rows = {one.name: functools.partial(made, one) for one in contenders[: 2 if part.is_small else None]}
-    predicted = {one.name: known.get(" ".join(one.name.split()[1:]) or "bf16", {}) for one in contenders}
-    part.time_in_turns(rows, base="jax", predicted=predicted)
+    part.time_in_turns(rows, base="jax", predicted=by_name(contenders, audits))
 
 
 def kernels(part: Part) -> None:
@@ -242,8 +245,8 @@ def kernels(part: Part) -> None:
 def rows_of_decoding(part: Part) -> None:
     """Time one, four and eight rows against a weight in every format of a weight."""
     k, n = (256, 256) if part.is_small else (few_rows.K, few_rows.N)
-    chip, path = target_of(part.kind), ROOT / "benchmarks" / "few-rows.json"
-    known = {(row["chip"], row["rows"], row["weight"]): row["us"] for row in json.loads(path.read_text())["products"]}
+    chip, rows = target_of(part.kind), committed("few-rows.json")["products"]
+    known = {(row["chip"], row["rows"], row["weight"]): row["us"] for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         formats = list(itertools.islice(few_rows.products(folder, k, n), 2 if part.is_small else None))
 
@@ -258,13 +261,13 @@ def rows_of_decoding(part: Part) -> None:
 
 PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "dots": (dots, 35),
-    "mlp": (mlp, 110),
-    "gemm-set": (gemm_set, 75),
+    "mlp": (mlp, 105),
+    "gemm-set": (gemm_set, 70),
     "layer": (layer_step, 45),
     "kernels": (kernels, 30),
     "few rows": (rows_of_decoding, 25),
 }
-"""Parts in their order, and seconds for each of 320: a run has ten more."""
+"""Parts in their order, and seconds for each, 310 in all: a run has ten more."""
 
 
 def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[], Row]) -> int:

@@ -28,10 +28,14 @@ FAR = 0.01
 
 def priced(kind: str) -> dict[str, Row]:
     """Return predictions of the MLP step for a kind of device by config string; none if it was not compiled for it."""
-    path = ROOT / "benchmarks" / f"audit-yardstick-{target_of(kind)}.json"
-    rows = json.loads(path.read_text()) if path.exists() else []
-    name = lambda row: row["step"].removeprefix("jaxquant ")  # noqa: E731
-    return {name(row): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
+    rows = committed(f"audit-yardstick-{target_of(kind)}.json")
+    return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
+
+
+def committed(name: str) -> Any:
+    """Return the contents of a JSON file of this folder; no rows if there is none."""
+    path = ROOT / "benchmarks" / name
+    return json.loads(path.read_text()) if path.exists() else []
 
 
 def target_of(kind: str) -> str:

@@ -14,12 +14,6 @@ from scripts import bench
 OPTIMIZED = False
 
 
-class OneGemm(gemms.Layer):
-    """One matmul instead of four, as compiling takes all the time."""
-
-    gemms = ((32, 64),)
-
-
 def lines_of(folder):
     [path] = folder.glob("*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -27,7 +21,6 @@ def lines_of(folder):
 
 @pytest.mark.slow
 def test_a_small_run_measures_every_part_on_a_cpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(gemms, "SMALL", OneGemm(tokens=16))
     monkeypatch.setattr(gemms, "CONTENDERS", (gemms.CONTENDERS[0], *gemms.CONTENDERS[3:5]))  # jax, torch, flax
     assert bench.main(["gpu", "--small", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path)
