@@ -106,7 +106,8 @@ def filled(shapes: Any) -> Any:
             return jnp.zeros(x.shape, x.dtype)
         if x.ndim < 2:
             return jnp.ones(x.shape, x.dtype)
-        return ((32 if size == 1 else 0.02) * jax.random.normal(jax.random.key(x.size), x.shape)).astype(x.dtype)
+        drawn = jax.random.normal(jax.random.key(x.size, impl="rbg"), x.shape)  # which compiles fast
+        return ((32 if size == 1 else 0.02) * drawn).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(value, shapes)
 
