@@ -1,11 +1,11 @@
-"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer|step-memory``: for absent chips.
+"""``python -m benchmarks WHAT``: programs compiled for absent chips, as tables.
 
-``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
-``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
-``strings`` every config string, which adds a column to the table that is there, ``layers`` decoder layers, which adds
-rows to it, ``optimizer`` updates of a Llama-3-8B (``--only fp8_coat+apply``), ``step-memory`` whole
-steps of it (``--only fp8_coat+bfloat16+largest``), each of which adds a row to the table that is there.
-Each prints a table and writes it to ``--out`` as JSON and markdown.
+``libraries``: one MLP step of jaxquant, flax, Qwix and AQT. ``published``: the programs beside published ratios.
+``gemm-set``: the matmuls of a layer under config strings. ``kernels``: the hand-written kernels. ``rows``: few rows
+against quantized weights, and steps of decoding, for all chips. ``strings`` (every config string) adds a column to the
+table that is there. ``layers`` (decoder layers), ``optimizer`` (updates of a Llama-3-8B, ``--only fp8_coat+apply``) and
+``step-memory`` (whole steps of it, ``--only fp8_coat+bfloat16+largest``) add rows to it. Each prints a table and writes
+it to ``--out`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from jaxquant.config.recipes import RECIPES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    names = ("libraries", "published", "kernels", "rows", "strings", "layers", "optimizer", "step-memory")
-    parser.add_argument("what", choices=names)
+    commands = {"libraries": _libraries, "published": _published, "gemm-set": _gemm_set, "kernels": _kernels}
+    commands |= {"rows": _rows, "strings": _strings, "layers": _layers, "optimizer": _optimizer, "step-memory": _steps}
+    parser.add_argument("what", choices=commands)
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
@@ -43,14 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
-    commands = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}
-    run = (commands | {"strings": _strings, "layers": _layers, "optimizer": _optimizer, "step-memory": _steps})[
-        options.what
-    ]
 
     def compare() -> int:
         require_compiler(chip(options.target))
-        text, rows, stem = run(options)
+        text, rows, stem = commands[options.what](options)
         return print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, stem)
 
     return terminal.run(compare, also=(RuntimeError,), interrupted="interrupted")
@@ -75,9 +72,14 @@ def _published(options: argparse.Namespace) -> Table:
     return text + "\n", rows, "audit-anchors"
 
 
+def _gemm_set(options: argparse.Namespace) -> Table:
+    rows = _run("published", [options.target, *options.only])
+    title = f"# The GEMM set of a layer on {options.target}, forward and both gradients"
+    return "\n".join([title, "", *report.table(rows), ""]), rows, f"audit-gemm-set-{options.target}"
+
+
 def _strings(options: argparse.Namespace) -> Table:
-    file = Path(options.out or ".") / "strings-chips.json"
-    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # with the columns of other chips
+    rows = _there(options, "strings-chips")  # with the columns of other chips
     known = {row["quantization"]: row for row in rows}
     cells = _run("strings", [options.target, *options.only])
     for string, cell in cells.items():
@@ -88,8 +90,7 @@ def _strings(options: argparse.Namespace) -> Table:
 
 
 def _layers(options: argparse.Namespace) -> Table:
-    file = Path(options.out or ".") / "layer-audits.json"
-    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # of other chips and strings
+    rows = _there(options, "layer-audits")  # of other chips and strings
     names = [name for name in layer_audits.LAYERS if name in options.only] or [""]
     strings = [each for each in options.only if each in layer_audits.STRINGS]
     for name in names:
@@ -98,6 +99,12 @@ def _layers(options: argparse.Namespace) -> Table:
         rows = [row for row in rows if (row["layer"], row["chip"], row["string"]) not in new] + found
     rows = layer_audits.with_ratios(rows)
     return layer_audits.page(rows), rows, "layer-audits"
+
+
+def _there(options: argparse.Namespace, stem: str) -> list[dict[str, Any]]:
+    """Return the rows of the table that is there."""
+    file = Path(options.out or ".") / f"{stem}.json"
+    return json.loads(file.read_text()) if options.out and file.exists() else []
 
 
 def strings_text(rows: list[dict[str, str]]) -> str:
@@ -151,7 +158,7 @@ def _steps(options: argparse.Namespace) -> Table:
     if options.target not in step_memory.SLICES:
         raise ValueError(f"--target {options.target}: step-memory compiles for {' and '.join(step_memory.SLICES)}")
     file = Path(options.out or ".") / "step-memory.json"
-    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # of other chips and states
+    rows = _there(options, "step-memory")  # of other chips and states
     for variant in options.only or step_memory.VARIANTS:
         new = step_memory.row(options.target, variant)
         old = next((each for each in rows if (each["chip"], each["state"]) == (new["chip"], new["state"])), {})

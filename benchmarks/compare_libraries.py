@@ -18,9 +18,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import qwix
-from aqt.jax.v2 import config as aqt_config
-from aqt.jax.v2.flax import aqt_flax
 from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -55,7 +52,7 @@ class Entry:
     """A row: whose quantization, by which options, and the row of a peer to compare it with.
 
     ``takes_float32``: the op itself, given the float32 kernel, where ``flax.linen.Dense`` casts it first. ``keys``:
-    what makes random keys. ``rule``: of Qwix, which quantizes the model itself.
+    what makes random keys. ``quantize``: of a library that quantizes the model itself.
     """
 
     name: str
@@ -64,7 +61,7 @@ class Entry:
     peer: str = ""
     takes_float32: bool = False
     keys: str = "threefry2x32"
-    rule: qwix.QtRule | None = None
+    quantize: Callable[[nn.Module], nn.Module] | None = None
 
 
 def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
@@ -80,16 +77,22 @@ def _direct(string: str, **options: Any) -> Entry:
 
 
 def _int8_of_aqt() -> Any:
+    from aqt.jax.v2 import config as aqt_config
+    from aqt.jax.v2.flax import aqt_flax
+
     accumulators: dict[str, Any] = {f"{kind}_accumulator_dtype": jnp.int32 for kind in ("fwd", "dlhs", "drhs")}
     return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
 
 
+def _int8_of_qwix(model: nn.Module) -> nn.Module:
+    import qwix
+
+    dtypes = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8")
+    rule = qwix.QtRule(**dtypes, bwd_stochastic_rounding="uniform", channelwise_noise_axes=(0, 1))
+    return qwix.quantize_model(model, qwix.QtProvider([rule]))
+
+
 _GENERATORS = ("threefry2x32", "unsafe_rbg")
-_INT8_OF_QWIX = qwix.QtRule(
-    **dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8"),
-    bwd_stochastic_rounding="uniform",
-    channelwise_noise_axes=(0, 1),
-)
 _FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
 ENTRIES = (
     Entry("bf16", {}),
@@ -98,7 +101,7 @@ ENTRIES = (
     _entry("fp8_full", "qwix"),
     _entry("int8", "qwix"),
     _entry("int8", "aqt"),
-    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, rule=_INT8_OF_QWIX) for keys in _GENERATORS),
+    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, quantize=_int8_of_qwix) for keys in _GENERATORS),
     *(Entry(f"AQT itself, int8, {keys}", {}, _int8_of_aqt, keys=keys) for keys in _GENERATORS),
     _entry("aqt_fp8", "aqt"),
     _entry("aqt_fp8_full", "aqt"),
@@ -138,27 +141,24 @@ returns the gradient so.
 """What the table cannot say of itself: why a row is where it is."""
 
 
-def step(
-    entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192, make: Callable[..., Any] = jax.eval_shape
-) -> tuple[Any, tuple[Any, ...]]:
-    """Return the measured function of an entry and its arguments: their shapes, or values where ``make`` makes some.
+def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
+    """Return the measured function of an entry and the shapes of its arguments.
 
     Args:
       entry: whose layers.
       tokens, width, hidden: rows of x, features of x and y, features between the layers.
-      make: calls a function for its result.
     """
-    x = make(lambda: jax.random.normal(jax.random.key(3), (tokens, width), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     if entry.takes_float32:
-        return _direct_step(entry, x, hidden, make)
+        return _direct_step(entry, x, hidden)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
         model = maybe_quantize_model(model, entry.config, x)
-    if entry.rule:
-        model = qwix.quantize_model(model, qwix.QtProvider([entry.rule]))
-    key = make(lambda: jax.random.key(0, impl=entry.keys))
+    if entry.quantize:
+        model = entry.quantize(model)
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=entry.keys))
     keys = dict.fromkeys(("params", "quant", "stochastic_rounding"), jax.random.key(0, impl=entry.keys))
-    params, state = quant_state.split(make(model.init, keys, x))
+    params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
     state = quant_state.warm(state)  # a step after the first
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
@@ -171,15 +171,14 @@ def step(
     return gradients, (params, state, x, key)
 
 
-def _direct_step(entry: Entry, x: Any, hidden: int, make: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:
+def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...]]:
     recipe = QuantConfig.from_any(entry.config).recipe()
     assert recipe is not None
     width = x.shape[1]
     sizes = {"first": (width, hidden), "second": (hidden, width)}
-    draw = jax.nn.initializers.lecun_normal()
-    params = {name: make(lambda size=size: draw(jax.random.key(0), size)) for name, size in sizes.items()}
-    own = make(lambda: initial_state(recipe))
-    bins = make(lambda: delayed.fit_bins(delayed.empty_bins(), is_warm=True))
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    own = jax.eval_shape(lambda: initial_state(recipe))
+    bins = jax.eval_shape(lambda: delayed.fit_bins(delayed.empty_bins(), is_warm=True))
     state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in sizes}
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
@@ -193,7 +192,7 @@ def _direct_step(entry: Entry, x: Any, hidden: int, make: Callable[..., Any]) ->
 
         return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
 
-    return gradients, (params, state, x, make(lambda: jax.random.key(0)))
+    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def measure(

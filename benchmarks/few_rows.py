@@ -48,7 +48,7 @@ K, N = 4096, 14336
 ROWS = (1, 4, 8)
 SLOTS = (1, 8)
 """Texts that are decoded together."""
-TARGETS = ("h200", "b200", "v5e", "v6e", "v7x")
+TARGETS = ("h100", "h200", "b200", "v5e", "v6e", "v7x")
 
 TILES = {"__default__": {"w_bits": 4, "tile_size": 128}}
 HEADS = {".*/out": {"tile_size": -1}}
@@ -135,14 +135,15 @@ def config(string: str, folder: str, **more: Any) -> dict[str, Any]:
     return {"quantization": "intmp", "quant_cfg_path": str(path), "quant_backend": "native"}
 
 
-def products(folder: str) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+def products(folder: str, k: int = K, n: int = N) -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """Yield the name of each format, its function of (weight, x), and the weight's shapes.
 
     Args:
       folder: to write files to.
+      k, n: contraction and columns of the weight.
     """
-    kernel = jax.ShapeDtypeStruct((K, N), jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((1, K), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, k), jnp.bfloat16)
 
     def plain(params: Any, x: jax.Array) -> jax.Array:
         return x @ params["kernel"]
@@ -158,7 +159,7 @@ def products(folder: str) -> Iterator[tuple[str, Callable[..., Any], Any]]:
         converted = jax.eval_shape(lambda w, s=spec: ConvertedKernel(quantize(w, s, (0,)), "bfloat16"), kernel)
         yield name, lambda weight, x, r=recipe: dot_general(x, weight, dims, recipe=r), converted
     for name in PACKED:
-        packed = jax.eval_shape(lambda w, n=name: pack_array(w, n, 1), jax.ShapeDtypeStruct((N, K), jnp.bfloat16))
+        packed = jax.eval_shape(lambda w, f=name: pack_array(w, f, 1), jax.ShapeDtypeStruct((n, k), jnp.bfloat16))
         yield f"{name} packed", lambda weight, x: matmul(x, weight), packed
 
 

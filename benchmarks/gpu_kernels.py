@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gemms import FAILURES
-from benchmarks.schemes import Row, tell
-from benchmarks.timing import seconds, undisturbed
+from benchmarks.schemes import Row
+from benchmarks.timing import FAILURES, seconds, undisturbed
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.block_matmul import gpu as blocks_gpu
@@ -57,59 +57,39 @@ BLOCKS = (
     blocks.Case((1, 4096, 4096, 15872), out_dtype="float32", per_column=True),
     blocks.Case((8, 15872, 4096, 4096), form="grouped", groups=tuple(tile * 8 // 124 for tile in range(124))),
 )
+CASES = tuple(case for each in itertools.zip_longest(CASTS, PRODUCTS, BLOCK_CASTS, BLOCKS) for case in each if case)
+"""Calls of all kernels, by turns, so that few calls are of every kernel."""
 
 
-KINDS: dict[str, Sequence[Any]] = {
-    "quantize": CASTS,
-    "block_quantize": BLOCK_CASTS,
-    "matmul": PRODUCTS,
-    "block_matmul": BLOCKS,
-}
-"""Kernels and their calls."""
+Pair = tuple[Row, Sequence[Callable[[], Any]]]
+"""The row of a kernel, and calls of it and of its peer, compiled; none where it was refused."""
 
 
-@dataclasses.dataclass
-class _Pair:
-    """A kernel and what it is compared with, compiled; without calls where it was refused."""
+def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[Row]:
+    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's program for it.
 
-    row: Row
-    calls: Sequence[Callable[[], Any]] = ()
-
-
-def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *BLOCK_CASTS, *PRODUCTS, *BLOCKS)) -> list[Row]:
-    """Compare each kernel with its reference on the device, bit for bit, and time it beside XLA's program for it.
-
-    Operands of matmuls are small integers, of which every sum is exact. Beside dense products of blocks stands XLA's of
-    the dequantized operands in bfloat16, beside grouped ones their reference. `equal` is the share of equal elements;
-    times are medians of ten calls in a row, and `ratio` is XLA's over the kernel's. A case that the kernel refuses, or
-    its compiler, says why.
+    Operands of matmuls are small integers, so every sum is exact. The peer of a dense product of blocks is XLA's matmul
+    of the dequantized operands in bfloat16, that of a grouped one its reference. `equal` is the share of equal
+    elements; times are medians of ten calls in a row, taken in turns, and `ratio` is XLA's over the kernel's. If the
+    kernel or its compiler refuses a case, the note has the reason.
 
     Args:
-      rounds: measurements of each.
       cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the products of blocks.
+      rounds: measurements of each.
     """
     make = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
-    pairs = []
     for case in cases:
-        pairs.append(make[type(case)](case))
-        tell(f"{pairs[-1].row['kernel']} {case}: {pairs[-1].row['equal']} {pairs[-1].row['note']}")
-    times: list[tuple[list[float], ...]] = [tuple([] for _ in pair.calls) for pair in pairs]
-    with undisturbed():
-        for pair, own in zip(pairs, times, strict=True):
-            for _ in range(rounds):
-                for call, taken in zip(pair.calls, own, strict=True):
-                    taken.append(seconds(call, calls=10))
-    rows = []
-    for pair, own in zip(pairs, times, strict=True):
-        cells: Row = dict.fromkeys(("kernel ms", "xla ms", "ratio"), "–")
-        if own:
-            ours, theirs = (1000 * statistics.median(taken) for taken in own)
+        row, runs = make[type(case)](case)
+        cells: Row = {}
+        if runs:
+            with undisturbed():
+                times = [[seconds(call, calls=10) for call in runs] for _ in range(rounds)]
+            ours, theirs = (1000 * statistics.median(taken) for taken in zip(*times, strict=True))
             cells = {"kernel ms": round(ours, 4), "xla ms": round(theirs, 4), "ratio": round(theirs / ours, 3)}
-        rows.append({**pair.row, **cells, "note": pair.row["note"]})
-    return rows
+        yield row | cells
 
 
-def _cast(case: casts.Case) -> _Pair:
+def _cast(case: casts.Case) -> Pair:
     from jaxquant.kernels.quantize import gpu
 
     row = {"kernel": "quantize", "case": str(case)}
@@ -119,29 +99,22 @@ def _cast(case: casts.Case) -> _Pair:
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
     seeds = jax.random.bits(jax.random.key(1), (2,), jnp.uint32) if case.noisy else None
     options: dict[str, Any] = {"dtype": case.dtype, "transposed": case.transposed, "compute_dtype": case.compute_dtype}
-
-    def on(function: Any) -> Callable[..., Any]:
-        return jax.jit(lambda x, scale, seeds: function(x, scale, seeds=seeds, **options))
-
-    args = x, jnp.full((1, 1), 0.0123, jnp.float32), seeds
-    return _compared(row, on(gpu.quantize), on(quantize_reference.quantize), args)
+    args = x, jnp.full((1, 1), 0.0123, jnp.float32), {"seeds": seeds}
+    return _compared(row, (gpu.quantize, quantize_reference.quantize), args, options)
 
 
-def _block_cast(case: block_casts.Case) -> _Pair:
+def _block_cast(case: block_casts.Case) -> Pair:
     from jaxquant.kernels.block_quantize import gpu
 
     row = {"kernel": "block_quantize", "case": str(case)}
     if why := mosaic_gpu.refuse_device(capability_of(), 9, 9, interpret=False):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
-
-    def on(function: Any) -> Callable[..., Any]:
-        return jax.jit(lambda x: function(x, case.casts))
-
-    return _compared(row, on(gpu.block_quantize), on(block_casts_reference.block_quantize), (x,))
+    both = (functools.partial(place.block_quantize, casts=case.casts) for place in (gpu, block_casts_reference))
+    return _compared(row, both, (x, {}), {})
 
 
-def _product(case: products.Case) -> _Pair:
+def _product(case: products.Case) -> Pair:
     from jaxquant.kernels.fp8_einsum import gpu
 
     row = {"kernel": "matmul", "case": str(case)}
@@ -155,14 +128,10 @@ def _product(case: products.Case) -> _Pair:
     rhs = jax.random.randint(keys[1], (B, N, K), -3, 4).astype(case.rhs_dtype)
     scales = {"left": jnp.full((B, M, 1), 0.5), "right": jnp.full((B, 1, N), 0.25)}
     scales = scales if case.per_channel else {"scale": jnp.full((1,), 0.125)}
-
-    def on(function: Any) -> Callable[..., Any]:
-        return jax.jit(lambda lhs, rhs, scales: function(lhs, rhs, **scales, **options))
-
-    return _compared(row, on(gpu.matmul), on(matmul_reference.matmul), (lhs, rhs, scales))
+    return _compared(row, (gpu.matmul, matmul_reference.matmul), (lhs, rhs, scales), options)
 
 
-def _blocks(case: blocks.Case) -> _Pair:
+def _blocks(case: blocks.Case) -> Pair:
     row = {"kernel": f"block_{case.form}", "case": str(case)}
     is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.NEW
     if why := mosaic_gpu.refuse_device(capability_of(), 9, 9, interpret=False) or (
@@ -176,9 +145,6 @@ def _blocks(case: blocks.Case) -> _Pair:
     ]
     args += [jnp.array(case.groups, jnp.int32)] if case.groups else []
 
-    def on(place: Any) -> Callable[..., Any]:
-        return jax.jit(lambda *args: getattr(place, case.form)(*args, out_dtype=case.out_dtype))
-
     def xla(x: jax.Array, w: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
         scales = (left, blocks_reference.per_row(right, w.shape[1]))
         sides = [
@@ -187,26 +153,23 @@ def _blocks(case: blocks.Case) -> _Pair:
         ]
         return jnp.einsum("bmk,bnk->bmn", *sides, preferred_element_type=case.out_dtype)
 
-    peer = None if case.groups else jax.jit(xla)
-    return _compared(row, on(blocks_gpu), on(blocks_reference), args, peer)
+    peer = None if case.groups else jax.jit(lambda *args: xla(*args[:4]))
+    both = (getattr(place, case.form) for place in (blocks_gpu, blocks_reference))
+    return _compared(row, both, (*args, {}), {"out_dtype": case.out_dtype}, peer)
 
 
-def _refused(row: Row, why: str) -> _Pair:
-    return _Pair(row | {"equal": "–", "note": f"refused: {why}"})
+def _refused(row: Row, why: str) -> Pair:
+    return row | {"equal": "–", "note": f"refused: {why}"}, ()
 
 
-def _compared(
-    row: Row,
-    kernel: Callable[..., Any],
-    reference: Callable[..., Any],
-    args: Any,
-    peer: Callable[..., Any] | None = None,
-) -> _Pair:
+def _compared(row: Row, both: Iterable[Any], args: Any, options: Row, peer: Callable[..., Any] | None = None) -> Pair:
+    """Compare two functions of positional arguments and, in the last one, named ones; ``options`` are static."""
+    on = lambda function: jax.jit(lambda *args: function(*args[:-1], **args[-1], **options))  # noqa: E731
+    kernel, reference = map(on, both)
     try:
         found = jax.block_until_ready(kernel(*args))
     except FAILURES as error:
-        tell(str(error))
-        return _Pair(row | {"equal": "–", "note": f"WRONG: does not run: {str(error).splitlines()[0]}"})
+        return row | {"equal": "–", "note": f"WRONG: does not run: {' '.join(str(error).split())[:300]}"}, ()
     expected = jax.block_until_ready(reference(*args))
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
     wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
@@ -215,4 +178,4 @@ def _compared(
     jax.block_until_ready(runs[1](*args))  # compiled before it is timed
     far = max(float(jnp.max(jnp.abs(a - b))) for a, b in wide)
     note = "" if equal == 1 else f"WRONG: differs from its reference by up to {far:g}"
-    return _Pair(row | {"equal": equal, "note": note}, [functools.partial(run, *args) for run in runs])
+    return row | {"equal": equal, "note": note}, [functools.partial(run, *args) for run in runs]

@@ -3,7 +3,7 @@
 A step is forward and backward, with attention as ``train`` chooses it: gradients of parameters (float32), input
 (bfloat16) and quant state. The ratio is unquantized time over time, both as the audit prices them; none of these was
 timed (``on-chip.md`` has some that were). Bytes are those that everything but matmuls moves. "why" is why operands are
-wider than 8 bits.
+wider than 8 bits. More than 8192 tokens are several sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.layer_step import LLAMA
 from benchmarks.schemes import Row, tell
 from jaxquant import state as quantization_state
 from jaxquant.aot.chips import CHIPS, chip
@@ -36,6 +35,18 @@ from jaxquant.ops import implementation
 from train.attention import choose, visibility
 from train.model import DecoderConfig, DecoderLayer
 
+LLAMA = DecoderConfig(
+    vocab_size=128256,
+    emb_dim=4096,
+    mlp_dim=14336,
+    num_layers=1,
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype="bfloat16",
+)
+LONGEST = 8192
+"""Tokens of a sequence; more of them are several sequences."""
 LAYERS = {"Llama 3 8B": LLAMA, "Mixtral 8x7B": dataclasses.replace(LLAMA, num_experts=8, num_experts_per_tok=2)}
 STRINGS = ("bf16", "fp8", "fp8_block", "fp8_block pallas", "mxfp8", "int8")
 """Float training, and config strings. A second word names the implementation to ask for."""
@@ -50,11 +61,13 @@ def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tup
       config: the layer.
       options: of ``QuantConfig``.
       platform: of the chip.
-      tokens: of the one sequence.
+      tokens: of one sequence, or of several with ``LONGEST`` each.
     """
-    kind = choose("auto", platform, config.head_dim, tokens, config.dtype)
-    x = jax.ShapeDtypeStruct((1, tokens, config.emb_dim), jnp.bfloat16)
-    inputs = x, visibility(kind, jnp.zeros((1, tokens), jnp.int32), None), jnp.arange(tokens)[None]
+    batch, length = max(tokens // LONGEST, 1), min(tokens, LONGEST)
+    kind = choose("auto", platform, config.head_dim, length, config.dtype)
+    x = jax.ShapeDtypeStruct((batch, length, config.emb_dim), jnp.bfloat16)
+    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    inputs = x, visibility(kind, jnp.zeros((batch, length), jnp.int32), None), positions
     model = maybe_quantize_model(DecoderLayer(dataclasses.replace(config, attention=kind)), options, *inputs)
     keys = {"params": jax.random.key(1), "quant": jax.random.key(2)}
     params, state = quantization_state.split(jax.eval_shape(model.init, keys, *inputs))
@@ -76,7 +89,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
       name: one of ``LAYERS``.
       string: one of ``STRINGS``.
       target: chip, one of ``CHIPS``.
-      tokens: of the sequence.
+      tokens: as ``step`` takes them.
       config: the layer; None is that of the name.
     """
     began, where = time.perf_counter(), chip(target)
@@ -163,7 +176,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
     ]
-    figures = [*_KEYS, "ms", "× bf16", "moved MB", "bf16 moved MB"]
+    figures = [*_KEYS, "tokens", "ms", "× bf16", "moved MB", "bf16 moved MB"]
     lines += ["", *table([{key: row[key] for key in figures} for row in rows]), ""]
     for row in rows:
         if row["string"] == "bf16":
@@ -178,6 +191,6 @@ def page(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[4:] or [each for each in STRINGS if sys.argv[1] == "h200" or "pallas" not in each]
+    chosen = sys.argv[4:] or [each for each in STRINGS if sys.argv[1] in ("h100", "h200") or "pallas" not in each]
     names = [name for name in LAYERS if name.startswith(sys.argv[3])]
     print(json.dumps([measure(name, string, sys.argv[1], int(sys.argv[2])) for name in names for string in chosen]))

@@ -1,4 +1,4 @@
-"""``compare_libraries``'s MLP step on the device here: its time beside its price, its numbers beside CPUs'."""
+"""On the device here: the predictions of its kind, and a layer's numbers next to a CPU's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import concurrent.futures
 import functools
 import json
 import multiprocessing
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -15,96 +14,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.compare_libraries import ENTRIES, Entry, matmuls, step
-from benchmarks.gemms import FAILURES
+from benchmarks.compare_libraries import matmuls
 from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
-from benchmarks.timing import measure_in_turns, median_ratio, seconds
+from benchmarks.timing import FAILURES
 from jaxquant import state as quant_state
 from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.program import read_program
 from jaxquant.inject.model import maybe_quantize_model
 
-CALLS = 10
-"""Of a step for one time."""
 FAR = 0.01
 """A relative difference that the order of sums does not explain, of operands that are rounded alike."""
 
 
-def made(function: Callable[..., Any], *args: Any) -> Any:
-    """Make values as ``jax.eval_shape`` makes their shapes."""
-    return jax.jit(function)(*args)
+def priced(kind: str) -> dict[str, Row]:
+    """Return predictions of the MLP step for a kind of device by config string; none if it was not compiled for it."""
+    rows = committed(f"audit-yardstick-{target_of(kind)}.json")
+    return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
 
 
-def begun(entry: Entry, sizes: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the step of an entry and its arguments after one step, that is with histories that have entries."""
-    function, (params, state, x, key) = step(entry, *sizes, make=made)
-    if jax.tree.leaves(state):
-        state = quant_state.warm(jax.jit(function)(params, state, x, key)[1])
-    return function, (params, state, x, key)
+def committed(name: str) -> Any:
+    """Return the contents of a JSON file of this folder; no rows if there is none."""
+    path = ROOT / "benchmarks" / name
+    return json.loads(path.read_text()) if path.exists() else []
 
 
-class _Timed:
-    """A compiled step and its times by round."""
-
-    def __init__(self, entry: Entry, sizes: Sequence[int]):
-        function, args = begun(entry, sizes)
-        self.entry, self._args, self.times = entry, args, []
-        self._compiled = jax.jit(function).lower(*args).compile()
-        self.matmuls = matmuls(read_program(str(self._compiled.as_text())))
-        seconds(self._run)
-
-    def _run(self) -> Any:
-        return self._compiled(*self._args)
-
-    def measure(self) -> None:
-        self.times.append(seconds(self._run, CALLS))
-
-
-def priced(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of the yardstick that was compiled for a kind of device, by step; nothing where it was not."""
-    targets = [name for name, chip in CHIPS.items() if chip.name == kind or kind.startswith(f"{chip.name} ")]
-    path = ROOT / "benchmarks" / f"audit-yardstick-{targets[0] if targets else ''}.json"
-    return {row["step"]: row for row in json.loads(path.read_text())} if path.exists() else {}
-
-
-def measure_yardstick(
-    rounds: int = 20, sizes: Sequence[int] = (4096, 4096, 8192), entries: Sequence[Entry] = ENTRIES
-) -> list[Row]:
-    """Time the yardstick's MLP step, quantized by everybody, beside what was predicted of it without the chip.
-
-    `us` is the median over rounds of ten calls in a row; `× bf16` the median over rounds of the time of bf16 over the
-    step's in that round. `predicted` columns are of the committed yardstick of the same chip (audit-yardstick-*.json),
-    and `matmuls` is read off the program that ran.
-
-    Args:
-      rounds: of each.
-      sizes: tokens, width, hidden width.
-      entries: what is compared, with the first one; one that cannot run here has no row.
-    """
-    timed: list[_Timed] = []
-    for entry in entries:
-        try:
-            timed.append(_Timed(entry, sizes))
-            tell(f"compiled {entry.name}: {timed[-1].matmuls}")
-        except FAILURES as error:
-            tell(f"{entry.name} did not run: {str(error).splitlines()[0]}")
-    measure_in_turns(timed, rounds)
-    known = priced(jax.devices()[0].device_kind)
-    rows = []
-    for one in timed:
-        price = known.get(one.entry.name, {})
-        rows.append(
-            {
-                "step": one.entry.name,
-                "matmuls": one.matmuls,
-                "predicted matmuls": price.get("matmuls", "–"),
-                "us": round(1e6 * statistics.median(one.times)),
-                "predicted us": price.get("us", "–"),
-                "× bf16": round(median_ratio(timed[0].times, one.times), 2),
-                "predicted × bf16": price.get("× bf16", "–"),
-            }
-        )
-    return rows
+def target_of(kind: str) -> str:
+    """Return the name of the chip that a kind of device is, or "" if it is not in the table."""
+    names = [name for name, chip in CHIPS.items() if f"{kind} ".startswith(f"{chip.name} ")]
+    return max(names, key=lambda name: len(CHIPS[name].name), default="")
 
 
 def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list[np.ndarray]] | str, str]:
@@ -129,7 +66,7 @@ def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list
 
     try:
         model = maybe_quantize_model(dense, scheme.config, x) if scheme.string else dense
-        variables = made(model.init, rngs, x)
+        variables = jax.jit(model.init)(rngs, x)
         lowered = jax.jit(run).lower(variables, x, grad)
         programs = [lowered.compile(compiler_options={"xla_allow_excess_precision": form}) for form in forms]
         results = [jax.tree.leaves(program(variables, x, grad)) for program in programs]

@@ -5,7 +5,7 @@ program of jaxquant's own for the same chip, shapes and recipe, compiled here an
 measured ran other code, so the row also says where the two differ. Whole steps are those of the training program, as
 the audit of a config compiles them.
 
-``python -m benchmarks published``; ``--only NAME`` for some.
+``python -m benchmarks published``; ``--only NAME`` for some. ``gemm-set`` instead prices only the GEMM set.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxquant.aot.chips import chip
+from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.plugin import PROGRAM, load_program
 from jaxquant.aot.price import Roofline, estimate
 from jaxquant.aot.program import read_program
@@ -31,6 +32,9 @@ from jaxquant.ops.dot_general import dot_general, initial_state
 TOKENS = 15872
 GEMMS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
 """TransformerEngine's layer GEMM set: contraction and features of each; hidden 4096, MLP 16384."""
+
+STRINGS = ("fp8", "fp8_current", "fp8_full", "int8", "int8_delayed", "fp8_block")
+"""Config strings of the GEMM set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +166,21 @@ def price_gemms(string: str, target: str) -> Roofline:
     return estimate(chip(target), read_program(jax.jit(function).lower(*placed).compile().as_text() or ""))[0]
 
 
+def gemm_rows(target: str, strings: Sequence[str]) -> list[dict[str, Any]]:
+    """Price the GEMM set for an absent chip, unquantized and under config strings of the native backend.
+
+    Args:
+      target: chip, one of ``CHIPS``.
+      strings: config strings; none are ``STRINGS``.
+    """
+    rows = []
+    for name in ("bf16", *(strings or STRINGS)):
+        one = price_gemms(name.replace("bf16", ""), target)
+        parts = {"ms": one.step, "matmuls ms": one.matmul, "moves ms": one.moves}
+        rows.append({"string": name} | {each: round(1e3 * taken, 3) for each, taken in parts.items()})
+    return [row | {"× bf16": round(rows[0]["ms"] / row["ms"], 2)} for row in rows]
+
+
 def price_step(anchor: StepAnchor, string: str) -> Roofline:
     """Compile a whole training step for absent chips and estimate its time.
 
@@ -223,4 +242,5 @@ def _row(
 
 
 if __name__ == "__main__":
-    print(json.dumps(rows(sys.argv[1:])))
+    what, *words = sys.argv[1:] or [""]
+    print(json.dumps(gemm_rows(what, words) if what in CHIPS else rows(sys.argv[1:])))

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Measure what quantization costs and gains, in time (`steps`, `gemm-set`, `layer-step`, `decode`), size and loss.
+"""Measure what quantization costs and gains, in time (`gpu`, `steps`, `decode`), size and loss.
 
-Each prints a table and writes it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
+`gpu` checks and times everything on a GPU in 330 seconds, and appends each figure to benchmarks/gpu-DEVICE.jsonl. The
+others print a table and write it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
 """
 
 from __future__ import annotations
@@ -22,21 +23,18 @@ import jax
 from benchmarks import fp4_losses, optimizer_losses
 from benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from benchmarks.formats import measure_formats, measure_transfer
-from benchmarks.gemms import SMALL, Layer, measure_gemm_set
-from benchmarks.gpu_kernels import KINDS, measure_kernels
+from benchmarks.gpu import LIMIT, measure_gpu
 from benchmarks.health import measure_health
-from benchmarks.layer_step import LLAMA, TINY, measure_layer_step
 from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
-from benchmarks.on_chip import measure_strings, measure_yardstick
+from benchmarks.on_chip import measure_strings
 from benchmarks.optimizer_time import measure_optimizer
-from benchmarks.plot import losses, speedups
+from benchmarks.plot import losses
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
 from benchmarks.seeds import compared
 from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
-from benchmarks.timing import PROGRAMS
 from jaxquant import terminal
 from train import extras
 
@@ -67,7 +65,7 @@ def _version(package: str) -> str:
 
 
 def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write figures as JSON and as a markdown table, speedups of libraries as a plot too."""
+    """Write figures as JSON and as a markdown table, losses by seed as a plot too."""
     where = environment()
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{jax.devices()[0].device_kind.lower().replace(' ', '-')}"
@@ -79,14 +77,10 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.{flags}", ""]
     lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    plot = folder / f"{stem}.svg"
-    if {"library", "recipe", "speedup"} <= rows[0].keys():
-        drawn = speedups(f"{name}, {where['device']}: speed over bf16", rows)
-    elif "of nvfp4's" in rows[0] and any(row["scheme"] == "nvfp4" for row in rows):
-        drawn = losses("Excess of held-out loss over float's, in units of nvfp4's", rows)
-    else:
+    if "of nvfp4's" not in rows[0] or all(row["scheme"] != "nvfp4" for row in rows):
         return [data, text]
-    plot.write_text(drawn, encoding="utf-8")
+    plot = folder / f"{stem}.svg"
+    plot.write_text(losses("Excess of held-out loss over float's, in units of nvfp4's", rows), encoding="utf-8")
     return [data, text, plot]
 
 
@@ -137,20 +131,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             "--record", default=str(record), help=f"JSON lines of runs (default: benchmarks/{name}.jsonl)"
         )
         seeded.add_argument("--runs", default=str(ROOT / "runs" / name), help=f"folder (default: runs/{name})")
-    gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
-    gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    gemms.add_argument("--whole", action="store_true", help="the backward pass in one program only, not by its halves")
-    gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
-    layer = commands.add_parser("layer-step", parents=[out], help="a Llama 3 8B layer against bf16 and other libraries")
-    layer.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    layer.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as layer-step-small")
-    kernels = commands.add_parser("kernels", parents=[out], help="our GPU kernels against their references, on a GPU")
-    kernels.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    kernels.add_argument(
-        "--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help="(default: all)"
-    )
-    yardstick = commands.add_parser("yardstick", parents=[out], help="the yardstick's MLP step beside its prediction")
-    yardstick.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    gpu = commands.add_parser("gpu", parents=[out], help="all that is checked and timed on a GPU, in one process")
+    gpu.add_argument("--small", action="store_true", help="sizes that a CPU runs; written as gpu-small-DEVICE.jsonl")
+    gpu.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of the run (default: %(default)s)")
     commands.add_parser("strings", parents=[shared], help="a layer under every config string, here and on a CPU")
     roundtrip = commands.add_parser("roundtrip", parents=[shared], help="trained against served logits, and bytes")
     roundtrip.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
@@ -176,21 +159,9 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
     def chosen() -> list[Scheme]:
         return schemes(words.strings or (list(QUICK_STRINGS) if quick else None), words.backends)
 
-    def gemm_set() -> list[Row]:
-        programs = ("fwd", "bwd") if words.whole else PROGRAMS
-        return measure_gemm_set(SMALL if words.small else Layer(), words.rounds, programs=programs)
-
-    def layer_step() -> list[Row]:
-        if words.small:
-            return measure_layer_step(TINY, words.rounds, batch=1, length=64)
-        return measure_layer_step(LLAMA, words.rounds)
-
     def seeded(bench: Any) -> list[Row]:
         given = (Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
         return compared(bench.table, bench.TRIALS, *given)
-
-    def kernels() -> list[Row]:
-        return measure_kernels(words.rounds, [case for kind in words.only for case in KINDS[kind]])
 
     def decode() -> list[Row]:
         size = (words.texts, words.length)
@@ -208,10 +179,6 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
         "fp4-losses": (fp4_losses.table, lambda: seeded(fp4_losses)),
         "optimizer-losses": (optimizer_losses.table, lambda: seeded(optimizer_losses)),
-        "gemm-set": (measure_gemm_set, gemm_set),
-        "layer-step": (measure_layer_step, layer_step),
-        "kernels": (measure_kernels, kernels),
-        "yardstick": (measure_yardstick, lambda: measure_yardstick(words.rounds)),
         "strings": (measure_strings, lambda: measure_strings(chosen())),
         "roundtrip": (measure_roundtrip, lambda: measure_roundtrip(chosen(), words.steps)),
         "serving": (measure_serving, lambda: measure_serving(words.steps, Path(words.runs))),
@@ -223,22 +190,23 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; 0 on success, 1 when a kernel is wrong, 2 when what was asked cannot be measured."""
+    """Measure; 0 on success, 1 when a number is wrong, 2 when what was asked cannot be measured."""
     words = _parse(arguments)
     terminal.accept_all_characters()
-    described, measure = _measurements(words)[words.command]
     try:
+        if words.command == "gpu":
+            return measure_gpu(Path(words.out), words.limit, words.small, environment)
+        described, measure = _measurements(words)[words.command]
         with extras.needed():
             rows = measure()
         _show(rows)
         about = " ".join((described.__doc__ or "").partition("Args:")[0].split())
-        name = f"{words.command}-small" if getattr(words, "small", False) else words.command
-        for path in write(name, about, rows, Path(words.out)):
+        for path in write(words.command, about, rows, Path(words.out)):
             print(path)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return int(words.command in ("kernels", "strings") and any(row["note"].startswith("WRONG") for row in rows))
+    return int(words.command == "strings" and any(row["note"].startswith("WRONG") for row in rows))
 
 
 if __name__ == "__main__":

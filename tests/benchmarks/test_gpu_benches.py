@@ -3,14 +3,14 @@
 import pytest
 
 from benchmarks import gpu_kernels
-from benchmarks.gpu_kernels import BLOCK_CASTS, BLOCKS, CASTS, PRODUCTS, measure_kernels
+from benchmarks.gpu_kernels import BLOCK_CASTS, BLOCKS, CASTS, PRODUCTS, compare_kernels
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import gpu as quantize_gpu
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():
-    rows = measure_kernels(1, (CASTS[0], BLOCK_CASTS[0], PRODUCTS[0], BLOCKS[0]))
+    rows = list(compare_kernels((CASTS[0], BLOCK_CASTS[0], PRODUCTS[0], BLOCKS[0]), 1))
     assert [row["kernel"] for row in rows] == ["quantize", "block_quantize", "matmul", "block_matmul"]
     assert all("the device here is cpu" in row["note"] for row in rows)
 
@@ -26,7 +26,7 @@ def test_a_kernel_that_differs_from_its_reference_is_wrong(monkeypatch, add, equ
     reference = gpu_kernels.quantize_reference.quantize
     monkeypatch.setattr(quantize_gpu, "quantize", quantize)
     monkeypatch.setattr(quantize_gpu, "refusal", lambda *args, **options: None)
-    [row] = measure_kernels(1, [casts.Case((64, 128), "int8", noisy=True, transposed=True)])
+    [row] = compare_kernels([casts.Case((64, 128), "int8", noisy=True, transposed=True)], 1)
     assert row["equal"] == pytest.approx(equal, abs=0.001)
     assert row["note"] == note
     assert row["kernel ms"] > 0
@@ -35,8 +35,7 @@ def test_a_kernel_that_differs_from_its_reference_is_wrong(monkeypatch, add, equ
 def test_a_product_of_blocks_is_timed_beside_xlas_of_dequantized_operands(monkeypatch):
     monkeypatch.setattr(gpu_kernels.mosaic_gpu, "refuse_device", lambda *args, **options: None)
     monkeypatch.setattr(gpu_kernels, "blocks_gpu", gpu_kernels.blocks_reference)
-    dense, grouped = measure_kernels(
-        1, (blocks.Case((1, 8, 130, 256)), blocks.Case((2, 128, 8, 128), form="grouped", groups=(1,)))
-    )
+    cases = blocks.Case((1, 8, 130, 256)), blocks.Case((2, 128, 8, 128), form="grouped", groups=(1,))
+    dense, grouped = compare_kernels(cases, 1)
     assert dense["equal"] == grouped["equal"] == 1
     assert dense["xla ms"] > 0
