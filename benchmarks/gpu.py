@@ -63,7 +63,7 @@ class Part:
 
     def write(self, row: str, figures: Row, is_shown: bool = True) -> None:
         """Write a line of JSON, and show it unless it is one time of many."""
-        line = json.dumps({"part": self.name, "row": row} | figures)
+        line = json.dumps({"part": self.name, "row": row} | figures, ensure_ascii=False)
         self.file.write(line + "\n")
         self.file.flush()
         if is_shown:
@@ -292,7 +292,7 @@ def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[
     kind = jax.devices()[0].device_kind
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu-{'small-' if is_small else ''}{kind.lower().replace(' ', '-')}.jsonl"
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         part = Part("run", file, began + limit, is_small, kind)
 
         def stop() -> None:
