@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxquant
+from jaxquant import state
 from jaxquant.aot.chips import chip
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
@@ -34,14 +35,14 @@ def compiled(string, count):
     x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.bfloat16, sharding=cut)
     with on_device_of(x):
         name, _, implementation = string.partition("/")
-        config = {"quantization": name, "quant_backend": "native", "implementation": implementation or None}
+        config = {"quantization": name, "implementation": implementation or None}
         model = Mlp() if name == "bf16" else jaxquant.maybe_quantize_model(Mlp(), config, x)
         rngs = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+        params, kept = state.split(jax.eval_shape(model.init, rngs, x))
+        place = lambda v: cut if v.ndim == 2 and v.shape[0] % count == 0 else whole  # noqa: E731
         variables = jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(
-                v.shape, v.dtype, sharding=cut if v.ndim == 2 and v.shape[0] % count == 0 else whole
-            ),
-            jax.eval_shape(model.init, rngs, x),
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place(v)),
+            state.merge(params, state.warm(kept)),  # as after the first step
         )
 
         def step(variables, x):

@@ -8,7 +8,7 @@ import pytest
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import noise_seeds
-from jaxquant.kernels.quantize import reference, tpu
+from jaxquant.kernels.quantize import api, reference, tpu
 from jaxquant.kernels.quantize.cases import CASES
 
 
@@ -74,3 +74,13 @@ def test_blocks_and_vmap_change_nothing():
         wanted = reference.quantize(x[i], scale[i], dtype="int8", seeds=seeds[i])
         assert bits(got.q[i]) == bits(wanted.q)
         assert got.amax[i] == wanted.amax
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_copy_has_the_elements_of_the_tensor(cut):
+    x, scale = jax.random.normal(jax.random.key(0), (64, 2, 128)), jnp.full((1, 1, 1), 0.01)
+    for cutting in (cut, None):
+        q, copy, amax = api.quantize(x, scale, dtype="float8_e4m3fn", cut=cutting)
+        assert q.shape == x.shape
+        assert bits(copy) == bits(q) == bits(quantize_with_scale(x, TensorSpec("float8_e4m3fn"), scale).qvalue)
+        assert amax == jnp.abs(x).max()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
@@ -93,6 +93,19 @@ def test_equal_calls_of_a_jit_are_traced_once():
     for config, count in ((CURRENT, 1), (rules, 2)):
         text = jax.jit(jaxquant.quantize(four, config)).lower(p, {}, X).as_text()
         assert len(re.findall(r"func.func private @block", text)) == count
+
+
+def test_on_tpus_a_scan_rounds_a_float32_weight_before_its_cast():
+    fn = jaxquant.quantize(lambda p, x: jax.lax.scan(lambda h, w: (h @ w.astype(h.dtype), None), x, p)[0], CURRENT)
+
+    def rounded(platform):
+        device = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
+        place = NamedSharding(AbstractMesh((2,), ("x",), abstract_device=device), P())
+        w = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32, sharding=place)
+        x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16, sharding=place)
+        return primitives(jax.make_jaxpr(fn)(w, {}, x).jaxpr).count("reduce_precision")
+
+    assert rounded("tpu") == rounded("gpu") + 1
 
 
 def test_a_jitted_function_shared_with_a_float_caller_stays_apart():
