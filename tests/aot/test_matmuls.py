@@ -25,7 +25,7 @@ def compiled(devices, *strings):
 def test_kernels_that_pay_on_an_absent_h200_are_picked_unless_xla_is_asked_for():
     picked = {"int8": {"jaxquant_fp8_einsum": 6}, "mxfp8": {"dot": 6, "jaxquant block_quantize": 6}}
     picked |= {"fp8_block": {"jaxquant_block_matmul": 6, "jaxquant block_quantize": 6}}
-    # The input, both weights and the output gradient lie in memory; the activation between is cast where it is computed.
+    # Input, weights and output gradient lie in memory; the activation in between is cast where it is computed.
     picked |= {"fp8": {"__cublas$lt$matmul$f8": 6, "jaxquant quantize": 4}}
     found = compiled(1, *picked, "int8/xla", "fp8_block/xla")
     assert {string: found[string][2] for string in picked} == picked
