@@ -8,6 +8,7 @@ once, by ``share``:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -139,9 +140,14 @@ def share(
       axes: its contraction axes.
       implementation: what computes the casts.
     """
-    x, states = jax.lax.stop_gradient((x, list(states)))
-    state = delayed.together(states) if states else None
     recipe = with_shards(recipe, x, [axis for axis in range(x.ndim) if axis not in axes])
+    return _share(x, list(states), recipe, axes, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)  # differentiated once
+def _share(x, states, recipe, axes, implementation):
+    x, states = jax.lax.stop_gradient((x, states))
+    state = delayed.together(states) if states else None
     return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False)
 
 
