@@ -83,7 +83,8 @@ def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> U
     """
     x = x ^ (x >> 16)
     x = x * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) + jnp.asarray(add, jnp.uint32)
+    x = x ^ (x >> 15)
+    x = x if isinstance(add, int) and add == 0 else x + jnp.asarray(add, jnp.uint32)
     x = x * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
@@ -203,6 +204,7 @@ def noise_seeds(key: RandomKey) -> UInt32[Array, " 2"]:
     return jnp.stack(_drawn(key))
 
 
+@jax.jit
 def _drawn(key: RandomKey) -> Seed:
     seed = seed_of(key)
     return Seed(seed.first, hash_bits(seed.first + 3 * seed.second))  # not symmetric: `two_keys` swaps them
@@ -329,7 +331,8 @@ def _mix(sums: Sequence[UInt32[Array, ""]]) -> UInt32[Array, ""]:
 @jax.jit
 def _ordered_sum(x: Float[Array, "*shape"]) -> UInt32[Array, ""]:
     strides = [math.prod(x.shape[axis + 1 :]) * 0x9E3779B9 % 2**32 for axis in range(x.ndim)]
-    places = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, n) * jnp.uint32(each) for n, each in enumerate(strides))
+    axes = [(n, each) for n, each in enumerate(strides) if x.shape[n] != 1]
+    places = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, n) * jnp.uint32(each) for n, each in axes)
     return jnp.sum(hash_bits(functools.reduce(jnp.add, places, _words(x))), dtype=jnp.uint32)
 
 

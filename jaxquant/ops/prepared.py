@@ -8,6 +8,7 @@ once, by ``share``:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -145,9 +146,14 @@ def share(
       implementation: what computes the casts.
       is_stored: whether x lies in memory.
     """
-    x, states = jax.lax.stop_gradient((x, list(states)))
-    state = delayed.together(states) if states else None
     recipe = with_shards(recipe, x, [axis for axis in range(x.ndim) if axis not in axes])
+    return _share(x, list(states), recipe, axes, implementation, is_stored)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)  # differentiated once
+def _share(x, states, recipe, axes, implementation, is_stored):
+    x, states = jax.lax.stop_gradient((x, states))
+    state = delayed.together(states) if states else None
     return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False, is_stored)
 
 

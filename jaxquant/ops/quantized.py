@@ -11,7 +11,7 @@ Data flow of a call, for the operands of ``recipe``:
 computes three products. All else is here: the keys of the noise, the shared output gradient, observations, clipping and
 the place of each gradient.
 
-The forward and the backward pass are each a nested jit: a model with many equal layers traces and lowers them once.
+A contraction is one nested jit: a model with many equal layers traces, differentiates and lowers it once.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _cast_gradient(grad, key, spec, axes, batch, recipe, implementation, state=N
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def quantized(
     op: Operation,
     lhs: Array,
@@ -227,6 +227,11 @@ def quantized(
       key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
       prepared: lhs, quantized for several contractions; None to quantize it here.
     """
+    return _quantized(op, lhs, rhs, sizes, state, key, prepared)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized(op, lhs, rhs, sizes, state, key, prepared):
     return _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared)[0]
 
 
@@ -248,14 +253,13 @@ def _quantized_bwd(op, saved, grad):
     return *gradients, None, observed, None, None
 
 
-quantized.defvjp(_quantized_fwd, _quantized_bwd)
+_quantized.defvjp(_quantized_fwd, _quantized_bwd)
 
 
 def _groups(op: Operation, sizes: Array | None) -> Groups | None:
     return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _forward(op: Operation, lhs: Array | Prepared, rhs: Array, sizes: Array | None, state: QuantState, key):
     groups = _groups(op, sizes)
     left = lhs if isinstance(lhs, Prepared) else op.prepare("lhs", lhs, groups, state.get("input"), key)
@@ -265,7 +269,6 @@ def _forward(op: Operation, lhs: Array | Prepared, rhs: Array, sizes: Array | No
     return out, left.kept, right.kept, seed
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _backward(op: Operation, residuals, grad: Array):
     left, right, sizes, state, key, seed = residuals
     recipe, groups = op.recipe, _groups(op, sizes)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 from jax.extend import source_info_util
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
@@ -122,8 +123,11 @@ class Engine:
         """
         refuse_trained(quant_state)
         is_cached = is_cached and self._instead() is None
-        run = self._cached if is_cached else functools.partial(self._run, is_kept=False)
-        out = run(fn, (prefix, is_whole, plain is not None), *self._marked(params, args), quant_state, key)
+        given = *self._marked(params, args), quant_state, key
+        # A jit around keeps its program, and is told each equation once if there is none of ours within.
+        is_staged = any(map(_is_staged, jax.tree.leaves(given)))
+        run = self._cached if is_cached and not is_staged else functools.partial(self._run, is_kept=is_cached)
+        out = run(fn, (prefix, is_whole, plain is not None), *given)
         return plain() if plain is not None and isinstance(out, Static) and out == _SKIPPED else restore_static(out)
 
     def init(
@@ -357,6 +361,13 @@ class Engine:
 
     def _scope(self, site: Contraction) -> Any:
         return contextlib.nullcontext() if self.dialect.has_scopes else jax.named_scope(site.path)
+
+
+def _is_staged(leaf: Any) -> bool:
+    """Check whether a value belongs to a program that is being traced, differentiated or not."""
+    while isinstance(inner := getattr(leaf, "primal", None), Tracer):
+        leaf = inner
+    return isinstance(leaf, DynamicJaxprTracer)
 
 
 class _Call:

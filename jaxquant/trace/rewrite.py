@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
@@ -46,6 +46,7 @@ class Rewriter:
     def __init__(self, contract: Contract, share: Share | None = None) -> None:
         self._contract, self._share = contract, share
         self._jits: dict[Any, Any] = {}
+        self._plain: dict[Any, Any] = {}
 
     def evaluate(
         self, plan: Plan, consts: Sequence[Any], args: Sequence[Any], states: States, noise: Seed | None
@@ -79,7 +80,7 @@ class Rewriter:
                 program = plan.programs.get(index)
                 outs = self._replace(eqn, site, inner, ins, states, own, program, shared)
             else:
-                outs = _evaluate_one(eqn, _rounded(eqn, plan, ins))
+                outs = self._evaluate(eqn, _rounded(eqn, plan, ins))
             if plan.opened and eqn.primitive.name == "while":
                 outs = [forward_only(plan.opened, each) for each in outs]
             known.update(zip(eqn.outvars, outs, strict=True))
@@ -87,6 +88,18 @@ class Rewriter:
                 if last_reader[atom] == index and atom not in kept:
                     known.pop(atom, None)
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _evaluate(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate an equation as it is. Equal ones share an inlined jit, so that jax differentiates them once."""
+        if eqn.effects or not any(isinstance(each, Tracer) for each in ins) or (key := _key_of(eqn)) is None:
+            return _evaluate_one(eqn, ins)
+        info = eqn.source_info
+        if key not in self._plain:
+            bare = eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)()))
+            self._plain[key] = jax.jit(functools.partial(_evaluate_one, bare), inline=True)
+        stack = source_info_util.current_name_stack() + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+            return self._plain[key](ins)
 
     def _replace(
         self,
@@ -275,6 +288,23 @@ def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def _key_of(eqn: Any) -> Any:
+    """Return a value equal for equations that compute the same of their operands, None where nothing tells."""
+    atoms = tuple(
+        (atom.aval, np.asarray(atom.val).tobytes() if isinstance(atom, Literal) else eqn.invars.index(atom))
+        for atom in eqn.invars
+    )
+    options = tuple(
+        (name, type(each), repr(each) if isinstance(each, float) else each) for name, each in eqn.params.items()
+    )
+    key = eqn.primitive, atoms, options, eqn.ctx
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _evaluate_one(eqn: Any, ins: list[Any]) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 
@@ -19,7 +18,6 @@ from tests.must_hold.broken import fails_when_broken
 
 prepared = importlib.import_module("jaxquant.ops.prepared")
 ops = importlib.import_module("jaxquant.ops.dot_general")  # the package shows the function under this name
-quantized = importlib.import_module("jaxquant.ops.quantized")
 ROWS, WIDTH = 256, 128
 # Of the strings of one row the first.
 STRINGS = list(
@@ -127,10 +125,10 @@ def test_16_a_scanned_block_of_five_shapes_stays_within_three_times_the_float_pr
     assert scanned_lines(name, False) <= 3 * scanned_lines("", False)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_current", "fp8_full"])
-def test_16_so_does_a_rematerialized_one_without_noise(name):
-    """Noise has functions of its own for each shape: int8 is at 3.8 here."""
-    assert scanned_lines(name, True) <= 3 * scanned_lines("", True)
+@pytest.mark.parametrize(("name", "most"), [("fp8", 3), ("fp8_current", 3), ("fp8_full", 3), ("int8", 4)])
+def test_16_so_does_a_rematerialized_one_without_noise(name, most):
+    """Noise has functions of its own for each shape, so that int8 may have four times the lines here."""
+    assert scanned_lines(name, True) <= most * scanned_lines("", True)
 
 
 def check_saved(name: str) -> None:
@@ -173,13 +171,9 @@ def _keep_the_float(x, recipe, side, *others, original=prepared.prepare):
     return made._replace(kept=made.kept._replace(tensor=x))
 
 
-def _not_shared(static, *args, original=quantized._backward):
-    return original.__wrapped__(dataclasses.replace(static), *args)
-
-
 BROKEN = {
     "the bf16 tensor is kept": (ops, "prepare", _keep_the_float, lambda: check_saved("fp8_current")),
-    "every layer has functions of its own": (quantized, "_backward", _not_shared, lambda: check_trace("fp8")),
+    "every layer has functions of its own": (ops, "quantized", ops.quantized.__wrapped__, lambda: check_trace("fp8")),
 }
 
 
