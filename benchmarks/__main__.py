@@ -1,10 +1,11 @@
-"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer|step-memory``: for absent chips.
+"""``python -m benchmarks libraries|published|kernels|rows|strings|speeds|layers|optimizer|step-memory``: absent chips.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
 ``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
-``strings`` every config string, which adds a column to the table that is there, ``layers`` decoder layers, which adds
-rows to it, ``optimizer`` updates of a Llama-3-8B (``--only fp8_coat+apply``), ``step-memory`` whole
-steps of it (``--only fp8_coat+bfloat16+largest``), each of which adds a row to the table that is there.
+``strings`` every config string, ``speeds`` the MLP step under those that train, each of which adds a column to the
+table that is there (``speeds --out benchmarks`` also fills ``jaxquant/config/speeds.py``), ``layers`` decoder layers,
+which adds rows, ``optimizer`` updates of a Llama-3-8B (``--only fp8_coat+apply``), ``step-memory`` whole steps of it
+(``--only fp8_coat+bfloat16+largest``), each of which adds a row to the table that is there.
 Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_audits, step_memory
+from benchmarks import layer_audits, speeds, step_memory
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
 from jaxquant import terminal
@@ -33,7 +34,7 @@ from jaxquant.config.recipes import RECIPES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    names = ("libraries", "published", "kernels", "rows", "strings", "layers", "optimizer", "step-memory")
+    names = ("libraries", "published", "kernels", "rows", "strings", "speeds", "layers", "optimizer", "step-memory")
     parser.add_argument("what", choices=names)
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
@@ -44,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
     commands = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}
-    run = (commands | {"strings": _strings, "layers": _layers, "optimizer": _optimizer, "step-memory": _steps})[
-        options.what
-    ]
+    run = (
+        commands
+        | {"strings": _strings, "speeds": _speeds, "layers": _layers, "optimizer": _optimizer, "step-memory": _steps}
+    )[options.what]
 
     def compare() -> int:
         require_compiler(chip(options.target))
@@ -85,6 +87,16 @@ def _strings(options: argparse.Namespace) -> Table:
         row[options.target] = cell
     ordered = sorted(known.values(), key=lambda row: list(RECIPES).index(row["quantization"]))
     return strings_text(ordered), ordered, "strings-chips"
+
+
+def _speeds(options: argparse.Namespace) -> Table:
+    file = Path(options.out or ".") / "strings-speed.json"
+    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # with the columns of other chips
+    found = _run("speeds", [options.target, *options.only], shows=True)
+    rows = speeds.merged(rows, options.target, found)
+    if options.out:
+        speeds.fill(rows)
+    return speeds.page(rows), rows, "strings-speed"
 
 
 def _layers(options: argparse.Namespace) -> Table:
