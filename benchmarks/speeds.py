@@ -19,12 +19,11 @@ from jaxquant.aot.price import estimate
 from jaxquant.aot.report import table
 from jaxquant.config import speeds
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.recipe import Recipe
 
-
-def trains(recipe: Recipe | None) -> bool:
-    """Check whether both operands of the forward matmul of a recipe are quantized."""
-    return recipe is not None and None not in (recipe.resolve("fwd", "lhs"), recipe.resolve("fwd", "rhs"))
+TRAINED = [
+    each for each in STRINGS if (of := RECIPES[each].recipe) and of.resolve("fwd", "lhs") and of.resolve("fwd", "rhs")
+]
+"""Strings that quantize both operands of the forward matmul."""
 
 
 def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | None]:
@@ -40,7 +39,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
         return estimate(chip(target), measure(Entry(string, config), target)[0])[0].step
 
     plain, found = seconds(""), {}
-    for string in only or [name for name in STRINGS if trains(RECIPES[name].recipe)]:
+    for string in only or TRAINED:
         try:
             found[string] = round(plain / seconds(string), 2)
         except NotImplementedError:

@@ -148,9 +148,9 @@ def whole_tensors(recipe: Recipe) -> list[str]:
 
 def describe_kernels(recipe: Recipe) -> Iterator[str]:
     """Describe the kernels that the native backend picks, by chip, if no implementation is asked for."""
-    resolved = [[recipe.resolve(name, side) for side in get_args(Side)] for name in get_args(Matmul)]
-    pairs = [[spec for spec in pair if spec is not None and spec.codec is None] for pair in resolved]
-    low = [pair for pair in pairs if len(pair) == 2]
+    pairs = [[recipe.resolve(name, side) for side in get_args(Side)] for name in get_args(Matmul)]
+    low = [[spec for spec in pair if spec and spec.codec is None] for pair in pairs]
+    low = [pair for pair in low if len(pair) == 2]
     is_tiled = [all(spec.tile_size and spec.dtype.startswith("float8") for spec in pair) for pair in low]
     picked = []
     if any([spec.dtype for spec in pair] == ["int8", "int8"] for pair in low):

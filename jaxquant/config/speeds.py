@@ -13,7 +13,26 @@ from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
 from jaxquant.core.recipe import Matmul, Side
 
 TABLE = """\
-string  h200
+string           h200
+int8             1.23
+int4             0.55
+fp8              1.44
+nanoo_fp8        0.81
+fp8_full         1.28
+fp8_e4m3         1.28
+fp8_e5m2         1.28
+fp4              -
+aqt_fp8          1.08
+aqt_fp8_full     1.44
+fp8_current      1.29
+fp8_block        1.3
+mxfp8            0.82
+mxfp4            0.79
+nvfp4            0.75
+te_nvfp4_no_rht  0.78
+quartet2         0.57
+tetrajet_v2      0.66
+int8_delayed     1.4
 """
 """Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks`` fills it."""
 
@@ -48,8 +67,8 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     faster = [name for name in speeds if speeds[name] > 1]
     near = min(faster, key=lambda name: (*_distance(row, RECIPES[name]), -speeds[name]), default="")
     hint = f"{near!r} at {speeds[near]} times" if near else "no string of the table is faster than bfloat16 there"
-    about = f"at {speed} times the speed of bfloat16 on {kind}"
-    warnings.warn(f"quantization {string!r} trains an MLP {about}, by its compiler's program; {hint}", stacklevel=4)
+    about = f"an MLP at {speed} times the speed of bfloat16 on {kind}, by the audit (benchmarks/strings-speed.md)"
+    warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 
 def _distance(one: RecipeRow, other: RecipeRow) -> tuple[int, int, bool]:
