@@ -2,7 +2,8 @@
 
 ``libraries``: one MLP step of jaxquant, flax, Qwix and AQT. ``published``: the programs beside published ratios.
 ``gemm-set``: the matmuls of a layer under config strings. ``kernels``: the hand-written kernels. ``rows``: few rows
-against quantized weights, and steps of decoding, for all chips. ``strings`` (every config string) adds a column to the
+against quantized weights, and steps of decoding, for all chips. ``strings`` (every config string) and ``speeds`` (the
+MLP step under those that train; ``--out benchmarks`` also fills ``jaxquant/config/speeds.py``) add a column to the
 table that is there. ``layers`` (decoder layers), ``optimizer`` (updates of a Llama-3-8B, ``--only fp8_coat+apply``) and
 ``step-memory`` (whole steps of it, ``--only fp8_coat+bfloat16+largest``) add rows to it. Each prints a table and writes
 it to ``--out`` as JSON and markdown.
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_audits, step_memory
+from benchmarks import layer_audits, speeds, step_memory
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
 from jaxquant import terminal
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
     commands = {"libraries": _libraries, "published": _published, "gemm-set": _gemm_set, "kernels": _kernels}
-    commands |= {"rows": _rows, "strings": _strings, "layers": _layers, "optimizer": _optimizer, "step-memory": _steps}
+    commands |= {"rows": _rows, "strings": _strings, "speeds": _speeds, "layers": _layers}
+    commands |= {"optimizer": _optimizer, "step-memory": _steps}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
@@ -87,6 +89,14 @@ def _strings(options: argparse.Namespace) -> Table:
         row |= {"backend": RECIPES[string].auto, options.target: cell}
     ordered = sorted(known.values(), key=lambda row: list(RECIPES).index(row["quantization"]))
     return strings_text(ordered), ordered, "strings-chips"
+
+
+def _speeds(options: argparse.Namespace) -> Table:
+    rows = _there(options, "strings-speed")  # with the columns of other chips
+    rows = speeds.merged(rows, options.target, _run("speeds", [options.target, *options.only], shows=True))
+    if options.out:
+        speeds.fill(rows)
+    return speeds.page(rows), rows, "strings-speed"
 
 
 def _layers(options: argparse.Namespace) -> Table:

@@ -93,7 +93,7 @@ def _cast(case: casts.Case) -> Pair:
     from jaxquant.kernels.quantize import gpu
 
     row = {"kernel": "quantize", "case": str(case)}
-    kinds = {"dtype": case.dtype, "compute_dtype": case.compute_dtype}
+    kinds: dict[str, Any] = {"dtype": case.dtype, "compute_dtype": case.compute_dtype}
     if why := gpu.refusal(case.shape, case.x_dtype, **kinds, capability=capability_of()):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)

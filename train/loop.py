@@ -218,8 +218,8 @@ class _Run:
                 # but without which no cast is a kernel's.
                 self.state = self.state._replace(quant_state=quantization_state.warm(self.state.quant_state))
             last = step == config.steps
-            if config.implementation == "pallas" and (step == first + 2 or (last and step == first + 1)):
-                metrics.say(_implementations(config))
+            if (step == first + 2 or (last and step == first + 1)) and (said := _implementations(config)):
+                metrics.say(said)
             # Several processes stop together, where the answer of an earlier step is known to all.
             stops = self.agreed if jax.process_count() > 1 else self._reason is not None
             saving = last or stops or _due(step, config.checkpoint_every)
@@ -358,17 +358,17 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
 
 
 def _choices(config: TrainConfig) -> list[tuple[str, Choice]]:
-    """Return what computes casts and matmuls where kernels were asked for."""
-    made = choices_made() if config.implementation == "pallas" else []
+    """Return what computes casts and matmuls where kernels were asked for or picked."""
+    made = [] if config.implementation == "xla" else choices_made()
     return [(piece, choice) for piece, choice in made if choice.asks_for_pallas]
 
 
 def _implementations(config: TrainConfig) -> str:
-    """Describe what computes casts and matmuls where kernels were asked for, and where XLA does instead, why."""
+    """Describe what computes casts and matmuls where kernels were asked for or picked, and why; "" where none were."""
     made = _choices(config)
-    reasons = sorted({f"{piece}: xla, {choice.reason}" for piece, choice in made if choice.name == "xla"})
+    reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "asked for"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
-    return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons])
+    return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons]) if made else ""
 
 
 def versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ from jaxquant.aot.kernels import BLOCK_CALLS
 from jaxquant.aot.memory import part_names
 from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
+from jaxquant.ops.implementation import noted
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
 
@@ -50,7 +51,8 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         leaves = [_placed(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
     names = part_names(jitted, shapes)
-    traced = jitted.trace(*shapes)
+    with noted() as choices:
+        traced = jitted.trace(*shapes)
     donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
 
     def flat(*leaves: Any) -> Any:
@@ -66,7 +68,13 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
     ]
     exported = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)(*leaves)
-    request = {"donated": donated, "mesh": mesh, "name": name or getattr(step, "__name__", "step"), "parts": names}
+    request = {
+        "donated": donated,
+        "mesh": mesh,
+        "name": name or getattr(step, "__name__", "step"),
+        "parts": names,
+        "choices": choices,
+    }
     return _run_worker(request | {"target": target, "topology": topology}, bytes(exported.serialize()))
 
 

@@ -58,6 +58,7 @@ class Audit:
       roofline: estimate of its time, as ``price.estimate`` makes it; ``at_peak`` is one from the full rates of data
         sheets, a bound from below.
       kernels: one row a custom call that multiplies: what it is, times, flops.
+      choices: one row a piece of an op and what computes it: implementation, reason.
       unknown: names of the custom calls whose work is not known, and counted as moves.
       cycles: the TPU compiler's estimates of matmuls and of the rest, None where there are none.
       parts: of the arguments, one row a part and dtype: bytes, and bytes a parameter where there are parameters.
@@ -86,6 +87,7 @@ class Audit:
     bf16_matmul: float | None = None
     at_peak: Roofline | None = None
     kernels: list[Row] = dataclasses.field(default_factory=list)
+    choices: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     cycles: list[int] | None = None
     parts: list[Row] = dataclasses.field(default_factory=list)
@@ -332,6 +334,8 @@ def _markdown(audit: Audit) -> list[str]:
     lines += ["## Matmuls by layer", "", *table(layer_rows(audit)), ""]
     if audit.kernels:
         lines += ["## Kernels", "", *table(audit.kernels), ""]
+    if audit.choices:
+        lines += ["## Implementations", "", *table(audit.choices), ""]
     lines += ["## Communication", ""]
     lines += [*table([row | {"bytes": _gb(row["bytes"])} for row in audit.collectives]), "", "## Largest moves", ""]
     shown = [

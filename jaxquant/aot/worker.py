@@ -29,6 +29,7 @@ from jaxquant.aot.price import estimate
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
+from jaxquant.ops.implementation import noted
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
@@ -95,7 +96,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
       jax.errors.JaxRuntimeError: the compiler failed, other than for want of memory.
     """
     began = time.perf_counter()
-    with on_device_of(shapes):
+    with on_device_of(shapes), noted() as choices:
         lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
     made, memory, figures, refusal = asked, {}, {}, ""
@@ -122,6 +123,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         memory=memory,
         outcome=compare(asked, made, 1 if refusal else count),
         compile_seconds=round(time.perf_counter() - began, 1),
+        choices=request.get("choices", choices),
         parts=parts(request["parts"], shapes, count) if "parts" in request else [],
         versions={name: found.version for name in PACKAGES for found in Distribution.discover(name=name)},
         **figures,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jaxquant.config.options import Options
 from jaxquant.config.quant_config import QuantConfig
@@ -12,9 +12,11 @@ from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
 from jaxquant.core.calibration import METHODS
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.quant_state import TENSORS
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Side, SparsitySpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, Side, SparsitySpec
 from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import show
+from jaxquant.kernels.block_matmul.reference import BLOCK
+from jaxquant.ops.implementation import BLOCKS_PAY, HOPPER_CASTS_PAY, INT8_PAYS, TPU_CASTS_PAY
 
 MATMULS = {
     "fwd": ("the forward matmul, input · weight", ("input", "weight")),
@@ -133,6 +135,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield describe_sparsity(recipe.sparsity)
     if recipe.is_lean or any(recipe.part(matmul).is_lean for matmul in ("dlhs", "drhs")):
         yield LEAN
+    yield from describe_kernels(recipe)
     if recipe.shares_experts:
         yield "Experts of one weight share the scales of whole tensors, and their state."
 
@@ -141,6 +144,23 @@ def whole_tensors(recipe: Recipe) -> list[str]:
     """Return the names of the tensors that one NaN makes NaN as a whole."""
     named = zip(("input", "weight", "output gradient"), TENSORS.values(), strict=True)
     return [name for name, places in named if any(getattr(recipe.specs[each], "spreads_nan", False) for each in places)]
+
+
+def describe_kernels(recipe: Recipe) -> Iterator[str]:
+    """Describe the kernels that the native backend picks, by chip, if no implementation is asked for."""
+    pairs = [[recipe.resolve(name, side) for side in get_args(Side)] for name in get_args(Matmul)]
+    low = [[spec for spec in pair if spec and spec.codec is None] for pair in pairs]
+    low = [pair for pair in low if len(pair) == 2]
+    is_tiled = [all(spec.tile_size and spec.dtype.startswith("float8") for spec in pair) for pair in low]
+    picked = []
+    if any([spec.dtype for spec in pair] == ["int8", "int8"] for pair in low):
+        picked.append(f"int8 matmuls on Hopper GPUs ({INT8_PAYS})")
+    if any(tiled and pair[0].tile_size == BLOCK for tiled, pair in zip(is_tiled, low, strict=True)):
+        picked.append(f"matmuls of blocks on Hopper GPUs ({BLOCKS_PAY})")
+    if any(is_tiled):
+        picked.append(f"casts of blocks on TPUs ({TPU_CASTS_PAY}) and on Hopper GPUs ({HOPPER_CASTS_PAY})")
+    if picked:
+        yield f"Kernels of quant_backend native: {'; '.join(picked)}. With implementation: xla there are none."
 
 
 def describe_kept(recipe: Recipe, side: Side) -> str:

@@ -42,7 +42,7 @@ class QuantConfig(options.Options):
       quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``; for ``aqt_fp8`` and
         ``aqt_fp8_full`` it is ``aqt``, with native for the contractions that AQT has no op for.
       implementation: what computes the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
-        where they can, XLA elsewhere); null picks. Numbers do not depend on it.
+        where they can, XLA elsewhere); null picks by chip and op. Only products of blocks depend on it, by a rounding.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
       strict: a training run refuses to start where a layer's matmuls are not in the dtypes of its recipe; in a loop of
         your own, ``jaxquant.coverage(step, ...).check()``.

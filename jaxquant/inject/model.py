@@ -9,6 +9,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig, is_program_config, refuse_fields
+from jaxquant.config.speeds import warn_if_slow
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, maxtext
 from jaxquant.inject import nnx as nnx_face
@@ -47,6 +48,9 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
       NotImplementedError: a recipe that the backend does not honour, or a setting of serving.
       TypeError: something that is no model.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+
+    Warns:
+      UserWarning: the string is known to be slower than bfloat16 on the first device; once for each string.
     """
     if is_program_config(config):
         if not (example_inputs or example_kwargs):
@@ -68,6 +72,7 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     if resolver is None:
         return model
     _require_module("maybe_quantize_model", "jaxquant.quantize", model)
+    warn_if_slow(config.quantization, config.resolved_backend)
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(

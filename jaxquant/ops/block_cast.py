@@ -21,14 +21,10 @@ from jaxquant.kernels.block_quantize import api as kernel
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.ops.contract import Dequantized
-from jaxquant.ops.implementation import settle
+from jaxquant.ops.implementation import HOPPER_CASTS_PAY, TPU_CASTS_PAY, settle
 from jaxquant.ops.operand import cast_dtype
 
 Array = jax.Array
-PAYS = "on TPUs the kernel has a fraction of the cycles of XLA's program, by their compiler's schedules"
-"""Why the kernel is picked on TPUs."""
-HOPPER_PAYS = "H200s cast blocks 1.2 to 1.6 times as fast by the kernel, by benchmarks/kernels-nvidia-h200.md"
-"""Why it is picked on Hopper GPUs, but for casts whose values are wanted beside their elements: it is slower there."""
 
 
 class Use(NamedTuple):
@@ -82,9 +78,9 @@ def cast_uses(
         return kernel.refusal(x, casts)
 
     arrays = jax.tree.leaves((x, beside))
-    pays = PAYS if "tpu" in map(platform_of, arrays) else None
+    pays = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
     if capability_of(*arrays)[0] == 9 and not any(use.has_values and use.has_elements for use in uses):
-        pays = HOPPER_PAYS
+        pays = HOPPER_CASTS_PAY
     if settle("block_quantize", implementation, refused, pays).name == "xla":
         return None
     made = kernel.block_quantize(x, casts)

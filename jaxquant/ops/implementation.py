@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxquant.core.typed import nearest
 
@@ -14,10 +15,14 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pal
 BLOCKS = "matmul of blocks"
 """The product of two operands in blocks. ``cudnn`` is the instruction of the chip. ``pallas`` is our kernel for Hopper;
 it sums exact products in float32, as cuDNN does. ``xla`` multiplies what it has dequantized, and so rounded."""
-BLOCKS_PAY = "H200s train fp8_block 1.39 times as fast with the kernels, by benchmarks/gemm-set-nvidia-h200.md"
+BLOCKS_PAY = "on an H200 kernels train fp8_block 1.39 times as fast as XLA: benchmarks/gemm-set-nvidia-h200.md"
 """Why Hopper GPUs multiply blocks by the kernel if no implementation is asked for."""
-INT8_PAYS = "H200s multiply int8 twice as fast as XLA's cuBLASLt by the kernel, by benchmarks/kernels-nvidia-h200.md"
+INT8_PAYS = "on an H200 the kernel takes half the time of XLA's int8 matmul: benchmarks/kernels-nvidia-h200.md"
 """Why Hopper GPUs multiply int8 by the kernel if no implementation is asked for."""
+HOPPER_CASTS_PAY = "on an H200 the kernel is 1.2 to 1.6 times as fast as XLA: benchmarks/kernels-nvidia-h200.md"
+"""Why Hopper GPUs cast blocks by the kernel, but for casts whose values are wanted beside their elements: slower."""
+TPU_CASTS_PAY = "on TPUs the kernel has a fraction of the cycles of XLA's program, by their compiler's schedules"
+"""Why TPUs cast blocks by the kernel."""
 
 
 REFUSED = "pallas was asked for; "
@@ -52,6 +57,20 @@ _made: dict[tuple[str, Choice], None] = {}
 def choices_made() -> list[tuple[str, Choice]]:
     """Return each piece and choice of this process's traces, once each, the first first. A cached trace is none."""
     return list(_made)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[dict[str, str]]]:
+    """Collect the choices that traces inside of it make, as rows, complete at its end."""
+    earlier, rows = dict(_made), []
+    _made.clear()
+    try:
+        yield rows
+    finally:
+        rows += [{"piece": piece, "implementation": each.name, "reason": each.reason} for piece, each in _made]
+        earlier |= _made
+        _made.clear()
+        _made.update(earlier)
 
 
 def choose_implementation(piece: str, implementation: str | None = None) -> Choice:

@@ -1,0 +1,85 @@
+"""Speed of a training step over bfloat16, by chip and config string, and the warning where it is below 1."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from typing import get_args
+
+import jax
+
+from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
+from jaxquant.core.recipe import Matmul, Side
+
+TABLE = """\
+string           h200
+int8             1.23
+int4             0.55
+fp8              1.44
+nanoo_fp8        0.81
+fp8_full         1.28
+fp8_e4m3         1.28
+fp8_e5m2         1.28
+fp4              -
+aqt_fp8          1.08
+aqt_fp8_full     1.44
+fp8_current      1.29
+fp8_block        1.3
+mxfp8            0.82
+mxfp4            0.79
+nvfp4            0.75
+te_nvfp4_no_rht  0.78
+quartet2         0.57
+tetrajet_v2      0.66
+int8_delayed     1.4
+"""
+"""Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks`` fills it."""
+
+_KINDS = {"H100": "h100", "H200": "h200", "B200": "b200", "v5 lite|v5e": "v5e", "v6 lite|v6e": "v6e", "TPU ?v?7": "v7x"}
+"""Pattern of a device's kind -> chip."""
+
+
+def speeds_on(chip: str) -> dict[str, float]:
+    """Return the speed of each string on a chip; {} if nothing is known of it."""
+    (_, *chips), *rows = (line.split() for line in TABLE.splitlines())
+    found = {string: cells[chips.index(chip)] for string, *cells in rows if chip in chips}
+    return {string: float(cell) for string, cell in found.items() if cell != "-"}
+
+
+@functools.cache
+def warn_if_slow(string: str, backend: str | None) -> None:
+    """Warn once if a step under a string is known to be slower than bfloat16 on the first device.
+
+    Args:
+      string: config string.
+      backend: that runs it; speeds are known of the automatic one.
+
+    Warns:
+      UserWarning: it is slower; names the faster string with the nearest numerics.
+    """
+    kind = jax.devices()[0].device_kind
+    chip = next((chip for pattern, chip in _KINDS.items() if re.search(pattern, kind)), "")
+    row, speeds = lookup(string), speeds_on(chip)
+    speed = next((speeds[name] for name in speeds if RECIPES[name] is row), 1.0)
+    if speed >= 1 or backend != row.auto:
+        return
+    faster = [name for name in speeds if speeds[name] > 1]
+    near = min(faster, key=lambda name: (*_distance(row, RECIPES[name]), -speeds[name]), default="")
+    hint = f"{near!r} at {speeds[near]} times" if near else "no string of the table is faster than bfloat16 there"
+    about = f"an MLP at {speed} times the speed of bfloat16 on {kind}, by the audit (benchmarks/strings-speed.md)"
+    warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
+
+
+def _distance(one: RecipeRow, other: RecipeRow) -> tuple[int, int, bool]:
+    """Return how far the numerics of two rows are apart: in bits of operands, in their dtypes, in delayed scaling."""
+    assert one.recipe is not None
+    assert other.recipe is not None
+    pairs = [
+        [getattr(recipe.resolve(name, side), "dtype", "bfloat16") for recipe in (one.recipe, other.recipe)]
+        for name in get_args(Matmul)
+        for side in get_args(Side)
+    ]
+    bits = sum(abs(jax.dtypes.itemsize_bits(a) - jax.dtypes.itemsize_bits(b)) for a, b in pairs)
+    is_delayed = [recipe.delayed is not None for recipe in (one.recipe, other.recipe)]
+    return bits, sum(a != b for a, b in pairs), is_delayed[0] != is_delayed[1]
