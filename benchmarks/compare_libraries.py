@@ -79,17 +79,19 @@ def _direct(string: str, **options: Any) -> Entry:
     return Entry(f"jaxquant {string} {words}".strip() + ", float32 kernel", config, takes_float32=True)
 
 
-def _int8_of_aqt() -> Any:
+def int8_of_aqt() -> Any:
+    """Make the op that AQT itself gives a layer of Flax, int8 in all three matmuls."""
     accumulators: dict[str, Any] = {f"{kind}_accumulator_dtype": jnp.int32 for kind in ("fwd", "dlhs", "drhs")}
     return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
 
 
 _GENERATORS = ("threefry2x32", "unsafe_rbg")
-_INT8_OF_QWIX = qwix.QtRule(
+INT8_OF_QWIX = qwix.QtRule(
     **dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8"),
     bwd_stochastic_rounding="uniform",
     channelwise_noise_axes=(0, 1),
 )
+"""The rule that Qwix itself trains in int8 by."""
 _FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
 ENTRIES = (
     Entry("bf16", {}),
@@ -98,8 +100,8 @@ ENTRIES = (
     _entry("fp8_full", "qwix"),
     _entry("int8", "qwix"),
     _entry("int8", "aqt"),
-    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, rule=_INT8_OF_QWIX) for keys in _GENERATORS),
-    *(Entry(f"AQT itself, int8, {keys}", {}, _int8_of_aqt, keys=keys) for keys in _GENERATORS),
+    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, rule=INT8_OF_QWIX) for keys in _GENERATORS),
+    *(Entry(f"AQT itself, int8, {keys}", {}, int8_of_aqt, keys=keys) for keys in _GENERATORS),
     _entry("aqt_fp8", "aqt"),
     _entry("aqt_fp8_full", "aqt"),
     _entry("fp8", "native", "flax fp8"),
