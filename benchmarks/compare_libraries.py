@@ -86,12 +86,18 @@ def int8_of_aqt() -> Any:
 
 
 _GENERATORS = ("threefry2x32", "unsafe_rbg")
-INT8_OF_QWIX = qwix.QtRule(
+_INT8_OF_QWIX = qwix.QtRule(
     **dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8"),
     bwd_stochastic_rounding="uniform",
     channelwise_noise_axes=(0, 1),
 )
-"""The rule that Qwix itself trains in int8 by."""
+
+
+def by_qwix(model: Any) -> Any:
+    """Return a Linen model as Qwix itself trains it in int8."""
+    return qwix.quantize_model(model, qwix.QtProvider([_INT8_OF_QWIX]))
+
+
 _FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
 ENTRIES = (
     Entry("bf16", {}),
@@ -100,7 +106,7 @@ ENTRIES = (
     _entry("fp8_full", "qwix"),
     _entry("int8", "qwix"),
     _entry("int8", "aqt"),
-    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, rule=INT8_OF_QWIX) for keys in _GENERATORS),
+    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, rule=_INT8_OF_QWIX) for keys in _GENERATORS),
     *(Entry(f"AQT itself, int8, {keys}", {}, int8_of_aqt, keys=keys) for keys in _GENERATORS),
     _entry("aqt_fp8", "aqt"),
     _entry("aqt_fp8_full", "aqt"),

@@ -99,9 +99,7 @@ def _measure(library: str, rounds: int) -> None:
                 found.append((string, "jaxquant.quantize", lambda string=string: of_function(string)))
 
         if not shape["scan_layers"] and Path(library) == ROOT:
-            import qwix
-
-            from benchmarks.compare_libraries import INT8_OF_QWIX, int8_of_aqt
+            from benchmarks.compare_libraries import by_qwix, int8_of_aqt
 
             class AqtConfig(DecoderConfig):
                 def dense(self, features: Any, axis: Any = -1) -> nn.DenseGeneral:
@@ -114,9 +112,8 @@ def _measure(library: str, rounds: int) -> None:
                 return call, plain()[1], {}
 
             by_aqt = Decoder(AqtConfig(**dataclasses.asdict(decoder.config)))
-            by_qwix = qwix.quantize_model(decoder, qwix.QtProvider([INT8_OF_QWIX]))
             found += [
-                ("int8", "Qwix itself", lambda: of_peer(by_qwix)),
+                ("int8", "Qwix itself", lambda: of_peer(by_qwix(decoder))),
                 ("int8", "AQT itself", lambda: of_peer(by_aqt)),
             ]
         return found
