@@ -76,7 +76,8 @@ def _direct(string: str, **options: Any) -> Entry:
     return Entry(f"jaxquant {string} {words}".strip() + ", float32 kernel", config, takes_float32=True)
 
 
-def _int8_of_aqt() -> Any:
+def int8_of_aqt() -> Any:
+    """Make the op that AQT itself gives a layer of Flax, int8 in all three matmuls."""
     from aqt.jax.v2 import config as aqt_config
     from aqt.jax.v2.flax import aqt_flax
 
@@ -84,7 +85,8 @@ def _int8_of_aqt() -> Any:
     return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
 
 
-def _int8_of_qwix(model: nn.Module) -> nn.Module:
+def by_qwix(model: nn.Module) -> nn.Module:
+    """Return a Linen model as Qwix itself trains it in int8."""
     import qwix
 
     dtypes = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8")
@@ -101,8 +103,8 @@ ENTRIES = (
     _entry("fp8_full", "qwix"),
     _entry("int8", "qwix"),
     _entry("int8", "aqt"),
-    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, quantize=_int8_of_qwix) for keys in _GENERATORS),
-    *(Entry(f"AQT itself, int8, {keys}", {}, _int8_of_aqt, keys=keys) for keys in _GENERATORS),
+    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, quantize=by_qwix) for keys in _GENERATORS),
+    *(Entry(f"AQT itself, int8, {keys}", {}, int8_of_aqt, keys=keys) for keys in _GENERATORS),
     _entry("aqt_fp8", "aqt"),
     _entry("aqt_fp8_full", "aqt"),
     _entry("fp8", "native", "flax fp8"),
