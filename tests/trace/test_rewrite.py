@@ -108,6 +108,21 @@ def test_on_tpus_a_scan_rounds_a_float32_weight_before_its_cast():
     assert rounded("tpu") == rounded("gpu") + 1
 
 
+def test_equations_that_differ_in_a_sign_an_order_or_a_repeat_stay_apart():
+    def parts(x, y):
+        return x * 0.0, x * -0.0, x - y, y - x, x - x, x**2, x**3, x.astype(jnp.float16), x.astype(jnp.bfloat16)
+
+    def loss(fn, p, x):
+        return sum(jnp.sum(each.astype(jnp.float32) * n) for n, each in enumerate(fn(p, x), 1))
+
+    p, x = {"v": {"kernel": jnp.ones((8, 8))}}, normal(0, 6, 8)
+    q = jaxquant.quantize(lambda p, x: (*parts(x, x + 1), x @ p["v"]["kernel"]), CURRENT)
+    for given, wanted in zip(jax.jit(lambda p, x: q(p, {}, x))(p, x)[:-1], jax.jit(parts)(x, x + 1), strict=True):
+        assert given.tobytes() == wanted.tobytes()
+    slope = jax.jit(jax.grad(lambda x: loss(lambda p, x: q(p, {}, x)[:-1], p, x)))(x)
+    np.testing.assert_array_equal(slope, jax.jit(jax.grad(lambda x: loss(lambda p, x: parts(x, x + 1), p, x)))(x))
+
+
 def test_a_jitted_function_shared_with_a_float_caller_stays_apart():
     inner = jax.jit(lambda x, w: x @ w)
     q = jaxquant.quantize(lambda p, x: inner(x, p["w"]), CURRENT)
