@@ -22,9 +22,7 @@ import jax
 
 from benchmarks import fp4_losses, optimizer_losses
 from benchmarks.decode import measure_decode, random_decoder, trained_decoder
-from benchmarks.formats import measure_formats, measure_transfer
 from benchmarks.gpu import LIMIT, measure_gpu
-from benchmarks.health import measure_health
 from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
 from benchmarks.on_chip import measure_strings
@@ -103,8 +101,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     steps = commands.add_parser("steps", parents=[shared], help="step time of the quickstart model")
     steps.add_argument("--rounds", type=int, default=30, help="steps of each (default: %(default)s)")
-    health = commands.add_parser("health", parents=[shared], help="cost of health every 10 steps, quickstart model")
-    health.add_argument("--rounds", type=int, default=8, help="of 20 steps and a pass (default: %(default)s)")
     commands.add_parser("trace", parents=[shared], help="StableHLO lines per quantized layer")
     lowering = commands.add_parser("lowering", parents=[out], help="time to trace and lower a step, lines of StableHLO")
     lowering.add_argument("--against", type=Path, metavar="DIR", help="a checkout of another commit, measured, too")
@@ -146,9 +142,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     decode.add_argument("--texts", type=int, default=8, help="decoded at once (default: %(default)s)")
     decode.add_argument("--length", type=int, default=512, help="of a text, in tokens (default: %(default)s)")
-    formats = commands.add_parser("formats", parents=[out], help="encoding and decoding against gguf and ggml's C")
-    formats.add_argument("--rounds", type=int, default=10, help="of each (default: %(default)s)")
-    commands.add_parser("transfer", parents=[out], help="export and import of a model of a billion parameters")
     return parser.parse_args(arguments)
 
 
@@ -170,7 +163,6 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
 
     return {
         "steps": (measure_steps, lambda: measure_steps(chosen(), 5 if quick else words.rounds)),
-        "health": (measure_health, lambda: measure_health(chosen(), 2 if quick else words.rounds)),
         "trace": (measure_trace, lambda: measure_trace(chosen())),
         "lowering": (measure_lowering, lambda: measure_lowering(words.against, words.rounds)),
         "state": (measure_state, lambda: measure_state(compiles=not words.no_compile)),
@@ -184,8 +176,6 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "serving": (measure_serving, lambda: measure_serving(words.steps, Path(words.runs))),
         "serving-memory": (measure_serving_memory, measure_serving_memory),
         "decode": (measure_decode, decode),
-        "formats": (measure_formats, lambda: measure_formats(words.rounds)),
-        "transfer": (measure_transfer, measure_transfer),
     }
 
 

@@ -120,7 +120,8 @@ def test_equations_that_differ_in_a_sign_an_order_or_a_repeat_stay_apart():
     for given, wanted in zip(jax.jit(lambda p, x: q(p, {}, x))(p, x)[:-1], jax.jit(parts)(x, x + 1), strict=True):
         assert given.tobytes() == wanted.tobytes()
     slope = jax.jit(jax.grad(lambda x: loss(lambda p, x: q(p, {}, x)[:-1], p, x)))(x)
-    np.testing.assert_array_equal(slope, jax.jit(jax.grad(lambda x: loss(lambda p, x: parts(x, x + 1), p, x)))(x))
+    plain = jax.jit(jax.grad(lambda x: loss(lambda p, x: parts(x, x + 1), p, x)))(x)
+    np.testing.assert_allclose(slope, plain, rtol=1e-6)  # of sums whose order is XLA's
 
 
 def test_a_jitted_function_shared_with_a_float_caller_stays_apart():
