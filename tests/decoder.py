@@ -21,13 +21,6 @@ from jaxquant.state import frozen
 
 LAYERS, EMBED, MLP, HEADS, HEAD_DIM, VOCAB = 2, 48, 96, 3, 16, 128
 BATCH, SEQUENCE = 3, 40
-LINEAR = tuple(
-    f"layers_{layer}/{path}"
-    for layer in range(LAYERS)
-    for path in ("attention/query", "attention/key", "attention/value", "attention/out", "wi_0", "wi_1", "wo")
-)
-"""Paths of the layers that are quantized by default; the output head ``logits_dense`` is not."""
-
 _fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 

@@ -112,7 +112,7 @@ def sharded_contraction_bound(case: str, what: str) -> float:
     recipe, _, place = rest.rpartition(" ")
     if place in ("experts", "gathered") and what == "out":  # rows and experts have scales of their own
         return 32 * FLOAT32_EPS
-    if kind == "manual" and place != "einsum" and recipe in _LOCAL_SCALE:
+    if kind == "manual" and recipe in _LOCAL_SCALE:
         return _LOCAL_SCALE[recipe]
     return 2 * BFLOAT16_EPS if recipe.startswith("aqt_fp8") else 32 * FLOAT32_EPS
 

@@ -21,7 +21,6 @@ FP8 = {"quantization": "fp8", "amax_history_length": 4}
 INT8 = {"quantization": "int8", "quant_backend": "native"}
 PLAIN = nn.Dense(8)
 MODEL: Any = jaxquant.maybe_quantize_model(PLAIN, FP8, X)
-FUNCTION = jaxquant.quantize(lambda params, x: x @ params["kernel"], FP8)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +85,8 @@ MISTAKES = {
     "PLAIN.apply(served, X)": CONVERTED,
     "X @ jaxquant.quantize(lambda p, x: x @ p, INT8).convert(X.T, {}, X)": CONVERTED,
     "jax.grad(lambda v: serve().apply(v, X).sum())(served8)": "the root layer has a converted kernel, which does not",
+    "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is quantized already, with 'fp8'; give the float model",
+    "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is quantized already",
     "jaxquant.describe_layers(MODEL, FP8, X)": "quantized already, .*give the float model",
     "jaxquant.linear_layers(MODEL, X)": "quantized already, .*give the float model",
     "jaxquant.describe_layers(nn.Sequential([PLAIN]), FP8)": "Sequential is called with inputs",

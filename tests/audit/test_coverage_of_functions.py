@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxquant
+from tests.models import NnxChain
 
 FP8 = {"quantization": "fp8", "quant_backend": "native"}
 CURRENT = {"quantization": "fp8_current", "quant_backend": "native"}
@@ -337,13 +338,9 @@ def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():
 # -- a step is read whole ----------------------------------------------------------------------------------------------
 
 
-class Pair(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(32, 64, rngs=rngs)
-        self.down = nnx.Linear(64, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.relu(self.up(x)))
+class Pair(NnxChain):
+    def __init__(self):
+        super().__init__(32, up=64, down=1)
 
     def total(self, x):
         return self(x).sum()
@@ -358,7 +355,7 @@ def pair():
     """Return a quantized model and its optimizer, both without arrays."""
 
     def make():
-        model = jaxquant.maybe_quantize_model(Pair(nnx.Rngs(0)), FP8, X)
+        model = jaxquant.maybe_quantize_model(Pair(), FP8, X)
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     return nnx.eval_shape(make)
@@ -380,8 +377,8 @@ def test_an_nnx_step_that_returns_its_loss_is_read_whole(wrap):
 
 
 def test_an_nnx_step_without_quantization_that_only_updates():
-    model = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
-    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Pair(nnx.Rngs(0)), optax.sgd(1e-2), wrt=nnx.Param))
+    model = nnx.eval_shape(lambda: Pair())
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Pair(), optax.sgd(1e-2), wrt=nnx.Param))
 
     @nnx.jit
     def step(both, *, x, is_training):

@@ -344,22 +344,18 @@ class Pair(nn.Module):
         return self.quant.einsum()("bd,df->bf", self.quant.einsum()("bd,df", x, kernel[2]), kernel[3])
 
 
-@pytest.mark.parametrize(
-    ("string", "dot_general"), [("fp8", "Fp8DirectDotGeneralOp"), ("nanoo_fp8", "NANOOFp8DotGeneralOp")]
-)
-def test_ops_of_one_module_are_numbered(string, dot_general):
-    model = Pair(configure_quantization({"quantization": string}))
+OPS = {"fp8": ("Fp8DirectDotGeneralOp", "f8E4M3FN"), "nanoo_fp8": ("NANOOFp8DotGeneralOp", "f8E4M3FNUZ")}
+
+
+@pytest.mark.parametrize("case", ["fp8 native", "nanoo_fp8 native", "int8 native", "int8 aqt"])
+def test_ops_of_one_module_are_numbered(case):
+    string, backend = case.split()
+    model = Pair(configure_quantization({"quantization": string, "quant_backend": backend}))
     variables = jax.jit(model.init)(jax.random.key(1), X)
-    state = variables["_overwrite_with_gradient"]
-    assert set(state) == {f"{dot_general}_0", f"{dot_general}_1", "Fp8Einsum_0", "Fp8Einsum_1"}
+    dot_general, element = OPS.get(string, ("", "i8"))
+    state = variables.get("_overwrite_with_gradient", {})
+    names = {f"{op}_{number}" for op in (dot_general, "Fp8Einsum") for number in (0, 1)}
+    assert set(state) == (names if dot_general else set())
     assert all("input_amax_history" in op for op in state.values())
     types = [lhs for lhs, _, _ in dot_operand_types(jax.jit(model.apply).lower(variables, X).as_text())]
-    assert types == ["f8E4M3FN" if string == "fp8" else "f8E4M3FNUZ"] * 4
-
-
-@pytest.mark.parametrize("backend", ["native", "aqt"])
-def test_ops_without_state_in_one_module(backend):
-    model = Pair(configure_quantization({"quantization": "int8", "quant_backend": backend}))
-    variables = jax.jit(model.init)(jax.random.key(1), X)
-    text = jax.jit(model.apply).lower(variables, X).as_text()
-    assert [lhs for lhs, _, _ in dot_operand_types(text)] == ["i8"] * 4
+    assert types == [element] * 4

@@ -88,25 +88,22 @@ def test_yaml_is_the_same(tmp_path):
     assert load_mixed_precision(by_tabs).entries == load_mixed_precision(as_json).entries
 
 
-def test_shipped_weight_only_scale():
-    path = "configs/intmp/dense_llm_weight_only_scale.json"
-    assert len(json.loads(Path(path).read_text())) == 7
-    decide = resolver(path)
-    decide.check_used(PATHS)
-    assert load_mixed_precision(path).default.fwd == MatmulSpec(None, weight(8))
-    fwds = [decide(path, 512).recipe.fwd for path in PATHS]
+def test_shipped_files():
+    found = {}
+    for name in ("weight_only_scale", "subchannel"):
+        path = f"configs/intmp/dense_llm_{name}.json"
+        assert len(json.loads(Path(path).read_text())) == 7
+        decide = resolver(path)
+        decide.check_used(PATHS)
+        found[name] = load_mixed_precision(path).default.fwd, [decide(path, 512).recipe.fwd for path in PATHS]
+    default, fwds = found["weight_only_scale"]
+    assert default == MatmulSpec(None, weight(8))
     assert all(fwd.lhs is None and fwd.rhs.calibration.factor < 1 for fwd in fwds)
-    assert decide(PATHS[0], 512).recipe.fwd.rhs.dtype == "int4"
-
-
-def test_shipped_subchannel():
-    path = "configs/intmp/dense_llm_subchannel.json"
-    assert len(json.loads(Path(path).read_text())) == 7
-    decide = resolver(path)
-    decide.check_used(PATHS)
-    assert load_mixed_precision(path).default.fwd == MatmulSpec(spec(8), weight(8), "int32")
-    assert decide(PATHS[0], 512).recipe.fwd == MatmulSpec(spec(8, tile=128), weight(4, tile=128), "int32")
-    assert decide(PATHS[2], 512).recipe.fwd == MatmulSpec(spec(8), weight(4), "int32")
+    assert fwds[0].rhs.dtype == "int4"
+    default, fwds = found["subchannel"]
+    assert default == MatmulSpec(spec(8), weight(8), "int32")
+    assert fwds[0] == MatmulSpec(spec(8, tile=128), weight(4, tile=128), "int32")
+    assert fwds[2] == MatmulSpec(spec(8), weight(4), "int32")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 import jaxquant
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
-from jaxquant.config.rules import Rule
-from jaxquant.core.typed import build, to_mapping
+from jaxquant.core.typed import build
 
 MAXTEXT_DEFAULTS = {
     "quantization": "", "use_qwix_quantization": False, "quantization_local_shard_count": -1,
@@ -34,16 +33,11 @@ class QuantizationType(enum.StrEnum):
 def test_fields_and_defaults():
     defaults = {f.name: f.default for f in dataclasses.fields(QuantConfig)}
     assert {name: defaults[name] for name in MAXTEXT_DEFAULTS} == MAXTEXT_DEFAULTS
-    config = QuantConfig()
+    config = QuantConfig.from_any("")
+    assert config == QuantConfig()
     assert (config.resolved_backend, config.recipe(), config.resolver()) == (None, None, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.quantization = "int8"
-
-
-def test_round_trip():
-    config = QuantConfig(quantization="aqt_fp8_full", constant_bound_config="1,2,3,4,5,6", rules=(Rule("a", None),))
-    assert build(QuantConfig, to_mapping(config)) == config
-    assert to_mapping(config)["constant_bound_config"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_reading_a_config_does_not_start_jax(monkeypatch):
@@ -105,13 +99,11 @@ def test_objects_that_know_few_names(error):
     assert QuantConfig.from_any(Config()) == QuantConfig(quantization="int8")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("use_manual_quantization", True), ("te_comm_gemm_overlap", "mlp"), ("experimental_sa_quant_q_fp8", True)],
-)
-def test_maxtext_features_that_are_not_here(name, value):
-    with pytest.raises(NotImplementedError, match=f"{name} {value!r} is not implemented"):
-        QuantConfig.from_any(maxtext(quantization="int8", **{name: value}))
+def test_maxtext_features_that_are_not_here():
+    off = {"use_manual_quantization": True, "te_comm_gemm_overlap": "mlp", "experimental_sa_quant_q_fp8": True}
+    for name, value in off.items():
+        with pytest.raises(NotImplementedError, match=f"{name} {value!r} is not implemented"):
+            QuantConfig.from_any(maxtext(quantization="int8", **{name: value}))
 
 
 @dataclasses.dataclass
@@ -204,17 +196,13 @@ def test_a_path_is_read_as_a_file(name, tmp_path):
         QuantConfig.from_any(str(path))
 
 
-def test_a_string_is_a_config_string():
-    assert QuantConfig.from_any("int8") == QuantConfig(quantization="int8")
-    assert QuantConfig.from_any("") == QuantConfig()
-
-
 BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"
 BOUNDED = {"quantization": "aqt_fp8_full", "constant_bound_config": [1] * 6}
 ACT = "act_quantization_calibration_method"
 REFUSED = [
     ({"quantisation": "int8"}, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
     ({"quantization": 8}, "QuantConfig.quantization must be str, got 8 (int)"),
+    ({"quantization": "fp8", "rules": {"path": "a"}}, "rules must be a list of rules, got {'path': 'a'}"),
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
     (
         {"quantization": "int8", "use_qwix_quantization": True, "quant_backend": "aqt"},
@@ -256,7 +244,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_refusals(fields, message):
-    kind = TypeError if " must be str" in message or " must be bool" in message else ValueError
+    kind = TypeError if " must be str" in message or " must be a list" in message else ValueError
     with pytest.raises(kind, match=re.escape(message)):
         QuantConfig.from_any(fields)
 
@@ -292,8 +280,3 @@ def test_other_unread_options():
         QuantConfig(quantization="int8", weight_sparsity_n=2, weight_sparsity_m=4)
     with pytest.raises(ValueError, match=r"quant_cfg_path 'a\.json' is not read by quantization 'int8'.* of 'intmp'"):
         QuantConfig(quantization="int8", quant_cfg_path="a.json")
-
-
-def test_rules_are_a_list():
-    with pytest.raises(TypeError, match=r"rules must be a list of rules, got {'path': 'a'}"):
-        QuantConfig.from_any({"quantization": "fp8", "rules": {"path": "a"}})

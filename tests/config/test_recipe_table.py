@@ -10,23 +10,10 @@ from jaxquant.config.options import OPERANDS, Options
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, SparsitySpec
+from jaxquant.core.recipe import FORWARD, MatmulSpec
 from jaxquant.core.tensor_spec import TensorSpec
 
-I8, I4, F4 = "int8", "int4", "float4_e2m1fn"
-E4, E5, E4Z, E5Z = "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"
-AQT, QWIX, NATIVE, ALL = ("native", "aqt"), ("native", "qwix"), ("native",), ("native", "aqt", "qwix")
-
-ROWS = {  # string: backends, the one of auto first
-    "": (), "int8": ALL, "int4": QWIX, "intmp": AQT, "fp8": NATIVE, "fp8_gpu": NATIVE, "te_fp8_delayedscaling": NATIVE,
-    "nanoo_fp8": NATIVE, "fp8_nanoo": NATIVE, "fp8_full": QWIX, "fp8_e4m3": QWIX, "fp8_e5m2": QWIX, "fp4": QWIX,
-    "fp4_e2m1": QWIX, "aqt_fp8": ("aqt", "native"), "aqt_fp8_full": ("aqt", "native"), "fp8_current": NATIVE,
-    "te_fp8_currentscaling": NATIVE, "int8w": NATIVE, "mxfp4w": NATIVE, "nvfp4w": NATIVE, "fp8_blockw": NATIVE,
-    "int4w": NATIVE, "fp8_block": NATIVE, "mxfp8": NATIVE, "te_mxfp8": NATIVE, "mxfp4": NATIVE, "int8_delayed": NATIVE,
-    "nvfp4": NATIVE, "te_nvfp4": NATIVE, "te_nvfp4_no_rht": NATIVE, "quartet2": NATIVE, "tetrajet_v2": NATIVE,
-    **{f"ggml_{name}": NATIVE for name in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")},
-}  # fmt: skip
-
+E4, E5 = "float8_e4m3fn", "float8_e5m2"
 
 ALIASES = {
     "fp8_gpu": "fp8", "te_fp8_delayedscaling": "fp8", "fp8_nanoo": "nanoo_fp8", "fp4_e2m1": "fp4",
@@ -41,7 +28,6 @@ def config(quantization, **fields):
 
 
 def test_the_strings():
-    assert {name: row.backends for name, row in RECIPES.items()} == ROWS
     assert RECIPES[""].auto == ""
     assert all(row.summary and row.fields <= {f.name for f in dataclasses.fields(Options)} for row in RECIPES.values())
     assert set().union(*(row.fields for row in RECIPES.values())) == {f.name for f in dataclasses.fields(Options)}
@@ -56,7 +42,7 @@ def test_aliases(alias, name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name])
 def test_pairs(name, backend):
-    backends = ROWS[name]
+    backends = RECIPES[name].backends
     if backend in backends:
         assert config(name, quant_backend=backend).resolved_backend == backend
     else:
@@ -76,28 +62,17 @@ def test_fp8_on_qwix_names_the_recipe_that_it_is(name):
             config(name, **fields)
 
 
-@pytest.mark.parametrize("name", ["fp8_gpu", "fp8_nanoo", "nanoo_fp8"])
-def test_native_twins_of_maxtext_qwix_mode(name):
-    with pytest.raises(
-        ValueError, match=f"quantization '{name}' does not run with use_qwix_quantization true.*'native'"
-    ):
-        config(name, use_qwix_quantization=True)
+UNKNOWN = {
+    **{"int88": "did you mean 'int8'", "fp8_ful": "did you mean 'fp8_full'", "nvfp": "did you mean 'nvfp4'"},
+    **{"float8": "did you mean .*'fp8'", "int8_dynamic": "did you mean 'int8_delayed' or 'int8'"},
+    **{"FP8": r"did you mean 'fp8'\? 'python -m jaxquant strings' lists all$", "none": "write null .* for float$"},
+    "zzz": "'python -m jaxquant strings' lists all$",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        *[("int88", "did you mean 'int8'"), ("fp8_ful", "did you mean 'fp8_full'"), ("nvfp", "did you mean 'nvfp4'")],
-        *[("float8", "did you mean .*'fp8'"), ("int8_dynamic", "did you mean 'int8_delayed' or 'int8'")],
-        *[
-            ("FP8", r"did you mean 'fp8'\? 'python -m jaxquant strings' lists all$"),
-            ("none", "write null .* for float$"),
-        ],
-        ("zzz", "'python -m jaxquant strings' lists all$"),
-    ],
-)
-def test_unknown_string(name, fix):
-    with pytest.raises(ValueError, match=f"quantization '{name}' is not a known recipe; {fix}"):
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_string(name):
+    with pytest.raises(ValueError, match=f"quantization '{name}' is not a known recipe; {UNKNOWN[name]}"):
         config(name)
 
 
@@ -121,18 +96,6 @@ def test_calibrations_reach_their_operands():
     assert recipe.fwd == MatmulSpec(TensorSpec(E4, calibration=Calibration("absmax", 0.5)), weight)
     grad = TensorSpec(E5, calibration=Calibration("rms", 4.0))
     assert (recipe.dlhs, recipe.drhs) == (MatmulSpec(grad, FORWARD), MatmulSpec(FORWARD, grad))
-
-
-def test_sparsity():
-    assert config("fp8_full").recipe().sparsity is None
-    fields = {"weight_sparsity_n": 2, "weight_sparsity_m": 4}
-    assert config("fp8_full", **fields).recipe().sparsity == SparsitySpec(2, 4, start_step=50, update_step=10)
-
-
-@pytest.mark.parametrize("name", ["fp8", "fp8_gpu", "nanoo_fp8", "te_fp8_delayedscaling"])
-def test_delayed_options(name):
-    recipe = config(name, amax_history_length=16, amax_margin=1, amax_init="flax").recipe()
-    assert recipe.delayed == DelayedSpec(16, 1, "flax")
 
 
 def test_bounds_land_on_their_operands_in_aqts_order():

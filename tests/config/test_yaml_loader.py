@@ -70,9 +70,7 @@ def test_nan(tmp_path):
     [
         ("a: 1\nb: 2\na: 3\n", r"c.yml line 3: key 'a' is given twice, first on line 1"),
         ("x:\n  a: 1\n  a: 3\n", r"c.yml line 3: key 'a' is given twice, first on line 2"),
-        ("1: 2\n", r"c.yml line 1: key 1 is not a string"),
         ("a: [1\n", r"c.yml line 2: "),
-        ("a: !!python/object:os.system x\n", r"c.yml line 1: could not determine a constructor"),
         ("a: 1\n---\nb: 2\n", r"c.yml line 2: "),
     ],
 )
@@ -143,11 +141,6 @@ def test_build_errors(mapping, kind, message):
     with pytest.raises(kind, match=re.escape(message)) as error:
         build(Outer, mapping)
     assert str(error.value).count("slow") <= 1  # the choices stand there once
-
-
-def test_place_prefix():
-    with pytest.raises(ValueError, match=re.escape("run.model has no field 'cuont'; did you mean 'count'?")):
-        build(Outer, {"cuont": 1}, "run.model")
 
 
 def test_overrides():

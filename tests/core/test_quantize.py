@@ -68,7 +68,6 @@ def test_a_nan_shows(dtype, text, granularity):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"spec": TensorSpec("int8", "per_tile", tile_size=7, tiling="each_axis")}, r"tile_size 7 does not divide co"),
         ({"spec": TensorSpec("int8"), "shards": 5}, r"quantization_local_shard_count 5 does not divide contraction a"),
         ({"spec": TensorSpec("int8", rounding="stochastic")}, r"stochastic rounding to int8 needs a random key"),
     ],

@@ -23,7 +23,7 @@ from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, export_experts, open_gguf
 from jaxquant.export.gguf import gguf_name, read_shape, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.layouts import decode_blocks, encode_blocks, pack_int4, unpack_int
+from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import Kept
@@ -86,20 +86,16 @@ def test_a_config_says_what_was_written(written, name):
         assert [alone.spec(module) for module in SHAPE.linears()] == [rules.spec(module) for module in SHAPE.linears()]
 
 
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [
-        ("ct_fp8_static", ".weight_scale"),
-        ("ct_fp8_static", ".input_scale"),
-        ("ct_nvfp4", ".weight_global_scale"),
-        ("ct_nvfp4a16", ".weight_global_scale"),
-        ("ct_nvfp4", ".input_global_scale"),
-        ("modelopt_fp8", ".weight_scale"),
-        ("modelopt_fp8", ".input_scale"),
-        ("modelopt_nvfp4", ".weight_scale_2"),
-        ("modelopt_nvfp4", ".input_scale"),
-    ],
-)
+SHARED = {
+    "ct_fp8_static": (".weight_scale", ".input_scale"),
+    "ct_nvfp4": (".weight_global_scale", ".input_global_scale"),
+    "ct_nvfp4a16": (".weight_global_scale",),
+    "modelopt_fp8": (".weight_scale", ".input_scale"),
+    "modelopt_nvfp4": (".weight_scale_2", ".input_scale"),
+}
+
+
+@pytest.mark.parametrize(("name", "end"), [(name, end) for name, ends in SHARED.items() for end in ends])
 def test_fused_layers_have_equal_scales(written, name, end):
     read = HfFolder(written[0] / name)
     for module in SHAPE.linears():
@@ -203,12 +199,6 @@ def test_the_container_is_the_librarys(written):
         assert tensor in loaded[file]
         assert not loaded[file][tensor].flags.writeable
     np.testing.assert_array_equal(loaded[index["weight_map"][f"{Q}.weight_shape"]][f"{Q}.weight_shape"], [256, 256])
-
-
-def test_int4_lies_eight_to_a_word_lowest_first():
-    codes = np.arange(-8, 8, dtype=np.int8)[None]
-    assert pack_int4(codes)[0].view(np.uint32).tolist() == [0x76543210, 0xFEDCBA98]
-    np.testing.assert_array_equal(unpack_int(pack_int4(codes[:, :13]), 4, 13), codes[:, :13])
 
 
 def test_experts_are_gpt_oss_s(tmp_path):

@@ -66,13 +66,6 @@ def test_ggml_decodes_every_byte_pattern_as_gguf_does(name):
     assert_same_bits(np.asarray(row.decode({"blocks": jnp.asarray(data)})), reference.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", ["f16", "bf16"])
-def test_all_sixteen_bit_floats_decode_as_gguf_does(name):
-    data = np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(256, -1)
-    reference = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[name.upper()])
-    assert_same_bits(np.asarray(codec(name).decode({"blocks": jnp.asarray(data)})), reference)
-
-
 @pytest.mark.parametrize("name", ["f16", "bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("distribution", ["normal", "laplace", "uniform"])
 def test_ggml_encodes_as_gguf_does(name, distribution):

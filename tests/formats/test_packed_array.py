@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.formats import CODECS, PackedArray, fake_quantize, matmul, pack_array
+from jaxquant.formats import fake_quantize, matmul, pack_array
 from tests.lowering import equations
 from tests.numerics import dot_bound
 
@@ -17,17 +17,6 @@ FORMATS = ["q4_k", "q8_0", "mxfp6_e2m3", "nvfp4", "bf16"]
 def arrays(rows: int, depth: int = 256) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     return rng.standard_normal((3, depth)).astype(np.float32), rng.standard_normal((depth, rows)).astype(np.float32)
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_a_packed_array_is_a_pytree_of_what_the_codec_made(name):
-    x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
-    packed = jax.eval_shape(lambda x: pack_array(x, name, 0), x)
-    assert isinstance(packed, PackedArray)
-    assert (packed.shape, packed.axis, packed.ndim) == ((256, 8), 0, 2)
-    assert jax.eval_shape(lambda packed: packed.decode("bfloat16"), packed) == jax.ShapeDtypeStruct(
-        (256, 8), jnp.bfloat16
-    )
 
 
 def test_decoding_puts_the_axis_back():

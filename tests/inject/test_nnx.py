@@ -155,20 +155,11 @@ def test_state_must_be_mapped_with_its_layers(model):
         nnx.vmap(lambda block, x: block(x), in_axes=(axes, None))(quantized.stack, X)
 
 
-def _linear():
-    return nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "inputs", "error", "message"),
-    [
-        (nnx.List([]), asked("int8"), [], ValueError, "would quantize no layer of this model"),
-        (_linear(), asked("int8", rules=[{"path": "a", "recipe": None}]), [], ValueError, "'a' matches no layer"),
-    ],
-)
-def test_refusals(model, config, inputs, error, message):
-    with pytest.raises(error, match=message):
-        maybe_quantize_model(model, config, *inputs)
+def test_refusals():
+    with pytest.raises(ValueError, match="would quantize no layer of this model"):
+        maybe_quantize_model(nnx.List([]), asked("int8"))
+    with pytest.raises(ValueError, match="'a' matches no layer"):
+        maybe_quantize_model(Block(nnx.Rngs(0)), asked("int8", rules=[{"path": "a", "recipe": None}]))
 
 
 class Coder(nnx.Module):

@@ -138,14 +138,6 @@ def test_a_model_that_holds_a_quantized_one_keeps_its_recipe():
     assert [sum(kind in line for line in lines) for kind in ("xi8>", "f8E4M3FN>")] == [3, 2]
 
 
-@pytest.mark.parametrize("plain", [Coder(), nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
-def test_quantized_twice(plain):
-    model = maybe_quantize_model(plain, INT8)
-    text = f"{type(plain).__name__} is quantized already, with 'int8'; give the float model"
-    with pytest.raises(ValueError, match=text):
-        maybe_quantize_model(model, FP8)
-
-
 @pytest.mark.parametrize("do", [lambda m: pickle.loads(pickle.dumps(m)), copy.deepcopy], ids=["pickle", "deepcopy"])
 def test_a_quantized_model_is_copied_whole(coder, do):
     model = maybe_quantize_model(Coder(), INT8, X)

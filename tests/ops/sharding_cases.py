@@ -36,7 +36,7 @@ from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec, TensorSpec
 from jaxquant.core.rounding import stochastic_cast
-from jaxquant.ops import dot_general, einsum, initial_state, ragged, sparsity
+from jaxquant.ops import dot_general, initial_state, ragged, sparsity
 from tests.ops.recipes import RECIPES
 
 M, K, N = 16, 32, 24
@@ -108,33 +108,6 @@ def explicit(recipe: Recipe, place: str) -> dict[str, Any]:
         for name, like in (("dx", x), ("dw", w)):
             assert jax.typeof(found[name]).sharding == jax.typeof(like).sharding, (name, jax.typeof(found[name]))
         return found
-
-
-def einsums(kind: str, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An einsum with heads, transposed on its way out, weight by heads: mesh and one device."""
-    x = jax.random.normal(jax.random.key(0), (8, 4, 16))
-    w = jax.random.normal(jax.random.key(1), (16, 6, 4))
-    g = jax.random.normal(jax.random.key(2), (8, 6, 4, 4))
-    specs = P("data"), P(None, "tensor"), P("data", "tensor")
-
-    def op(out_sharding: Any) -> Callable[..., Any]:
-        return lambda x, w, s: einsum("bsd,dhk->bhsk", x, w, recipe=recipe, state=s, out_sharding=out_sharding)
-
-    one = jax.jit(lambda *args: _both(*args, op(None)))(x, w, g, initial_state(recipe))
-    if kind == "manual":
-        out_specs = dict(zip(("out", "dx", "dw"), (specs[2], specs[0], specs[1]), strict=True))
-        mapped = jax.shard_map(
-            lambda *args: _both(*args, op(None)),
-            mesh=mesh_of(AxisType.Auto),
-            in_specs=(specs[0], specs[1], specs[2], P()),
-            out_specs=out_specs | {name: P() for name in one if name not in out_specs},
-        )
-        return jax.jit(mapped)(x, w, g, initial_state(recipe)), one
-    with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        placed = [jax.device_put(a, s) for a, s in zip((x, w, g), specs, strict=True)]
-        return jax.jit(lambda *args: _both(*args, op(P("data", "tensor", None, None))))(
-            *placed, initial_state(recipe)
-        ), one
 
 
 def layers(kind: str, quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -509,7 +482,6 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         found[f"explicit mask {place}"] = lambda p=place: masks(p)
     for kind in ("manual", "explicit"):
         found[f"{kind} fp8 residuals"] = lambda k=kind: residuals(k)
-        found[f"{kind} fp8 einsum"] = lambda k=kind: einsums(k, RECIPES["fp8"])
         for name in ("fp8", "int8"):
             found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)
     for name in ("fp8", "fp8_current", "int8"):

@@ -134,14 +134,3 @@ def test_equal_values_zeros_and_extremes(scheme: str, signed: bool):
     equal = rows[:6]
     np.testing.assert_allclose(decoded[:6], equal, rtol=numerics.CODE_RTOL)
     assert (decoded[6] > 0).all() or signed
-
-
-@pytest.mark.parametrize(("scheme", "least"), [("fp8_coat", 0.5), ("int8_dynamic", 0.99), ("int8_linear", 0.99)])
-def test_decoding_and_encoding_again_changes_codes(scheme: str, least: float):
-    """So a checkpoint has codes: those of fp8_coat are not those of their own decoded values."""
-    x = moments("second", 128)
-    coded, decoded = run(scheme, x, False)
-    again, _ = run(scheme, decoded, False)
-    share = (np.asarray(again.codes) == np.asarray(coded.codes)).mean()
-    assert least < share
-    assert share < 1 or scheme != "fp8_coat"

@@ -20,6 +20,7 @@ from jaxquant.optim import SCHEMES, describe_state, quantize_state, stochastic_r
 from jaxquant.optim.codes import Codec
 from jaxquant.optim.state import _groups
 from tests import numerics
+from tests.models import NnxChain
 
 OPTIMIZED = False
 
@@ -153,18 +154,9 @@ def test_orbax_stores_the_codes(scheme: str, tmp_path: Path):
         same_bits(store.restore(tmp_path / "state", jax.eval_shape(tx.init, params)), state)
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        self.wi = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-        self.wo = nnx.Linear(128, 64, rngs=nnx.Rngs(1))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.wo(nnx.relu(self.wi(x)))
-
-
 def test_nnx_with_delayed_scaling_and_donation():
     x = jax.random.normal(jax.random.key(0), (16, 64))
-    model = jaxquant.maybe_quantize_model(Model(), "fp8", x)
+    model = jaxquant.maybe_quantize_model(NnxChain(64, wi=128, wo=64), "fp8", x)
     optimizer = nnx.Optimizer(model, quantize_state(optax.adam(1e-2), "fp8_coat"), wrt=nnx.Param)
 
     @nnx.jit(donate_argnums=(0, 1))

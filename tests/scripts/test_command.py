@@ -36,7 +36,6 @@ def test_strings_and_explain_print_what_the_table_says(capsys):
         (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
         (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
         (["coverage", "absent.yml"], "absent.yml"),
-        (["coverage", str(CI), "quantization=fp9"], "quantization 'fp9' is not a known recipe"),
         (["coverage", str(CI), "--program", "train.absent:step"], "No module named 'train.absent'"),
         (["coverage", str(CI), "--program", "train.audit:absent"], "train.audit has no function 'absent'"),
     ],

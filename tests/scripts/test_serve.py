@@ -73,7 +73,6 @@ def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypa
         (["--top-p", "1.5"], "top_p 1.5 must lie above 0 and not above 1"),
         (["--temperature", "-1"], "temperature -1.0 must not be negative"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
-        (["--max-length", "1"], "max_length 1 must be at least 2"),
     ],
 )
 def test_a_bad_option_is_an_error(run, words, message, capsys):

@@ -22,7 +22,7 @@ def in_lib(command, **environment):
     return run("bash", "-c", f"set -euo pipefail; source scripts/lib.sh; {command}", **environment)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, ".ci/run"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "scripts/docs.sh", ".ci/run"])
 def test_scripts_are_executable_and_parse(script):
     assert os.access(ROOT / script, os.X_OK)
     assert run("bash", "-n", script).returncode == 0

@@ -78,16 +78,11 @@ def test_commands_without_the_trainer_run(site: Path, beside: Path, words: list[
 MISSING = "error: the training program 'train.audit:program' is in a checkout of jaxquant and not in the installed"
 
 
-def test_coverage_of_a_config_asks_for_a_checkout(site: Path, beside: Path):
-    done = command(beside, site, "jaxquant", "coverage", "own.yml")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(MISSING)
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.aot
-def test_so_does_the_audit(site: Path, beside: Path):
-    done = command(beside, site, "jaxquant.audit", "own.yml")
+@pytest.mark.parametrize(
+    "words", [["jaxquant", "coverage"], pytest.param(["jaxquant.audit"], marks=pytest.mark.aot)], ids=" ".join
+)
+def test_what_reads_a_config_asks_for_a_checkout(site: Path, beside: Path, words: list[str]):
+    done = command(beside, site, *words, "own.yml")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(MISSING)
     assert done.stderr.count("\n") == 1

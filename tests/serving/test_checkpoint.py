@@ -19,9 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quantize import quantize
 from jaxquant.core.trees import tree_bytes
 from jaxquant.formats.packing import PACKED_DTYPES
 from jaxquant.serving import manifest as manifests
@@ -77,25 +75,6 @@ def test_bytes_on_disk_are_those_of_the_format(tmp_path: Path):
     expected = sum(tree_bytes(leaf) for leaf in flatten(params).values())
     assert read_manifest(tmp_path / "made").bytes == expected == 3 * (64 * 128 + 4 * 256)
     assert expected <= size <= expected + numerics.checkpoint_overhead(arrays)
-
-
-@pytest.mark.parametrize(
-    ("string", "bits"),
-    [
-        ("mxfp4w", 4 + 8 / 32),
-        ("nvfp4w", 4 + 8 / 16),
-        ("nvfp4", 4 + 8 / 16**2),  # a scale for 16 by 16, which a file of the format repeats
-        ("fp8_blockw", 8 + 32 / 128**2),
-        ("fp8_block", 8 + 32 / 128**2),
-    ],
-)
-def test_bits_of_a_weight_are_those_of_its_format(string: str, bits: float, tmp_path: Path):
-    weight = jax.random.normal(jax.random.key(0), (256, 256))
-    tensor = quantize(weight, RECIPES[string].recipe.fwd.rhs, (0,))
-    save(tmp_path / "made", {"kernel": tensor}, {"quantization": string})
-    outer = 0 if tensor.outer_scale is None else 32
-    assert read_manifest(tmp_path / "made").bytes * 8 == bits * weight.size + outer
-    assert_same(load(tmp_path / "made").params, {"kernel": tensor})
 
 
 def test_progress_is_told(tmp_path: Path):

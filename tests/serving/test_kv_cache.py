@@ -104,16 +104,6 @@ def test_under_vmap_rows_are_those_of_the_batch(quantization):
 
 def test_bytes():
     sizes = {quantization: nbytes(make(quantization, 16, 64, 4, layers=3)) for quantization in FORMATS}
-    rows = 2 * B * 3 * 16
-    assert sizes == {
-        ("", "dkv"): rows * 4 * 64 * 4,
-        ("int8", "dkv"): rows * (4 * 64 + 4 * 4),
-        ("int8", "heads_and_dkv"): rows * (4 * 64 + 4),
-        ("int4", "dkv"): rows * (4 * 32 + 4 * 4),
-        ("int4", "heads_and_dkv"): rows * (4 * 32 + 4),
-        ("fp8", "dkv"): rows * (4 * 64 + 4 * 4),
-        ("fp8", "heads_and_dkv"): rows * (4 * 64 + 4),
-    }
     assert nbytes(make(("", "dkv"), 16, 64, 4, dtype="bfloat16")) == 2 * B * 16 * 4 * 64 * 2
     for quantization in FORMATS:
         cache = make(quantization, 16, 64, 4, layers=3)

@@ -13,12 +13,6 @@ from jaxquant.state.optimizer import have_stepped
 VARIABLES = {"params": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
 
 
-def test_parameters_alone_are_refused_with_what_to_pass():
-    match = r"only \['bias', 'kernel'\]; pass all that model.init returned, and not variables\['params'\]"
-    with pytest.raises(ValueError, match=match):
-        state.TrainState.create(apply_fn=jnp.dot, params=VARIABLES["params"], tx=optax.sgd(0.1))
-
-
 def test_an_optimizer_state_of_another_make_is_refused():
     theirs = train_state.TrainState.create(apply_fn=jnp.dot, params=VARIABLES, tx=optax.sgd(0.1))
     ours = state.TrainState.create(apply_fn=jnp.dot, params=VARIABLES, tx=optax.sgd(0.1))

@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import RECIPES, maybe_quantize_model, state
-from jaxquant.core import delayed
 from jaxquant.core.quant_state import flat
 from jaxquant.ops import initial_state
 
@@ -136,7 +135,3 @@ def test_integer_keys_that_orbax_restored_as_text_are_taken_or_named(tmp_path):
         for combine in (state.update, state.accumulate):
             with pytest.raises(ValueError, match=r"at 'layers/0' .* as orbax restores .* nnx.restore_int_paths"):
                 combine(*pair)
-
-
-def test_the_bins_have_the_shape_that_older_checkpoints_have():
-    assert delayed.empty_bins((5,)).shape == (5, 3, 2048)

@@ -65,10 +65,7 @@ def test_frozen_dicts_come_out_as_dicts():
     assert jax.tree.structure(quant) == jax.tree.structure(state.update(quant, state.no_observation(quant)))
 
 
-def test_split_and_merge():
-    variables = {"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"op": {"input_amax_history": 2}}}
-    assert state.merge(*state.split(variables)) == variables
-    assert state.merge({"w": 1}, {}) == {"params": {"w": 1}}
+def test_variables_that_are_not_split_are_refused():
     with pytest.raises(ValueError, match=r"collections \['cache'\] beside"):
         state.split({"params": {}, "cache": {}})
     with pytest.raises(ValueError, match=r"no collection 'params', only .*; pass all that model.init returned,"):

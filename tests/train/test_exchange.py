@@ -61,23 +61,10 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
         import_to_run(tmp_path / "hf", tmp_path / "again")
 
 
-def test_fp8_blocks_are_served_as_they_are(run, tmp_path):
-    export_run(run, tmp_path / "hf", "fp8_block", say=quiet)
-    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS)
-    assert made.quantization == "fp8_block"
-    kernel = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)["layers/mlp/wi_0/kernel"]
-    read = HfFolder(tmp_path / "hf")
-    for layer in (0, 1):
-        tensors = read.tensors(f"model.layers.{layer}.mlp.gate_proj")
-        stored = tensors[".weight"].view(np.uint8).T
-        np.testing.assert_array_equal(np.asarray(kernel.qvalue[layer]).view(np.uint8), stored)
-        assert float(kernel.scale[layer].reshape(())) == tensors[".weight_scale_inv"].reshape(())
-    assert open_served(tmp_path / "served").step == 0
-
-
 @pytest.mark.parametrize(
     ("format", "string", "asked"),
     [
+        ("fp8_block", "fp8_block", {}),
         ("ct_fp8_dynamic", "fp8_full", {}),
         ("ct_fp8_static", "fp8", {}),
         ("ct_int8", "int8", {}),

@@ -59,14 +59,3 @@ def test_same_parameters_state_and_gradients(fields):
 def test_the_report_is_the_same():
     assert made(SHAPE, "nnx").layers == made(SHAPE, "linen").layers
     assert [layer.path for layer in made(SHAPE, "nnx").layers if layer.recipe][-1] == "layers/mlp/wo"
-
-
-def test_aqt_runs_on_nnx_and_auto_is_linens():
-    config = TrainConfig(framework="nnx", quantization="int8", quant_backend="aqt")
-    assert config.resolved_backend == "aqt"
-    model = made(SHAPE, "nnx", quantization="int8", quant_backend="aqt")
-    _, _, (loss, grads) = gradients(model)
-    assert np.isfinite(loss)
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads[0]))
-    for framework in ("linen", "nnx"):
-        assert TrainConfig(framework=framework, quantization="int8").resolved_backend == "native"
