@@ -19,7 +19,7 @@ from jaxquant.kernels import CALLS
 from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf, Lost, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
-from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan
+from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan, scan_counts
 from jaxquant.trace.reach import Place, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 from jaxquant.trace.structure import steps_of
@@ -486,14 +486,6 @@ def open_jaxpr(jaxpr: Any) -> Any:
 def called(eqn: Any) -> Any:
     """Return the program of a jit or a remat."""
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Count the constants and the carried values among the operands of a scan."""
-    if "ft_in" in params:  # jax 0.12
-        consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
-        return consts, carries
-    return params["num_consts"], params["num_carry"]
 
 
 def programs(params: dict[str, Any]) -> Iterator[Any]:

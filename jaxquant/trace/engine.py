@@ -33,12 +33,11 @@ from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
 from jaxquant.trace.decisions import Decisions, Dialect, decide
-from jaxquant.trace.plan import Contraction, mark_readings
+from jaxquant.trace.plan import Contraction, mark_readings, mark_stored
 from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Decided, Report, Row, layer_rows, row_of
 from jaxquant.trace.rewrite import Rewriter
-from jaxquant.trace.stored import mark_stored
 
 Function = Callable[..., Any]
 

@@ -24,8 +24,8 @@ from jaxquant.core.rounding import Seed, fold
 from jaxquant.core.sharding import platform_of
 from jaxquant.ops.gradients import forward_only
 from jaxquant.trace import converted
-from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
-from jaxquant.trace.plan import Contraction, Key, Plan, Reading
+from jaxquant.trace.analysis import JITS, REMATS, called
+from jaxquant.trace.plan import Contraction, Key, Plan, Reading, scan_counts
 from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
 Array = jax.Array

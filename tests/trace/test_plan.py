@@ -1,4 +1,4 @@
-"""The trace knows which operands of a contraction lie in memory: a kernel casts those on Hopper, XLA the others."""
+"""Which operands of a contraction lie in memory: on Hopper a kernel casts those, and XLA the others."""
 
 import jax
 import jax.numpy as jnp
