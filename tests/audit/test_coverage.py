@@ -21,7 +21,7 @@ from jaxquant.audit.coverage import MATMULS, of_trace
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.recipe import FORWARD, TensorSpec
 from tests.lowering import dot_operand_types
-from tests.models import Block, Scanned
+from tests.models import Scanned
 
 pytest.importorskip("aqt")
 pytest.importorskip("qwix")
@@ -238,16 +238,22 @@ def test_layers_of_a_scan_are_counted(string, backend, remat):
     assert times == expected
 
 
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(32, name="wo")(nn.silu(nn.Dense(16, name="wi")(x)))
+
+
 class Lifted(nn.Module):
     """A scan of a rematerialized function of a block, whose backward scopes repeat the function's name."""
 
     policy: object
 
     def setup(self):
-        self.layers = Block(16)
+        self.layers = Residual()
 
     def __call__(self, x):
-        block = nn.remat(lambda m, x, _: m(x)[0], policy=self.policy, prevent_cse=False)
+        block = nn.remat(lambda m, x, _: m(x), policy=self.policy, prevent_cse=False)
         axes = {"params": 0, "_overwrite_with_gradient": 0}
         scan = nn.scan(lambda *args: (block(*args), None), length=2, variable_axes=axes, split_rngs={"params": True})
         return scan(self.layers, x, jnp.arange(2))[0].sum()

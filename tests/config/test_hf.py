@@ -170,8 +170,7 @@ REFUSED = {
         "quantization_config.quant_method 'x'; known methods are": {"quant_method": "x"},
         "quantization_config.quant_method is missing; known methods": {"fmt": "e4m3"},
         "ignore[0] 're:(' is not a regular exp": compressed(CHANNEL, None, ["re:("]),
-        "ignore[0] 're:((a+)+)\\1!' is not a regular expression: it has a back-reference": CT_DYNAMIC
-        | {"ignore": [r"re:((a+)+)\1!"]},
+        "' is not a regular expression: it has a back-reference": CT_DYNAMIC | {"ignore": [r"re:((a+)+)\1!"]},
         "modules_to_not_convert[0] '*gate' is not a regular": DEEPSEEK | {"modules_to_not_convert": ["*gate"]},
         "config_groups.group_0.targets is empty: the group is of no layer": to(),
         "format 'marlin' is not known": compressed(CHANNEL, None, format="marlin"),

@@ -63,9 +63,13 @@ def test_fp8_on_qwix_names_the_recipe_that_it_is(name):
 
 
 UNKNOWN = {
-    **{"int88": "did you mean 'int8'", "fp8_ful": "did you mean 'fp8_full'", "nvfp": "did you mean 'nvfp4'"},
-    **{"float8": "did you mean .*'fp8'", "int8_dynamic": "did you mean 'int8_delayed' or 'int8'"},
-    **{"FP8": r"did you mean 'fp8'\? 'python -m jaxquant strings' lists all$", "none": "write null .* for float$"},
+    "int88": "did you mean 'int8'",
+    "fp8_ful": "did you mean 'fp8_full'",
+    "nvfp": "did you mean 'nvfp4'",
+    "float8": "did you mean .*'fp8'",
+    "int8_dynamic": "did you mean 'int8_delayed' or 'int8'",
+    "FP8": r"did you mean 'fp8'\? 'python -m jaxquant strings' lists all$",
+    "none": "write null .* for float$",
     "zzz": "'python -m jaxquant strings' lists all$",
 }
 
