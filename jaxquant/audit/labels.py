@@ -122,7 +122,7 @@ def label_contractions(
         else:
             each.path = each.path or _path(each, "")
             each.matmul = each.op_label or "bwd"
-            residual = _kept_side(each, each.matmul)
+            residual = _kept_side(each, each.matmul, None)
         each.swapped = residual == (1 if each.matmul == "drhs" else 0)
     _mark_updates(forward, backward)
     return read, reading
@@ -191,7 +191,7 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
     """
     pair = forward.contraction.lhs, forward.contraction.rhs
     matmul = "drhs" if backward.contraction.out.size == pair[1].size else "dlhs"
-    kept = (backward.contraction.lhs, backward.contraction.rhs)[_kept_side(backward, matmul)]
+    kept = (backward.contraction.lhs, backward.contraction.rhs)[_kept_side(backward, matmul, forward)]
     other = pair[0 if matmul == "drhs" else 1]
     return 0 if kept.size == other.size else 1 if kept.shape[-1:] == other.shape[-1:] else 2
 
@@ -238,12 +238,20 @@ def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[
     return [pair for pair in sides if mine[pair[0]] is theirs[pair[1]]]
 
 
-def _kept_side(each: LabeledContraction, matmul: str) -> int:
-    """Return which operand of a backward contraction the forward one kept, where nothing shows it.
+def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContraction | None) -> int:
+    """Return which operand of a backward contraction the forward one kept: by its dtype, else by its size.
 
-    jax and the quantization libraries put the gradient first, but behind what was kept in the weight's gradient of a
-    grouped matmul or a convolution.
+    If neither tells, the gradient comes first, as in jax and the quantization libraries; but second in the weight's
+    gradient of a grouped matmul or a convolution.
     """
+    mine = (each.contraction.lhs, each.contraction.rhs)
+    if forward is not None and matmul in ("dlhs", "drhs"):
+        kept = int((matmul == "dlhs") != forward.swapped)
+        other = (forward.contraction.lhs, forward.contraction.rhs)[kept]
+        dtypes = [found.dtype == forward.origins[kept].dtype for found in each.origins]
+        for alike in (dtypes, [operand.size == other.size for operand in mine]):
+            if alike[0] != alike[1]:
+                return alike.index(True)
     is_first = matmul == "drhs" and each.contraction.operation in ("ragged_dot_general", "conv_general_dilated")
     return 0 if is_first else 1
 
@@ -265,4 +273,4 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
     else:  # without the weight it is of the activation
         is_layer = each.site is None and forward.site is not None and forward.site.side is not None
         matmul = "drhs" if is_layer else "bwd"
-    return matmul, _kept_side(each, matmul) if side is None else side
+    return matmul, _kept_side(each, matmul, forward) if side is None else side
