@@ -123,7 +123,7 @@ def strings_text(rows: list[dict[str, str]]) -> str:
     short = [{key: row.get(key, "").partition(":")[0] for key in columns} for row in rows]
     refused = sorted({cell for row in rows for cell in row.values() if cell.startswith("refused: ")})
     title = "# Every config string, compiled for chips that are not here"
-    notes = "An MLP step on the automatic backend, and what its matmuls became; an empty cell was not compiled yet."
+    notes = "An MLP step with `quant_backend: auto`, and its matmuls as compiled; an empty cell was not compiled."
     return "\n".join([title, "", notes, "", *report.table(short), "", *(f"- {each}" for each in refused)]) + "\n"
 
 

@@ -194,14 +194,15 @@ def mlp(part: Part) -> None:
         entry = Entry(name, {"quantization": name, "quant_backend": "native", "implementation": "xla"})
         rows[f"{name}, implementation: xla"] = functools.partial(made, entry)
     known = priced(part.kind)
-    predicted = {name: known.get(name.partition(",")[0], {}) for name in rows}
+    predicted = {name: known.get(name.removesuffix(", no Triton"), {}) for name in rows}
     part.time_in_turns(rows, calls=10, base="bf16", predicted=predicted)
 
 
 def by_name(contenders: Sequence[gemms.Contender], audits: Sequence[Row]) -> dict[str, Row]:
     """Return predictions for contenders from rows with a string, its milliseconds and its ratio."""
     known = {each["string"]: {"us": 1000 * each["ms"], "× jax": each["× bf16"]} for each in audits}
-    return {one.name: known.get(" ".join(one.name.split()[1:]) or "bf16", {}) for one in contenders}
+    ours = [one for one in contenders if one.library in ("jax", "native") and not one.implementation]
+    return {one.name: known.get(one.recipe or "bf16", {}) for one in ours}
 
 
 def gemm_set(part: Part) -> None:

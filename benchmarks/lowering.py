@@ -1,4 +1,4 @@
-"""What it costs to trace and to lower a quantized training step, beside float and beside another commit of jaxquant."""
+"""Cost of tracing and lowering a quantized training step, compared with float and with another commit of jaxquant."""
 
 from __future__ import annotations
 

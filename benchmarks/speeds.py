@@ -1,7 +1,7 @@
 """Speed of ``compare_libraries``'s MLP step under each config string over bfloat16, at default settings.
 
-Both are as the audit prices them; none of these was timed (``on-chip.md`` has some that were). Strings of which both
-operands of the forward matmul are quantized stand here.
+Both times are estimates of the audit; none was measured (``on-chip.md`` has measurements). The table lists strings that
+quantize both operands of the forward matmul.
 """
 
 from __future__ import annotations

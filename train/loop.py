@@ -360,7 +360,7 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
 def _choices(config: TrainConfig) -> list[tuple[str, Choice]]:
     """Return what computes casts and matmuls where kernels were asked for or picked."""
     made = [] if config.implementation == "xla" else choices_made()
-    return [(piece, choice) for piece, choice in made if choice.asks_for_pallas]
+    return [(piece, choice) for piece, choice in made if choice.wants_kernel]
 
 
 def _implementations(config: TrainConfig) -> str:

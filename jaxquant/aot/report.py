@@ -58,7 +58,7 @@ class Audit:
       roofline: estimate of its time, as ``price.estimate`` makes it; ``at_peak`` is one from the full rates of data
         sheets, a bound from below.
       kernels: one row a custom call that multiplies: what it is, times, flops.
-      choices: one row a piece of an op and what computes it: implementation, reason.
+      choices: one row for each piece of an op: its implementation and the reason.
       unknown: names of the custom calls whose work is not known, and counted as moves.
       cycles: the TPU compiler's estimates of matmuls and of the rest, None where there are none.
       parts: of the arguments, one row a part and dtype: bytes, and bytes a parameter where there are parameters.

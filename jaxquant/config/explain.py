@@ -16,7 +16,13 @@ from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Opera
 from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import show
 from jaxquant.kernels.block_matmul.reference import BLOCK
-from jaxquant.ops.implementation import BLOCKS_PAY, HOPPER_CASTS_PAY, INT8_PAYS, TPU_CASTS_PAY
+from jaxquant.ops.implementation import (
+    BLOCKS_PAY,
+    HOPPER_CASTS_PAY,
+    INT8_PAYS,
+    STORED_CASTS_PAY,
+    TPU_CASTS_PAY,
+)
 
 MATMULS = {
     "fwd": ("the forward matmul, input · weight", ("input", "weight")),
@@ -159,8 +165,10 @@ def describe_kernels(recipe: Recipe) -> Iterator[str]:
         picked.append(f"matmuls of blocks on Hopper GPUs ({BLOCKS_PAY})")
     if any(is_tiled):
         picked.append(f"casts of blocks on TPUs ({TPU_CASTS_PAY}) and on Hopper GPUs ({HOPPER_CASTS_PAY})")
+    if recipe.delayed is not None and not recipe.matches_flax:
+        picked.append(f"casts of tensors in memory on Hopper GPUs ({STORED_CASTS_PAY})")
     if picked:
-        yield f"Kernels of quant_backend native: {'; '.join(picked)}. With implementation: xla there are none."
+        yield f"Kernels of quant_backend native: {'; '.join(picked)}. `implementation: xla` disables them."
 
 
 def describe_kept(recipe: Recipe, side: Side) -> str:

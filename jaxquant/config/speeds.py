@@ -36,7 +36,14 @@ int8_delayed     1.4
 """
 """Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks`` fills it."""
 
-_KINDS = {"H100": "h100", "H200": "h200", "B200": "b200", "v5 lite|v5e": "v5e", "v6 lite|v6e": "v6e", "TPU ?v?7": "v7x"}
+_CHIPS = {
+    r"\bH100": "h100",
+    r"\bH200": "h200",
+    r"\bB200": "b200",
+    "v5 lite|v5e": "v5e",
+    "v6 lite|v6e": "v6e",
+    "TPU ?v?7": "v7x",
+}
 """Pattern of a device's kind -> chip."""
 
 
@@ -53,13 +60,13 @@ def warn_if_slow(string: str, backend: str | None) -> None:
 
     Args:
       string: config string.
-      backend: that runs it; speeds are known of the automatic one.
+      backend: backend that runs it; speeds are known only for the backend of ``quant_backend: auto``.
 
     Warns:
       UserWarning: it is slower; names the faster string with the nearest numerics.
     """
     kind = jax.devices()[0].device_kind
-    chip = next((chip for pattern, chip in _KINDS.items() if re.search(pattern, kind)), "")
+    chip = next((chip for pattern, chip in _CHIPS.items() if re.search(pattern, kind)), "")
     row, speeds = lookup(string), speeds_on(chip)
     speed = next((speeds[name] for name in speeds if RECIPES[name] is row), 1.0)
     if speed >= 1 or backend != row.auto:

@@ -72,7 +72,8 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     if resolver is None:
         return model
     _require_module("maybe_quantize_model", "jaxquant.quantize", model)
-    warn_if_slow(config.quantization, config.resolved_backend)
+    if not config.checkpoint_is_quantized:
+        warn_if_slow(config.quantization, config.resolved_backend)
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(

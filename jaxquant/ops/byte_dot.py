@@ -1,4 +1,4 @@
-"""byte_dot: ``lax.dot_general`` of two 8-bit operands, which GPU libraries multiply fast, not XLA's Triton kernels.
+"""byte_dot: ``lax.dot_general`` of two 8-bit operands, computed on GPUs by cuBLASLt instead of Triton.
 
 The matmul is jax's own, so that rematerialization policies recognize it. Identity operations around it carry what only
 compilers of GPUs need: copies of int8 operands whose contraction lies last in memory, and the algorithm of fp8.
@@ -7,6 +7,7 @@ compilers of GPUs need: copies of int8 operands whose contraction lies last in m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,10 +26,10 @@ from jaxquant.ops.layouts import contraction_last, is_cut
 Array = jax.Array
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 ROWS = 64
-"""Rows of the other operand from which a copy of an int8 operand is cheaper than the slow matmul of Hopper.
+"""Rows of the other operand from which GPUs copy an int8 operand.
 
-The copy moves two bytes an element at 4 TB/s; the matmul computes 2 operations an element and row at 0.13 PFLOP/s in
-place of 1.3 (H200; XLA's int8 rows of ``benchmarks/gemm-set-nvidia-h200.md``).
+On an H200 the copy moves two bytes an element at 4 TB/s, and the matmul without it computes two operations an element
+and row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/on-chip.md``): they break even at about 40 rows.
 """
 
 _algorithm = Primitive("fp8_algorithm")
@@ -52,14 +53,14 @@ def byte_dot(
       lhs, rhs: operands.
       dims: what is contracted.
       precision, preferred_element_type, out_sharding: as ``lax.dot_general`` takes them.
-      copies: whether GPUs copy fp8 operands so that the contraction lies last, too.
+      copies: whether GPUs copy fp8 operands so that the contraction axes are last in memory.
     """
-    rows = [math.prod(x.shape[axis] for axis in free) for x, free in ((lhs, dims.lhs_free), (rhs, dims.rhs_free))]
+    rows = [_rows(lhs, dims.lhs_free), _rows(rhs, dims.rhs_free)]
     is_int8, is_fp8 = lhs.dtype == rhs.dtype == jnp.int8, lhs.dtype.name in FP8 and rhs.dtype.name in FP8
     a, b = lhs, rhs
-    if copies or (is_int8 and rows[1] >= ROWS):
+    if rows[1] >= ROWS if is_int8 else copies:
         a = contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
-    if copies or (is_int8 and rows[0] >= ROWS):
+    if rows[0] >= ROWS if is_int8 else copies:
         b = contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
     kept = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     out = float_dot(a, b, dims.numbers, precision=precision, **kept)
@@ -67,6 +68,11 @@ def byte_dot(
     if has_algorithm and capability_of(lhs, rhs) >= (8, 9):
         out = _algorithm.bind(out, is_fast=precision in (None, jax.lax.Precision.DEFAULT))
     return out
+
+
+def _rows(x: Array, free: Sequence[int]) -> int:
+    """Count the rows of an operand; a symbolic size counts as many."""
+    return math.prod(x.shape[axis] if isinstance(x.shape[axis], int) else ROWS for axis in free)
 
 
 def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:

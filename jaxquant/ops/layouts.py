@@ -4,8 +4,7 @@ Hopper's 8-bit matmuls want both operands with the contraction last. XLA turns t
 it sees: the tensor is then read again for its amax, and turned again for the other matmul. For int8 it folds its own
 copies back into the matmul, which cuBLASLt then computes up to eight times as slowly. Here the cast keeps the row-major
 order of what it reads, and the copy is made of the 8-bit tensor. Under automatic sharding a layout that is asked for
-makes the partitioner gather the tensor, so there nothing is asked: as far as types tell while tracing (``is_whole``),
-and always when a program for more than one device is lowered (``_is_cut``).
+makes the partitioner gather the tensor, so a program for more than one device asks for none (``is_cut``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.sharding import is_whole
 
 Array = jax.Array
 
@@ -83,19 +81,19 @@ def _is_byte(x: Array) -> bool:
 
 
 def row_major(tensor: QTensor) -> QTensor:
-    """Ask GPUs to keep an 8-bit tensor in row-major order, where it is whole.
+    """Ask GPUs to keep an 8-bit tensor in row-major order, if it is not cut over devices.
 
     Args:
       tensor: quantized operand.
     """
-    if not _is_byte(tensor.qvalue) or not is_whole(tensor.qvalue):
+    if not _is_byte(tensor.qvalue):
         return tensor
     keep = lambda part: _keep.bind(part, last=(), is_row_major=True)  # noqa: E731
     return tensor.replace(lambda name, part: keep(part) if name == "qvalue" else part)
 
 
 def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> Array:
-    """Return an operand that GPUs copy so that its contraction axes lie last in memory, where it is whole.
+    """Return an operand that GPUs copy so that its contraction axes are last in memory, if it is not cut over devices.
 
     Args:
       x: quantized elements.
@@ -103,6 +101,6 @@ def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> 
       is_row_major: whether XLA may not lay the copy out in another way, as it does with int8.
     """
     is_last = axes == tuple(range(x.ndim - len(axes), x.ndim))
-    if not _is_byte(x) or not is_whole(x) or (is_last and not is_row_major):
+    if not _is_byte(x) or (is_last and not is_row_major):
         return x
     return _keep.bind(x, last=axes, is_row_major=is_row_major)

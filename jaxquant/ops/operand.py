@@ -29,14 +29,10 @@ from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import api as kernel
-from jaxquant.ops.implementation import choose_implementation, settle
+from jaxquant.ops.implementation import STORED_CASTS_PAY, choose_implementation, settle
 from jaxquant.ops.layouts import row_major
 
 Array = jax.Array
-
-
-PAYS = "Hopper reads a tensor in memory once for its cast, its transposed copy and its amax (H200: 1.85 times as fast)"
-"""Why the quantize kernel is picked; see ``benchmarks/kernels-nvidia-h200.md``."""
 
 
 class Observation(NamedTuple):
@@ -117,7 +113,8 @@ def quantize_operand(
     if spec.codec is not None:
         return _alone(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)
-    cut = _cut(x, axes, batch) if is_stored and spec.rounding == "nearest" else None
+    is_cast = is_stored and spec.scaling == "delayed" and spec.rounding == "nearest"
+    cut = _cut(x, axes, batch) if is_cast else None
     cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, cut=cut)
     if static_scale is not None and spec.outer_scale:
         outer = static_scale.reshape((1,) * x.ndim)
@@ -173,11 +170,11 @@ def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
 
 
 def _cut(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
-    """Return the axis in front of which a copy is cut whose memory begins there; None where no copy pays.
+    """Return the axis at which the transposed copy is split, or None if no copy pays.
 
-    Hopper's 8-bit matmuls read operands with the contraction last: one matmul the tensor as it lies, the others a copy
-    that begins with the axes in front of which or behind which the contraction lies. On other GPUs the kernel was not
-    measured; TPUs read either.
+    Hopper's 8-bit matmuls read operands with the contraction last. One matmul reads the tensor as stored, the others a
+    copy whose memory begins at this axis. A forward pass without a backward one writes the copy in vain. On other GPUs
+    the kernel was not measured; TPUs read either layout.
     """
     first, last = tuple(range(len(axes))), tuple(range(x.ndim - len(axes), x.ndim))
     if batch or not 0 < len(axes) < x.ndim or tuple(sorted(axes)) not in (first, last) or capability_of(x)[0] != 9:
@@ -206,7 +203,7 @@ def _cast(
             return "the quantize kernel divides by scales in float32, and not by rounded ones or a reciprocal"
         return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
 
-    pays = None if cut is None else PAYS
+    pays = None if cut is None else STORED_CASTS_PAY
     if settle("quantize", implementation, refused, pays).name == "xla":
         tensor = row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute))
         return tensor, tensor, None

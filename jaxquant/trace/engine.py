@@ -123,7 +123,8 @@ class Engine:
         refuse_trained(quant_state)
         is_cached = is_cached and self._instead() is None
         given = *self._marked(params, args), quant_state, key
-        # A jit around keeps its program, and is told each equation once if there is none of ours within.
+        # An enclosing jit caches the program, and differentiates each equation once only if this call adds no jit.
+        # Repeated calls in one jit are evaluated each time.
         is_staged = any(map(_is_staged, jax.tree.leaves(given)))
         run = self._cached if is_cached and not is_staged else functools.partial(self._run, is_kept=is_cached)
         out = run(fn, (prefix, is_whole, plain is not None), *given)

@@ -23,7 +23,16 @@ OPERATIONS = {name: name for name in CONTRACTIONS} | {
 }
 """Each primitive that multiplies -> the contraction that it is."""
 
-_WRITES = {*OPERATIONS, "pallas_call", "scan", "while", "all_gather", "psum", "reduce_scatter"}
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "reduce_scatter",
+)
+_WRITES = {*OPERATIONS, *_COLLECTIVES, "reduce_scatter", "pallas_call", "scan", "while"}
 """Primitives whose results XLA does not fuse into their readers."""
 _KEEPS = ("reshape", "name", "sharding_constraint", "copy_p", "copy")
 """Primitives that leave a tensor where it is."""
@@ -262,9 +271,9 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def mark_stored(plan: Plan) -> None:
     """Set ``stored`` of every chosen contraction: whether its operands and its output gradient lie in memory.
 
-    Arguments of the program do, what loops carry, and results of matmuls, kernels and collectives. An output gradient
-    does where the program returns the result, or only another contraction reads it. A jaxpr that is called several
-    times has what holds for all calls, so that equal calls stay one function.
+    Arguments of the program, values that a scan carries, and results of matmuls, kernels and collectives lie in memory.
+    An output gradient lies in memory if the program returns the result, or if only another contraction reads it. A
+    jaxpr that is called several times gets the flags that hold for all calls, so that equal calls stay one function.
 
     Args:
       plan: of a program, on which was decided.

@@ -251,10 +251,10 @@ class Rewriter:
 
 
 def _rounded(eqn: Any, plan: Plan, ins: list[Any]) -> list[Any]:
-    """Round what a cast in a scan reads of a float32 weight, on TPUs.
+    """On TPUs, round a float32 input of a scan's body to bfloat16 precision before its cast to bfloat16.
 
-    Their compiler takes the cast of a slice to bfloat16 out of the loop, and so writes and reads a copy of all layers'
-    weights. It leaves a cast of rounded values where it is.
+    The TPU compiler moves the cast of a weight's slice out of the loop, which stores a bfloat16 copy of all layers'
+    weights. It does not move the cast of a rounded value.
     """
     is_cast = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == "bfloat16"
     if plan.level and is_cast and eqn.invars[0] in plan.jaxpr.invars and ins[0].dtype == "float32":
@@ -291,13 +291,14 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _key_of(eqn: Any) -> Any:
-    """Return a value equal for equations that compute the same of their operands, None where nothing tells."""
+    """Return a key equal for equations that compute the same of their operands, or None if a parameter has no hash."""
     atoms = tuple(
         (atom.aval, np.asarray(atom.val).tobytes() if isinstance(atom, Literal) else eqn.invars.index(atom))
         for atom in eqn.invars
     )
     options = tuple(
-        (name, type(each), repr(each) if isinstance(each, float) else each) for name, each in eqn.params.items()
+        (name, type(each), repr(each) if isinstance(each, float | np.floating) else each)
+        for name, each in eqn.params.items()
     )
     key = eqn.primitive, atoms, options, eqn.ctx
     try:
