@@ -14,14 +14,14 @@ from jaxquant.core.recipe import Matmul, Side
 
 TABLE = """\
 string           h200
-int8             1.23
-int4             0.55
-fp8              1.44
+int8             1.26
+int4             1.11
+fp8              1.42
 nanoo_fp8        0.81
-fp8_full         1.28
-fp8_e4m3         1.28
-fp8_e5m2         1.28
-fp4              -
+fp8_full         1.24
+fp8_e4m3         1.24
+fp8_e5m2         1.27
+fp4              1.2
 aqt_fp8          1.08
 aqt_fp8_full     1.44
 fp8_current      1.29

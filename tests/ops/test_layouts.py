@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.ops import layouts
 from jaxquant.ops.operand import quantize_operand
 from tests.ops.recipes import RECIPES
 
@@ -26,9 +25,8 @@ def quantized(x):
 
 
 @pytest.mark.parametrize(("devices", "asks"), [(1, True), (2, False)])
-def test_a_type_without_a_mesh_does_not_make_a_cut_tensor_whole(monkeypatch, devices, asks):
-    # As of the result of cuDNN's attention, in a process that has one device: 289 GB of gathers in a Llama step.
-    monkeypatch.setattr(layouts, "is_whole", lambda x: True)
+def test_a_program_for_several_devices_asks_for_no_layout(devices, asks):
+    # In a process that has one device, whatever types say (289 GB of gathers in a Llama step).
     assert ("LayoutConstraint" in lower(quantized, devices)) == asks
 
 
