@@ -32,7 +32,7 @@ nvfp4            0.75
 te_nvfp4_no_rht  0.78
 quartet2         0.57
 tetrajet_v2      0.66
-int8_delayed     1.4
+int8_delayed     1.48
 """
 """Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks`` fills it."""
 
