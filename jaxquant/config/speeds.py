@@ -13,26 +13,26 @@ from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
 from jaxquant.core.recipe import Matmul, Side
 
 TABLE = """\
-string           h200
-int8             1.26
-int4             1.11
-fp8              1.42
-nanoo_fp8        0.81
-fp8_full         1.24
-fp8_e4m3         1.24
-fp8_e5m2         1.27
-fp4              1.2
-aqt_fp8          1.08
-aqt_fp8_full     1.44
-fp8_current      1.29
-fp8_block        1.3
-mxfp8            0.82
-mxfp4            0.79
-nvfp4            0.75
-te_nvfp4_no_rht  0.78
-quartet2         0.57
-tetrajet_v2      0.66
-int8_delayed     1.48
+string           h100  h200  b200
+int8             1.16  1.26  0.93
+int4             0.98  1.11  0.93
+fp8              1.31  1.42  1.36
+nanoo_fp8        0.76  0.81  0.73
+fp8_full         1.11  1.24  1.05
+fp8_e4m3         1.11  1.24  1.05
+fp8_e5m2         1.14  1.27  1.05
+fp4              1.08  1.2   1.11
+aqt_fp8          1.04  1.08  1.05
+aqt_fp8_full     1.33  1.44  1.34
+fp8_current      1.16  1.29  1.23
+fp8_block        1.16  1.3   0.8
+mxfp8            0.77  0.82  1.03
+mxfp4            0.74  0.79  0.74
+nvfp4            0.68  0.75  0.94
+te_nvfp4_no_rht  0.77  0.78  1.18
+quartet2         0.49  0.57  0.74
+tetrajet_v2      0.59  0.66  0.8
+int8_delayed     1.38  1.48  1.4
 """
 """Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks`` fills it."""
 

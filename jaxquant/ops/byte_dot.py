@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
 from jaxquant.core.float_dot import float_dot
 from jaxquant.kernels.platforms import capability_of
