@@ -23,16 +23,8 @@ OPERATIONS = {name: name for name in CONTRACTIONS} | {
 }
 """Each primitive that multiplies -> the contraction that it is."""
 
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_invariant",
-    "all_to_all",
-    "ppermute",
-    "psum",
-    "psum_invariant",
-    "reduce_scatter",
-)
-_WRITES = {*OPERATIONS, *_COLLECTIVES, "reduce_scatter", "pallas_call", "scan", "while"}
+_COLLECTIVES = "all_gather all_gather_invariant all_to_all ppermute psum psum_invariant reduce_scatter"
+_WRITES = {*OPERATIONS, *_COLLECTIVES.split(), "pallas_call", "scan", "while"}
 """Primitives whose results XLA does not fuse into their readers."""
 _KEEPS = ("reshape", "name", "sharding_constraint", "copy_p", "copy")
 """Primitives that leave a tensor where it is."""
