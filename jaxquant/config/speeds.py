@@ -71,7 +71,7 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     speed = next((speeds[name] for name in speeds if RECIPES[name] is row), 1.0)
     if speed >= 1 or backend != row.auto:
         return
-    faster = [name for name in speeds if speeds[name] > 1]
+    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's: measured slower
     near = min(faster, key=lambda name: (*_distance(row, RECIPES[name]), -speeds[name]), default="")
     hint = f"{near!r} at {speeds[near]} times" if near else "no string of the table is faster than bfloat16 there"
     about = f"an MLP at {speed} times the speed of bfloat16 on {kind}, by the audit (benchmarks/strings-speed.md)"

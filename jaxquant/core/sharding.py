@@ -49,8 +49,13 @@ def is_whole(x: Array) -> bool:
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
-        return jax.device_count() == 1
+        return not is_untold(x)
     return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
+def is_untold(x: Array) -> bool:
+    """Check whether the type of x leaves open if a compiler may cut it: it names no mesh, and there are devices."""
+    return jax.typeof(x).sharding.mesh.empty and jax.device_count() > 1
 
 
 def device_parts(x: Array, axis: int) -> int:

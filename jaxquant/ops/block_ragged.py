@@ -53,12 +53,15 @@ def choose(
     return settle_blocks(OWN, implementation, refused).name
 
 
-def multiply(lhs: QTensor, rhs: QTensor, numbers: RaggedDotDimensionNumbers, groups: Groups, out_dtype: str) -> Array:
+def multiply(
+    lhs: QTensor, rhs: QTensor, groups: Groups, *, numbers: RaggedDotDimensionNumbers, out_dtype: str
+) -> Array:
     """Multiply qvalues and the scales of their blocks by the kernel, which ``choose`` chose.
 
     Args:
-      lhs, rhs, numbers: as ``choose`` takes them.
+      lhs, rhs: as ``choose`` takes them.
       groups: of the rows; where they are contracted each group is whole blocks of 128.
+      numbers: what is contracted.
       out_dtype: dtype of the result, in which rows behind the last group hold anything.
     """
     x, w, left, right = kernel.operands(lhs, rhs, *_axes(numbers))

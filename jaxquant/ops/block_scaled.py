@@ -51,7 +51,7 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
             return f"the last contraction axis is not cut into blocks of {size}"
-    return cut_refusal(lhs.qvalue, rhs.qvalue)
+    return cut_refusal(lhs.qvalue, rhs.qvalue, waits=True)
 
 
 def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:

@@ -19,9 +19,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jaxquant.core.float_dot import float_dot
-from jaxquant.kernels.platforms import capability_of
+from jaxquant.kernels.platforms import capability_of, is_cut
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.layouts import contraction_last, is_cut
+from jaxquant.ops.layouts import contraction_last
 
 Array = jax.Array
 FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -20,7 +20,7 @@ from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
-from jaxquant.kernels.platforms import capability_of
+from jaxquant.kernels.platforms import capability_of, unless_cut
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
@@ -97,16 +97,21 @@ def contract(
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
+
+        def as_floats(lhs: Any, rhs: Any) -> Array:
+            left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
+            more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
+            return float_dot(left, right, dims.numbers, **more)
+
         if (
             isinstance(lhs, QTensor)
             and isinstance(rhs, QTensor)
             and (by := block_scaled.choose(lhs, rhs, dims, returned, implementation)) != "xla"
         ):
-            out = block_scaled.multiply(lhs, rhs, dims, returned, by)
+            by_blocks = functools.partial(block_scaled.multiply, dims=dims, out_dtype=returned, by=by)
+            out = unless_cut(by_blocks, as_floats, lhs, rhs)
         else:
-            left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
-            more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
-            out = float_dot(left, right, dims.numbers, **more)
+            out = as_floats(lhs, rhs)
         return (out if outer is None else out * outer).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))

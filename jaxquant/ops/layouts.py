@@ -4,7 +4,7 @@ Hopper's 8-bit matmuls want both operands with the contraction last. XLA turns t
 it sees: the tensor is then read again for its amax, and turned again for the other matmul. For int8 it folds its own
 copies back into the matmul, which cuBLASLt then computes up to eight times as slowly. Here the cast keeps the row-major
 order of what it reads, and the copy is made of the 8-bit tensor. Under automatic sharding a layout that is asked for
-makes the partitioner gather the tensor, so a program for more than one device asks for none (``is_cut``).
+makes the partitioner gather the tensor, so a program for more than one device asks for none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxquant.core.qtensor import QTensor
+from jaxquant.kernels.platforms import is_cut
 
 Array = jax.Array
 
@@ -46,22 +47,6 @@ def _on_gpus(x: Array, *, last: tuple[int, ...], is_row_major: bool) -> Array:
     copy = x.transpose(order)
     copy = jax.lax.optimization_barrier(_pin(copy) if is_row_major else copy)
     return copy.transpose(np.argsort(order))  # which the matmul takes in: its operand is the copy
-
-
-def is_cut(context: Any) -> bool:
-    """Check whether a compiler may cut what this program computes over devices; what cannot be read off may be cut.
-
-    Types of results that a kernel declares by itself (cuDNN's attention) name no mesh, and the process that lowers for
-    an absent chip has a single device.
-
-    Args:
-      context: of a lowering rule.
-    """
-    axes = context.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)
-    if mesh is None:
-        return getattr(axes, "num_devices", None) != 1
-    return mesh.size != 1 and set(axes.manual_axes) != set(mesh.axis_names)
 
 
 def _lower_on_gpus(context: Any, x: Any, **layout: Any) -> Any:

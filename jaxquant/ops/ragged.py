@@ -35,6 +35,7 @@ from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices, platform_of
+from jaxquant.kernels.platforms import unless_cut
 from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
@@ -400,11 +401,16 @@ class _Ragged(Operation):
         ]
         left, right = map(as_rows, sides) if numbers is _DRHS else sides
         returned = accumulator_dtype(None, "float32" if outer else out_dtype)
+
+        def as_floats(lhs: Any, rhs: Any, groups: Groups) -> Array:
+            lhs, rhs = (values(side, groups, dtype) for side in (lhs, rhs))
+            return self._multiply(lhs, rhs, groups, numbers, returned, precision)
+
         if not arrays and block_ragged.choose(left, right, numbers, returned, self.implementation) == "pallas":
-            out = block_ragged.multiply(left, right, numbers, groups, returned)
+            by_blocks = functools.partial(block_ragged.multiply, numbers=numbers, out_dtype=returned)
+            out = unless_cut(by_blocks, as_floats, left, right, groups)
         else:
-            left, right = (values(side, groups, dtype) for side in (left, right))
-            out = self._multiply(left, right, groups, numbers, returned, precision)
+            out = as_floats(left, right, groups)
         return out * functools.reduce(jnp.multiply, outer) if outer else out
 
     def _multiply(

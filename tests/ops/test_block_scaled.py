@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
+from jaxquant.core import sharding
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
@@ -28,6 +29,8 @@ MX = TensorSpec("float8_e4m3fn", "per_tile", tile_size=32, scale_dtype="float8_e
 SQUARE = dataclasses.replace(MX, granularity="per_block", free_size=32)
 COARSE = dataclasses.replace(MX, granularity="per_block", tile_size=128, free_size=128)
 NV = RECIPES["nvfp4"].recipe
+KERNELS = [("NVIDIA B200", "mxfp8", "__op$block_scaled_dot"), ("NVIDIA H200", "fp8_block", "mosaic_gpu")]
+"""Devices, strings, and what a GPU calls for their products."""
 
 
 def on(kind, *shape, dtype="bfloat16", axes=AxisType.Auto, spec=None, size=1):
@@ -128,6 +131,19 @@ def test_where_a_compiler_may_cut_the_operands_the_product_stays_float():
     place = {"axes": AxisType.Explicit, "spec": PartitionSpec(None, None)}
     explicit = [on("NVIDIA B200", *each, **place) for each in ((128, 64), (64, 128))]
     assert matmuls(step, *explicit) == (3, 0)
+
+
+@pytest.mark.parametrize(("kind", "name", "call"), KERNELS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_without_a_mesh_the_lowering_tells_if_a_compiler_may_cut_operands(monkeypatch, kind, name, call, devices):
+    """So a host's further devices, which take no part, change nothing; under vmap too."""
+    monkeypatch.setattr(sharding, "_device_of", lambda _: on(kind, 1).sharding.mesh.abstract_device)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    shapes = [jax.ShapeDtypeStruct(each, "bfloat16") for each in ((2, 128, 256), (256, 128))]
+    product = jax.vmap(lambda x, w: dot_general(x, w, NUMBERS, recipe=RECIPES[name].recipe), (0, None))
+    step = jax.jit(lambda x, w, beside: (product(x, w), beside + 1))
+    text = step.trace(*shapes, on(kind, 8, size=devices)).lower(lowering_platforms=("cuda",)).as_text()
+    assert (call in text, "stablehlo.dot_general" in text) == (devices == 1, devices > 1)
 
 
 def test_a_contraction_that_is_not_cut_into_whole_blocks_is_refused_with_a_reason():

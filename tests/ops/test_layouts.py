@@ -24,14 +24,9 @@ def quantized(x):
     return quantize_operand(x, spec, (1,), recipe=recipe)[0].qvalue
 
 
-@pytest.mark.parametrize(("devices", "asks"), [(1, True), (2, False)])
-def test_a_program_for_several_devices_asks_for_no_layout(devices, asks):
+@pytest.mark.parametrize(("devices", "is_part", "asks"), [(1, False, True), (2, False, False), (2, True, True)])
+def test_a_program_for_several_devices_asks_for_no_layout_but_in_shard_map(devices, is_part, asks):
     # In a process that has one device, whatever types say (289 GB of gathers in a Llama step).
-    assert ("LayoutConstraint" in lower(quantized, devices)) == asks
-
-
-def test_a_part_inside_shard_map_is_whole():
-    mesh = AbstractMesh((2,), ("x",))
-    rows = PartitionSpec("x")
+    mesh, rows = AbstractMesh((2,), ("x",)), PartitionSpec("x")
     inside = jax.shard_map(quantized, mesh=mesh, in_specs=rows, out_specs=rows)
-    assert "LayoutConstraint" in lower(inside, 2)
+    assert ("LayoutConstraint" in lower(inside if is_part else quantized, devices)) == asks

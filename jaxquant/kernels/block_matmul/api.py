@@ -65,7 +65,9 @@ def elements_refusal(lhs: Array, rhs: Array) -> str | None:
         return f"the block_matmul kernel multiplies float8, not {kinds[0]} and {kinds[1]}"
     if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
         return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
-    return cut_refusal(lhs, rhs) if lhs.size and rhs.size else "the block_matmul kernel takes no empty operand"
+    if not lhs.size or not rhs.size:
+        return "the block_matmul kernel takes no empty operand"
+    return cut_refusal(lhs, rhs, waits=True)
 
 
 def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]) -> list[Array]:
