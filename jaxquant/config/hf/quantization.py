@@ -15,7 +15,6 @@ from jaxquant.config.patterns import full_matcher
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""
 
-_matcher = functools.lru_cache(maxsize=2**16)(full_matcher)
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
@@ -41,7 +40,7 @@ class LayerRule:
 
     def matches(self, module: str) -> bool:
         if not self.names:
-            return _matcher(self.pattern)(module)
+            return full_matcher(self.pattern)(module)
         parents = itertools.accumulate(module.split("."), "{}.{}".format) if self.covers_children else (module,)
         return any(name in self.names for name in parents)
 
