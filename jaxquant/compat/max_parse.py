@@ -7,11 +7,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxquant.config.hf.max_config import QuantConfig
-from jaxquant.config.hf.quantization import CheckpointQuantization
-from jaxquant.config.hf.read import KEYS, METHODS, REFUSED, SECOND_SCALE, find_section, read_quantization
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import (
+from jaxquant.compat.max_config import QuantConfig
+from jaxquant.config.loader import read_json
+from jaxquant.export.hf.quantization import CheckpointQuantization
+from jaxquant.export.hf.read import KEYS, METHODS, REFUSED, SECOND_SCALE, SIDECAR, find_section, read_quantization
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import (
     InputScaleSpec,
     LayerSpec,
     QuantFormat,
@@ -19,16 +20,14 @@ from jaxquant.config.hf.spec import (
     ScaleOrigin,
     WeightScaleSpec,
 )
-from jaxquant.config.hf.tensors import TensorInfo, dtype_name, read_tensors
-from jaxquant.config.loader import read_json
+from jaxquant.export.hf.tensors import TensorInfo, dtype_name, read_tensors
 
-SIDECAR = "hf_quant_config.json"
 MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
 _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
-_ONE_SCHEME = "a QuantConfig holds one; use jaxquant.config.hf.read_quantization, which has a spec for every layer"
+_ONE_SCHEME = "a QuantConfig holds one; use jaxquant.export.hf.read_quantization, which has a spec for every layer"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
 
 
@@ -195,7 +194,7 @@ class _View:
             return QuantFormat.INT8_W8A8
         if not weight.dtype.startswith("float8"):
             raise ValueError(
-                f"{weight.dtype} weights have no QuantConfig; use jaxquant.config.hf.read_quantization, "
+                f"{weight.dtype} weights have no QuantConfig; use jaxquant.export.hf.read_quantization, "
                 "which reads every scheme"
             )
         of_methods = {"compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8, "modelopt": QuantFormat.MODELOPT_FP8}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 
-from jaxquant.config.hf.exclusions import quark_pattern
-from jaxquant.config.hf.fp8 import EXPERTS, exclusions
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import mx_layer
+from jaxquant.export.hf.exclusions import quark_pattern
+from jaxquant.export.hf.fp8 import EXPERTS, exclusions
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, listed
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import mx_layer
 
 _RESTATED = (
     "qscheme", "round_method", "ch_axis", "is_dynamic", "observer_cls", "scale_type", "symmetric", "is_scale_quant",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.tensor_spec import keeping_grid
+from jaxquant.export.hf.spec import LayerSpec, OperandSpec, ScaleGranularity
 
 _WHOLE_CONTRACTION = {"weight": ScaleGranularity.ROWWISE, "input": ScaleGranularity.COLWISE}
 

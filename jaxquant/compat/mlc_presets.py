@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxquant.config.hf import fp8
-from jaxquant.config.hf.exclusions import transformers_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
-from jaxquant.config.hf.read import NO_VALUES, find_section
 from jaxquant.core.typed import build, check_fields
+from jaxquant.export.hf import fp8
+from jaxquant.export.hf.exclusions import transformers_pattern
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, listed
+from jaxquant.export.hf.read import NO_VALUES, find_section
 
 FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
 """Whole names of output heads, which MLC does not quantize."""

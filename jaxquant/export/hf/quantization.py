@@ -8,9 +8,9 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import LayerSpec
 from jaxquant.config.patterns import full_matcher
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import LayerSpec
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""

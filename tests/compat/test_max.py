@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.config import hf
-from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
-from tests.config.hf_published import (
+from jaxquant.compat import max as hf
+from jaxquant.compat.max import QuantFormat, parse_quant_config
+from jaxquant.export.hf import read_quantization
+from tests.export.hf_published import (
     _PROJECTIONS,
     BF16,
     BLOCK,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.config.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularity, WeightScaleSpec
 from jaxquant.core.typed import either
+from jaxquant.export.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularity, WeightScaleSpec
 
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 

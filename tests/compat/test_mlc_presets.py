@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxquant.config.hf import BlockScaleQuantize, ScaleOrigin, read_mlc_quantization
-from jaxquant.config.hf.mlc import block_scale_quantize
+from jaxquant.compat.mlc_presets import BlockScaleQuantize, block_scale_quantize, read_mlc_quantization
+from jaxquant.export.hf import ScaleOrigin
 
 DYNAMIC = "fp8_e4m3fn_bf16_block_scale"
 STATIC = f"{DYNAMIC}_static_activation"

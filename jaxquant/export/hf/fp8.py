@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxquant.config.hf import compressed_tensors, modelopt
-from jaxquant.config.hf.exclusions import modelopt_pattern, transformers_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, tensor_layer
+from jaxquant.export.hf import compressed_tensors, modelopt
+from jaxquant.export.hf.exclusions import modelopt_pattern, transformers_pattern
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, tensor_layer
 
 EXCLUSION_KEYS = ("modules_to_not_convert", "ignored_layers")
 EXPERTS = r".*\.experts(?:\..*)?"

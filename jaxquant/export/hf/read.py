@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxquant.config.hf import compressed_tensors, fp4, fp8, modelopt
-from jaxquant.config.hf.quantization import CheckpointQuantization
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.tensors import read_tensors
+from jaxquant.export.hf import compressed_tensors, fp4, fp8, modelopt
+from jaxquant.export.hf.quantization import CheckpointQuantization
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.tensors import read_tensors
 
 KEYS = ("quantization_config", "compression_config")
 """Keys of a quantization config; compressed-tensors wrote the second one at first."""
 SECOND_SCALE = "weight_scale_2"
+SIDECAR = "hf_quant_config.json"
+"""File beside the config in which ModelOpt writes the quantization config."""
 NO_VALUES = ("quant_method", "version", "producer", "dequantize")
 """Keys that change no values, or that ``find_section`` has read."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxquant.config.hf import ScaleGranularity, ScaleOrigin, parse_quant_config
+from jaxquant.compat.max import parse_quant_config
+from jaxquant.export.hf import ScaleGranularity, ScaleOrigin
 
 TENSOR, ROWWISE, COLWISE, BLOCK = ScaleGranularity
 STATIC, DYNAMIC = ScaleOrigin

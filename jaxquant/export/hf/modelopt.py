@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxquant.config.hf import compressed_tensors
-from jaxquant.config.hf.exclusions import modelopt_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, nvfp4_layer, tensor_layer
+from jaxquant.export.hf import compressed_tensors
+from jaxquant.export.hf.exclusions import modelopt_pattern
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, nvfp4_layer, tensor_layer
 
 _E4M3 = "float8_e4m3fn"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import re
 
-from jaxquant.config.hf.exclusions import ANY_CLASS, REGEX, compressed_tensors_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, named
-from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
+from jaxquant.export.hf.exclusions import ANY_CLASS, REGEX, compressed_tensors_pattern
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, named
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
 
 FORMATS = (
     "dense",
