@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxquant.config.loader import load_yaml
 from jaxquant.config.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,10 +27,8 @@ class Scheme:
     def config(self) -> dict[str, Any]:
         if not self.string:
             return {}
-        options = load_yaml(str(ROOT / f"configs/quant/{self.string}.yml")) if self.string == "intmp" else {}
-        if path := options.get("quant_cfg_path"):
-            options["quant_cfg_path"] = str(ROOT / path)
-        return options | {"quantization": self.string, "quant_backend": self.backend}
+        bits = {"quant_cfg_path": str(ROOT / "configs/intmp/int8_weight_only.json")} if self.string == "intmp" else {}
+        return bits | {"quantization": self.string, "quant_backend": self.backend}
 
     @property
     def cells(self) -> Row:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import serving
-from jaxquant.config.hf import to_recipe
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
@@ -27,6 +26,7 @@ from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files
+from jaxquant.export.hf import to_recipe
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel

@@ -1,4 +1,4 @@
-"""MLC's block-scaled float8 in this package's terms: its functions by its names, and those of ``mlc_config``.
+"""MLC's block-scaled float8 in this package's terms: its functions by its names, its presets and its config.
 
 A weight is as MLC stores it: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
 multiplies. One row of activations meets it in float, as MLC's GEMV does; more rows are quantized ``1 × b1`` first.
@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxquant.compat.mlc_config import quant_config, skip_reason
+from jaxquant.compat.mlc_presets import PRESETS, BlockScaleQuantize, read_mlc_quantization
 from jaxquant.compat.scale_layouts import ScaleLayout
-from jaxquant.config.hf import ScaleOrigin, to_recipe
-from jaxquant.config.hf.fp8 import blocks
 from jaxquant.core.blocks import apply_blocks, block_shape, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, check
@@ -29,6 +28,8 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
+from jaxquant.export.hf import ScaleOrigin, to_recipe
+from jaxquant.export.hf.fp8 import blocks
 from jaxquant.ops.arguments import check_float
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
@@ -47,7 +48,9 @@ Activation = Literal["dynamic", "static", "float"]
 
 __all__ = [
     "EPSILON",
+    "PRESETS",
     "Absorbed",
+    "BlockScaleQuantize",
     "ScaleLayout",
     "absorb",
     "block_scale_bmm",
@@ -56,6 +59,7 @@ __all__ = [
     "broadcast_activation_scale",
     "group_sizes",
     "quant_config",
+    "read_mlc_quantization",
     "rowwise_group_quant_fp8",
     "skip_reason",
     "static_activation_group_quant_fp8",

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxquant.config.hf import BlockScaleQuantize, read_mlc_quantization, to_recipe
-from jaxquant.config.hf.mlc import FINAL, GATE, GATES, HEADS, WIDEST_GATE
+from jaxquant.compat.mlc_presets import (
+    FINAL,
+    GATE,
+    GATES,
+    HEADS,
+    WIDEST_GATE,
+    BlockScaleQuantize,
+    read_mlc_quantization,
+)
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
+from jaxquant.export.hf import to_recipe
 
 
 def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from jaxquant.config.patterns import Pattern
+from jaxquant.config.patterns import full_matcher
 from jaxquant.config.recipes import spell
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.typed import check_fields, show
@@ -73,14 +73,14 @@ class Decision:
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_pattern(pattern: str, place: str) -> Pattern:
+def compile_pattern(pattern: str, place: str) -> Callable[[str], bool]:
     """Compile a regex.
 
     Raises:
       ValueError: not a regex; names it, its place and what is wrong.
     """
     try:
-        return Pattern(pattern)
+        return full_matcher(pattern)
     except ValueError as error:
         raise ValueError(f"{place} {show(pattern)} is not a regular expression: {error}") from None
 
@@ -131,7 +131,7 @@ class Entry:
         compile_pattern(self.pattern, self.place)
 
     def matches(self, path: str) -> bool:
-        return compile_pattern(self.pattern, self.place).fullmatch(path)
+        return compile_pattern(self.pattern, self.place)(path)
 
 
 @dataclasses.dataclass(frozen=True)

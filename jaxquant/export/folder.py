@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxquant.config.hf import LayerSpec, read_quantization
+from jaxquant.export.hf import LayerSpec, read_quantization
 from jaxquant.export.safetensors import SafetensorsWriter
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.stored import read_layer, write_layer

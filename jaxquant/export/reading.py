@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxquant.config.hf import CheckpointQuantization, LayerSpec, read_quantization
-from jaxquant.config.hf.max_parse import SIDECAR
 from jaxquant.config.loader import read_json
 from jaxquant.core.typed import show
 from jaxquant.export.folder import INDEX
+from jaxquant.export.hf import CheckpointQuantization, LayerSpec, read_quantization
+from jaxquant.export.hf.read import SIDECAR
 from jaxquant.export.layouts import check_finite, row_chunks
 from jaxquant.export.llama import EMBEDDING, HEAD, LlamaShape
 from jaxquant.export.safetensors import SafetensorsFile

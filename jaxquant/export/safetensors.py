@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxquant.config.hf.tensors import SAFETENSORS
 from jaxquant.config.loader import check_ordinary
 from jaxquant.core.typed import show
+from jaxquant.export.hf.tensors import SAFETENSORS
 
 _MAX_ELEMENTS = 2**48
 _MAX_AXES = 32

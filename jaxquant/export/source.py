@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxquant.config.hf import OperandSpec
 from jaxquant.core.qtensor import QTensor
+from jaxquant.export.hf import OperandSpec
 from jaxquant.export.layouts import is_finite
 from jaxquant.export.llama import LlamaShape, fused_with
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxquant.config.hf import LayerSpec, ScaleGranularity
 from jaxquant.core.dtypes import element
+from jaxquant.export.hf import LayerSpec, ScaleGranularity
 from jaxquant.export.layouts import (
     NVFP4_RANGE,
     Tensors,

@@ -6,9 +6,11 @@ import contextlib
 import random
 from typing import Any
 
-from jaxquant.config.hf import parse_quant_config, read_mlc_quantization, read_quantization, to_recipe
+from jaxquant.compat.max import parse_quant_config
+from jaxquant.compat.mlc_presets import read_mlc_quantization
+from jaxquant.export.hf import read_quantization, to_recipe
 from tests.attacks.tally import Tally
-from tests.config import hf_published as hf
+from tests.export import hf_published as hf
 from tests.mutate import mutate_json
 
 MIXED = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-import re
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import pytest
 
 from jaxquant.config.loader import MAX_CHARACTERS, load_yaml, parse_overrides
 from jaxquant.config.mixed_precision import MixedPrecisionEntry, load_mixed_precision
-from jaxquant.config.patterns import Pattern
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
@@ -138,71 +135,21 @@ def test_every_number_of_a_run_has_a_range():
 
 # Patterns of rules.
 
-BLOW_UPS = {
-    "nested": (r"(a+)+b", "a" * 60),
-    "alternatives that overlap": (r"(a|a)*b", "a" * 60),
-    "words": (r"(\w+/?)*!", "layers/self_attention/query_projection_of_a_decoder"),
-    "polynomial": (".*" * 20 + "!", "layers/" * 12),
-    "counted": (r"(a{0,60}){0,60}b", "a" * 60),
-    "a look-ahead": (r"(?=(a*)*b)a", "a" * 60),
-    "repeated emptiness": (r"(a*|b*)*(c?){100000000}!", "ab" * 30),
-}
-
-
-@pytest.mark.parametrize("case", BLOW_UPS)
-def test_no_pattern_takes_long(case: str):
-    pattern, text = BLOW_UPS[case]
-    began = time.process_time()
-    assert not Pattern(pattern).fullmatch(text)
-    assert time.process_time() - began < LIMIT_S
-
-
-ATOMS = [
-    "a", "b", "/", ".", r"\w", r"\d", r"\D", "[ab]", "[^a]", "[a-c1]", "$", "^", r"\b", r"\Z", "a|b", "(?:ab|a)", "(b)",
-    "(?=a)", "(?!b)", "(?<=a)", "(?<!b)", "a*", "b+?", "a?", "(?:ab)*", "(?:a|b/){1,2}", ".*", "a{2}", r"\s", r"\.",
-    "A",
-]  # fmt: skip
-
-
-def test_what_matches_in_full_is_what_re_says():
-    rng = random.Random(0)
-    texts = ["".join(rng.choices("ab/1A", k=rng.randrange(7))) for _ in range(40)]
-    count = 0
-    for _ in range(1500):
-        pattern = rng.choice(["", "", "(?i)"]) + "".join(rng.choices(ATOMS, k=rng.randrange(1, 5)))
-        expected = re.compile(pattern)
-        found = Pattern(pattern)
-        for text in rng.sample(texts, 8):
-            matches = expected.fullmatch(text) is not None
-            assert found.fullmatch(text) == matches, (pattern, text)
-            count += matches
-    assert count > 500
-
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
         ("(a", "missing ), unterminated subpattern"),
-        (r"(a)\1", "it has a back-reference"),
-        ("(?>a)", "it has an atomic group"),
-        ("a*+", "it has a possessive repeat"),
-        ("(" * 41 + ")" * 41, "it is nested too deep, of at most 40 groups within each other"),
         ("a{99999999999999999999}", "repetition number is too large"),
         ("a" * 2000, "it has 2,000 characters, of at most 1,000"),
         ("(?<=a*)b", "fixed-width"),
-        ("(?i:a)", "a flag inside a group"),
-        ("(?m)a", "a flag that is not read"),
     ],
-    ids=range(10),
+    ids=range(4),
 )
 def test_a_pattern_that_is_not_read_is_refused_with_its_place(pattern: str, message: str):
     text = refused(lambda: build(QuantConfig, {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}))
     assert text.startswith("rule path '")
     assert message in text
-
-
-def test_forty_groups_within_each_other_are_read():
-    assert Pattern("(" * 40 + "a" + "|b)*" * 40).fullmatch("ab")
 
 
 DEEP = ["[" * 100_000, '{"a": ' * 100_000, '{".*": {"w_bits": ' + "9" * 5000 + "}}"]

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxquant.config.hf import read_quantization
-from jaxquant.config.hf.max_parse import parse_quant_config
+from jaxquant.compat.max_parse import parse_quant_config
 from jaxquant.config.loader import load_yaml
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf_file import OWN, TYPES, GgufFile
+from jaxquant.export.hf import read_quantization
 from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
 from jaxquant.export.stored import read_layer
 

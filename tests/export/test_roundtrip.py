@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxquant.config.hf import read_quantization
-from jaxquant.config.hf.recipe import to_recipe
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
@@ -23,6 +21,8 @@ from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, export_experts, open_gguf
 from jaxquant.export.gguf import gguf_name, read_shape, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
+from jaxquant.export.hf import read_quantization
+from jaxquant.export.hf.recipe import to_recipe
 from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile

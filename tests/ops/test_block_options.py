@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxquant.backends import load
-from jaxquant.config.hf import read_quantization
-from jaxquant.config.hf.recipe import to_recipe
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
+from jaxquant.export.hf import read_quantization
+from jaxquant.export.hf.recipe import to_recipe
 from jaxquant.ops import dot_general
 from jaxquant.ops.prepared import make_prepared
 from tests.numerics import dot_bound

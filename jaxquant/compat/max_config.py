@@ -1,0 +1,186 @@
+"""MAX's QuantConfig (26.3; Float8Config of 25.6): its fields, properties and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.typed import either
+from jaxquant.export.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularity, WeightScaleSpec
+
+_SCALE_ROWS, _SCALE_COLUMNS = 128, 4
+
+
+def _is(*formats: QuantFormat) -> property:
+    return property(lambda self: self.format in formats)
+
+
+_FLOAT8 = {
+    "compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8,
+    "fbgemm_fp8": QuantFormat.FBGEMM_FP8,
+    "fp8": QuantFormat.BLOCKSCALED_FP8,
+}
+"""The format of each ``quant_method`` of a ``Float8Config``."""
+_METHODS = {format: method for method, format in _FLOAT8.items()}
+_METHODS |= {QuantFormat.INT8_W8A8: "compressed-tensors"}
+_METHODS |= dict.fromkeys((QuantFormat.NVFP4, QuantFormat.MODELOPT_FP8), "modelopt")
+"""The method of each format, where that is not its own name."""
+_OLDER = {"mlp_in_float8": "mlp_quantized_layers", "attn_qkv_in_float8": "attn_quantized_layers"}
+_OLDER |= {"quant_method": "format"}
+"""The names of arguments in MAX 25.6, with those of 26.3."""
+
+
+class _TakesOlderNames(type):
+    """Metaclass of classes whose arguments may have their older names, too."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        renamed = {_OLDER[name]: fields.pop(name) for name in _OLDER.keys() & fields.keys()}
+        return super().__call__(*args, **renamed, **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantConfig(metaclass=_TakesOlderNames):
+    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose names it accepts, too.
+
+    Attributes:
+      input_scale: scales of the inputs; None where the inputs stay in float.
+      weight_scale: scales of the weights.
+      mlp_quantized_layers: numbers of the layers whose gate, up and down projections are quantized.
+      attn_quantized_layers: numbers of the layers whose q, k, v and o projections are.
+      format: family of the checkpoint, or the ``quant_method`` of MAX 25.6.
+      embedding_output_dtype: dtype name of the embedding and the output head.
+      bias_dtype: dtype name of all biases, or None where there are none.
+      can_use_fused_mlp: whether gate and up may be one matmul, their scales being of one kind.
+      scales_pre_interleaved: whether block scales are stored in the 5-D order; see ``interleave_scales``.
+      shared_experts_weight_dtype: dtype name of shared experts that are left in float, or None.
+    """
+
+    input_scale: InputScaleSpec | None
+    weight_scale: WeightScaleSpec
+    mlp_quantized_layers: frozenset[int]
+    attn_quantized_layers: frozenset[int]
+    format: QuantFormat
+    embedding_output_dtype: str | None = None
+    bias_dtype: str | None = None
+    can_use_fused_mlp: bool = False
+    scales_pre_interleaved: bool = False
+    shared_experts_weight_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.format, QuantFormat):
+            return
+        if self.format not in _FLOAT8:
+            raise ValueError(f"quant_method {self.format!r} names no format; pass {either(_FLOAT8)}, or a format")
+        object.__setattr__(self, "format", _FLOAT8[self.format])
+
+    mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="The older name of the layers.")
+    attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="The older name of the layers.")
+    is_nvfp4 = _is(QuantFormat.NVFP4)
+    is_mxfp4 = _is(QuantFormat.MXFP4)
+    is_fp4 = _is(QuantFormat.NVFP4, QuantFormat.MXFP4)
+    is_mxfp8 = _is(QuantFormat.MXFP8)
+    is_mxfp6 = _is(QuantFormat.MXFP6)
+    is_mx = _is(QuantFormat.MXFP4, QuantFormat.MXFP6, QuantFormat.MXFP8)
+    is_int8_w8a8 = _is(QuantFormat.INT8_W8A8)
+
+    @property
+    def quant_method(self) -> str:
+        """The method by which 25.6 told checkpoints apart."""
+        return _METHODS.get(self.format, self.format.value)
+
+    # Whether input scales are stored, and whether they are computed at run time.
+    is_static = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_static)
+    is_dynamic = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_dynamic)
+
+    @property
+    def scales_granularity_mnk(self) -> tuple[int, int, int]:
+        """Elements that share a scale along rows of the input, rows of the weight, and the contraction; −1 is all.
+
+        Raises:
+          ValueError: a granularity that a matmul cannot have, or two that differ along the contraction.
+        """
+        if self.input_scale is None:
+            raise ValueError("unsupported input scale granularity: inputs are not quantized (weight only)")
+        m, k_input = _granularity(self.input_scale, ScaleGranularity.COLWISE, "input")
+        n, k_weight = _granularity(self.weight_scale, ScaleGranularity.ROWWISE, "weight")
+        if k_input != k_weight:
+            raise ValueError(
+                f"k_input_granularity and k_weight_granularity must be the same, got {k_input} and {k_weight}"
+            )
+        return m, n, k_input
+
+    def quantized_scales_type(self, quantized_shape: tuple[int, int], device: Any = None) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of the scales that quantizing an (unpacked) ``[M, K]`` input yields.
+
+        Args:
+          quantized_shape: (M, K).
+          device: ignored; MAX asks for it.
+
+        Raises:
+          ValueError: another scheme than NVFP4, MXFP4 and tiles of 128.
+        """
+        rows, depth = quantized_shape
+        if self.is_nvfp4:
+            tiles = math.ceil(depth / 16)
+            shape = (math.ceil(rows / _SCALE_ROWS), math.ceil(tiles / _SCALE_COLUMNS), 32, 4, 4)
+            return jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+        if self.is_mxfp4:
+            return jax.ShapeDtypeStruct((rows, math.ceil(depth / 32)), jnp.float8_e8m0fnu)
+        if self.input_scale is not None and self.input_scale.block_size == (1, 128):
+            return jax.ShapeDtypeStruct((math.ceil(depth / 128), rows), jnp.float32)
+        raise ValueError("Can not determine the quantized scales type")
+
+
+Float8Config = QuantConfig
+
+
+def _granularity(scale: InputScaleSpec | WeightScaleSpec, whole_rows: ScaleGranularity, side: str) -> tuple[int, int]:
+    if scale.is_block and scale.block_size is not None:
+        return scale.block_size
+    if scale.granularity is whole_rows:
+        return 1, -1
+    if scale.is_tensor:
+        return -1, -1
+    raise ValueError(f"unsupported {side} scale granularity")
+
+
+def fp4_packed_k(in_dim: int, config: QuantConfig | None) -> int:
+    """Return the bytes that hold a row of ``in_dim`` elements of a weight."""
+    if config is None:
+        return in_dim
+    return in_dim // 2 if config.is_fp4 else in_dim * 3 // 4 if config.is_mxfp6 else in_dim
+
+
+def interleave_scales(scales: jax.Array) -> jax.Array:
+    """Return block scales ``[M, C]`` in the order that NVIDIA's block-scaled matmuls read.
+
+    Scale (r, c) is at ``[r // 128, c // 4, r % 32, r % 128 // 32, c % 4]`` of ``[⌈M/128⌉, ⌈C/4⌉, 32, 4, 4]``; padding
+    is 0.
+    """
+    rows, columns = scales.shape
+    padding = [(0, -rows % _SCALE_ROWS), (0, -columns % _SCALE_COLUMNS)]
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint8) if scales.dtype.itemsize == 1 else scales
+    bits = jnp.pad(bits, padding)
+    blocks = bits.reshape(bits.shape[0] // _SCALE_ROWS, 4, 32, bits.shape[1] // _SCALE_COLUMNS, _SCALE_COLUMNS)
+    return jax.lax.bitcast_convert_type(blocks.transpose(0, 3, 2, 1, 4), scales.dtype)
+
+
+def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return block scales of ``shape`` from the 5-D order, or from that order flattened to two axes.
+
+    Raises:
+      ValueError: a size that does not fit.
+    """
+    rows, columns = math.ceil(shape[0] / _SCALE_ROWS), math.ceil(shape[1] / _SCALE_COLUMNS)
+    if interleaved.size != rows * columns * _SCALE_ROWS * _SCALE_COLUMNS:
+        raise ValueError(
+            f"interleaved scales of shape {interleaved.shape} do not hold scales of shape {shape}, which fill "
+            f"{(rows, columns, 32, 4, 4)}"
+        )
+    blocks = interleaved.reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    flat = blocks.reshape(rows * _SCALE_ROWS, columns * _SCALE_COLUMNS)
+    return flat[: shape[0], : shape[1]]

@@ -1,0 +1,308 @@
+"""MAX's ``parse_quant_config``: from a config and a state dict to a QuantConfig, with MAX's errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxquant.compat.max_config import QuantConfig
+from jaxquant.config.loader import read_json
+from jaxquant.export.hf.quantization import CheckpointQuantization
+from jaxquant.export.hf.read import KEYS, METHODS, REFUSED, SECOND_SCALE, SIDECAR, find_section, read_quantization
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import (
+    InputScaleSpec,
+    LayerSpec,
+    QuantFormat,
+    ScaleGranularity,
+    ScaleOrigin,
+    WeightScaleSpec,
+)
+from jaxquant.export.hf.tensors import TensorInfo, dtype_name, read_tensors
+
+MAX_LAYERS = 10_000
+_FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
+_MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+_FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
+_ONE_SCHEME = "a QuantConfig holds one; use jaxquant.export.hf.read_quantization, which has a spec for every layer"
+_SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
+
+
+def parse_quant_config(
+    huggingface_config: Any,
+    state_dict: Mapping[str, Any],
+    dtype: Any,
+    state_dict_name_prefix: str = "",
+    ignored_modules_prefix: str = "model.",
+) -> QuantConfig | None:
+    """Read a checkpoint's quantization as MAX 26.3 does; None where it does not apply to this dtype.
+
+    Args:
+      huggingface_config: a dict, an object with ``to_dict()``, or one with the config's fields as attributes.
+      state_dict: names to arrays, ``(shape, dtype)``, or a safetensors header's entries.
+      dtype: of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any.
+      state_dict_name_prefix: of the decoder's names in ``state_dict``, such as ``language_model.``.
+      ignored_modules_prefix: of its names in exclusion lists.
+
+    Raises:
+      ValueError: in MAX's words, with the key. Where MAX is silently wrong (``re:`` ignores, ``exclude_modules``,
+        modelopt FP8, group and block strategies, weight-only), the config is read as its authors mean it.
+    """
+    config = huggingface_config if isinstance(huggingface_config, Mapping) else _as_dict(huggingface_config)
+    tensors, name = read_tensors(state_dict), dtype_name(dtype, "dtype")
+    sidecar = _sidecar(config)
+    found = find_section(config, sidecar, tensors)
+    if found is None:
+        if name in _FP8:
+            raise ValueError("expected a `quantization_config` field in Hugging Face config when the dtype is float8")
+        return None
+    section, method = found
+    if method and method not in METHODS and method != "gptq":
+        reason = f"; {REFUSED[method]}" if method in REFUSED else ""
+        raise ValueError(
+            f"Unrecognized quantization config: the `quant_method` field ({method!r}) is provided but not "
+            f"recognized{reason}"
+        )
+    if method == "gptq" or not (name in (*_FP8, *_FP4, "int8") or _is_mxfp4(section, method)):
+        if method == "gptq" and name in _FP8:
+            raise ValueError(
+                "FP8 dtype specified, but an unsupported or incompatible 'quantization_config' was found. Quant "
+                f"method: '{method}'. Supported methods are {', '.join(METHODS)}"
+            )
+        return None
+    _check_as_max(section, method, tensors)
+    quantization = read_quantization(config, tensors, sidecar)
+    if quantization is None:
+        return None
+    view = _View(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
+    return view.config(_layers(config), name)
+
+
+parse_float8_config = parse_quant_config
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    fields = {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
+    if not fields:
+        raise TypeError(
+            "huggingface_config must be a dict, have to_dict() or have num_hidden_layers and quantization_config as "
+            f"attributes, got {type(config).__name__}"
+        )
+    for name, value in fields.items():
+        if hasattr(value, "to_dict") or (name == "text_config" and not isinstance(value, (Mapping, type(None)))):
+            fields[name] = _as_dict(value)
+    return fields
+
+
+def _sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    place = config.get("_name_or_path")
+    path = pathlib.Path(place) / SIDECAR if isinstance(place, str) and place else None
+    return None if path is None or not path.exists() else read_json(path)
+
+
+def _is_mxfp4(section: Section, method: str) -> bool:
+    if method == "quark":
+        weight = section.section("global_quant_config").section("weight")
+        return weight.data.get("dtype") == "fp4" and weight.data.get("scale_format") == "e8m0"
+    return method == "mxfp4" or (method == "compressed-tensors" and "mxfp4" in section.text("format", ""))
+
+
+def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse what MAX's kernels refuse, though it can be read."""
+    if method == "fp8" and section.has("weight_block_size"):
+        if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
+            raise ValueError(f"{section.where('activation_scheme')}: activation_scheme must be dynamic")
+        if section.pair("weight_block_size") != (128, 128):
+            raise ValueError(
+                f"{section.where('weight_block_size')}: weight_block_size must be [128, 128], "
+                f"got {section.data['weight_block_size']}"
+            )
+    if method == "fbgemm_fp8":
+        scales = [info for name, info in tensors.items() if "weight_scale" in name]
+        if not scales:
+            raise ValueError("could not find weight scale dtype for FBGEMM FP8 quantized weights")
+        if len({info.dtype for info in scales}) > 1 or any(info.shape[1:] != (1,) for info in scales):
+            raise ValueError(
+                "only row-wise weight quantization with uniform weight scale dtype is supported for FBGEMM FP8"
+            )
+    if method == "fp8" and not any("weight_scale" in name for name in tensors):
+        raise ValueError("could not find weight scale dtype for FP8 quantized weights")
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    for section in (Section(config, ""), Section(config, "").section("text_config")):
+        if section.has("num_hidden_layers"):
+            return section.integer("num_hidden_layers", most=MAX_LAYERS)
+    raise ValueError("num_hidden_layers must be specified")
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    quantization: CheckpointQuantization
+    tensors: Mapping[str, TensorInfo]
+    prefix: str
+    ignored_prefix: str
+
+    def config(self, layers: int, dtype: str) -> QuantConfig:
+        spec = self._spec(dtype)
+        format, weight = self._format(spec), self._weight_scale(spec)
+        inputs = self._input_scale(spec, format)
+        mlp = self._quantized_layers(layers, _MLP, "MLPs", spec)
+        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections", spec)
+        for index in mlp:  # experts of another scheme do not count
+            self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
+        if self.quantization.method == "mxfp4":
+            mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
+        widened = inputs is not None and inputs.origin.is_dynamic and weight.is_tensor
+        return QuantConfig(
+            inputs,
+            weight,
+            mlp,
+            attention,
+            format,
+            embedding_output_dtype=self._embedding_dtype(format),
+            bias_dtype=self._bias_dtype(),
+            can_use_fused_mlp=format is not QuantFormat.MXFP4 and self._can_use_fused_mlp(widened),
+            shared_experts_weight_dtype=self._shared_experts_dtype(),
+        )
+
+    def _spec(self, dtype: str) -> LayerSpec:
+        fits = self.quantization.specs
+        if not fits:
+            raise ValueError(f"the {self.quantization.method} config quantizes no layer")
+        if len(fits) > 1:  # of two schemes the one of this dtype, MAX's QuantConfig having room for one
+            fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
+        if len(fits) != 1:
+            count = len(self.quantization.specs)
+            raise ValueError(f"the {self.quantization.method} config has {count} schemes; {_ONE_SCHEME}")
+        return fits[0]
+
+    def _format(self, spec: LayerSpec) -> QuantFormat:
+        weight, method = spec.weight, self.quantization.method
+        if weight.dtype == "float4_e2m1fn":
+            return QuantFormat.NVFP4 if weight.outer_scale else QuantFormat.MXFP4
+        if weight.dtype.startswith("float6"):
+            return QuantFormat.MXFP6
+        if weight.scale_dtype == "float8_e8m0fnu":
+            return QuantFormat.MXFP8
+        if weight.dtype == "int8" and spec.input is not None and spec.input.dtype == "int8":
+            return QuantFormat.INT8_W8A8
+        if not weight.dtype.startswith("float8"):
+            raise ValueError(
+                f"{weight.dtype} weights have no QuantConfig; use jaxquant.export.hf.read_quantization, "
+                "which reads every scheme"
+            )
+        of_methods = {"compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8, "modelopt": QuantFormat.MODELOPT_FP8}
+        return of_methods.get(method, QuantFormat.BLOCKSCALED_FP8 if weight.is_block else QuantFormat.FBGEMM_FP8)
+
+    def _weight_scale(self, spec: LayerSpec) -> WeightScaleSpec:
+        weight = spec.weight
+        dtype = weight.scale_dtype
+        if dtype == "float32":
+            found = self._scale_dtype("weight_scale")
+            if found is None and self.quantization.method == "compressed-tensors":
+                raise ValueError(
+                    f"could not find the weight scale dtype: no tensor is named "
+                    f"{self.prefix}layers.0.mlp.down_proj.weight_scale"
+                )
+            dtype = found or dtype
+        return WeightScaleSpec(weight.granularity, dtype, weight.block_size)
+
+    def _input_scale(self, spec: LayerSpec, format: QuantFormat) -> InputScaleSpec | None:
+        facts = spec.input
+        if facts is None and format is QuantFormat.MXFP4:
+            # MAX's kernels quantize the inputs of MXFP4 experts, whatever the checkpoint says.
+            return InputScaleSpec(ScaleGranularity.BLOCK, ScaleOrigin.DYNAMIC, "float32", block_size=(1, 32))
+        if facts is None:
+            return None
+        dtype = self._scale_dtype("input_scale")
+        per_token = facts.granularity is ScaleGranularity.COLWISE and facts.origin is ScaleOrigin.DYNAMIC
+        if format in (QuantFormat.NVFP4, QuantFormat.MXFP4):
+            dtype = "float32"
+        elif facts.scale_dtype != "float32":
+            dtype = facts.scale_dtype
+        elif per_token and format in (QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.FBGEMM_FP8):
+            dtype = dtype or facts.dtype  # a placeholder, as in MAX
+        return InputScaleSpec(
+            facts.granularity,
+            facts.origin,
+            dtype or self._scale_dtype("weight_scale") or "float32",
+            facts.scale_bound,
+            facts.block_size,
+        )
+
+    def _scale_dtype(self, kind: str) -> str | None:
+        first = self.tensors.get(f"{self.prefix}layers.0.mlp.down_proj.{kind}")
+        if first is not None:
+            return first.dtype
+        found = [
+            i.dtype for n, i in self.tensors.items() if kind in n.rpartition(".")[2] and not n.endswith(SECOND_SCALE)
+        ]
+        return found[-1] if found else None
+
+    def _has(self, spec: LayerSpec, name: str) -> bool:
+        """Return whether a layer is quantized by a scheme.
+
+        Raises:
+          ValueError: the layer is quantized by another scheme, which the QuantConfig cannot hold.
+        """
+        own = self.quantization.spec(self.ignored_prefix + name)
+        if own not in (None, spec):
+            raise ValueError(f"{name} has {own.weight.dtype} weights, others {spec.weight.dtype}; {_ONE_SCHEME}")
+        return own is not None
+
+    def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
+        chosen: set[int] = set()
+        for index in range(layers):
+            floats = [part for part in parts if not self._has(spec, f"layers.{index}.{part}")]
+            if floats and len(floats) < len(parts):
+                raise ValueError(
+                    f"float8 quantization currently assumes uniform quantization for {word}; "
+                    f"layer {index} leaves out {', '.join(floats)}"
+                )
+            if not floats:
+                chosen.add(index)
+        return frozenset(chosen)
+
+    def _embedding_dtype(self, format: QuantFormat) -> str:
+        for name in ("embed_tokens", "lm_head"):
+            info = self.tensors.get(f"{self.prefix}{name}.weight")
+            if info is not None:
+                return info.dtype
+        if format in (QuantFormat.BLOCKSCALED_FP8, QuantFormat.NVFP4, QuantFormat.MXFP4):
+            return "bfloat16"
+        named = [rule for rule in self.quantization.rules if rule.spec is None and "never" not in rule.origin]
+        heads = {f"{prefix}lm_head" for prefix in ("", self.prefix, self.ignored_prefix)}
+        if any(rule.matches(head) for rule in named for head in heads):
+            raise ValueError("cannot determine original type from checkpoint: lm_head is excluded and has no tensor")
+        return "float8_e4m3fn"
+
+    def _bias_dtype(self) -> str | None:
+        found = sorted({info.dtype for name, info in self.tensors.items() if name.endswith(".bias")})
+        if len(found) > 1:
+            raise ValueError(f"Inconsistent bias dtypes found: {', '.join(found)}")
+        return found[0] if found else None
+
+    def _shared_experts_dtype(self) -> str | None:
+        patterns = [rule.path for rule in self.quantization.rules if rule.spec is None]
+        excluded = any("shared_expert" in pattern.replace("shared_expert_gate", "") for pattern in patterns)
+        return "bfloat16" if excluded else None
+
+    def _can_use_fused_mlp(self, widened: bool) -> bool:
+        """Whether the scales of gate and up can be joined along rows, scalars being equal or widened to rows."""
+        for name, gate in self.tensors.items():
+            stem, _, kind = name.rpartition(".")
+            if kind not in _SCALES or not stem.endswith("gate_proj"):
+                continue
+            up = self.tensors.get(f"{stem.removesuffix('gate_proj')}up_proj.{kind}")
+            if up is None or len(gate.shape) != len(up.shape) or gate.shape[1:] != up.shape[1:]:
+                return False
+            is_scalar = gate.shape in ((), (1,))
+            if is_scalar and not widened and (gate.value is None or gate.value != up.value):
+                return False
+        return True

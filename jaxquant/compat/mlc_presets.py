@@ -1,0 +1,125 @@
+"""MLC's block-scale quantization: its presets and what they mean for a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxquant.core.typed import build, check_fields
+from jaxquant.export.hf import fp8
+from jaxquant.export.hf.exclusions import transformers_pattern
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, listed
+from jaxquant.export.hf.read import NO_VALUES, find_section
+
+FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
+"""Whole names of output heads, which MLC does not quantize."""
+GATE, WIDEST_GATE = "gate", 256
+"""Ending of the names of routers, which MLC does not quantize up to that many experts."""
+GATES, HEADS = "MoE gate", "output head"
+"""The origins of the rules for routers and output heads."""
+_DEFAULT_BLOCK = (128, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScaleQuantize:
+    """One of MLC's block-scale schemes.
+
+    Attributes:
+      name: of the scheme.
+      kind: ``block-scale-quant``, or ``block-scale``, which is MLC's default and which MLC itself refuses.
+      weight_dtype: ``float8_e4m3fn`` or ``float8_e5m2``, of weights and inputs.
+      model_dtype: ``float16`` or ``bfloat16``, of everything else.
+      quantize_linear: whether linear layers are quantized.
+      weight_block_size: rows and columns that share a scale; None takes the checkpoint's.
+      use_activation_scale: whether the checkpoint has input scales.
+    """
+
+    name: str
+    kind: Literal["block-scale", "block-scale-quant"] = "block-scale-quant"
+    weight_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
+    model_dtype: Literal["float16", "bfloat16"] = "bfloat16"
+    quantize_linear: bool = True
+    weight_block_size: tuple[int, int] | None = None
+    use_activation_scale: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.weight_block_size is not None and min(self.weight_block_size) < 1:
+            raise ValueError(f"weight_block_size of {self.name!r} must be above 0, got {self.weight_block_size}")
+
+
+PRESETS = {
+    name: BlockScaleQuantize(name, use_activation_scale=is_static)
+    for name, is_static in {
+        "fp8_e4m3fn_bf16_block_scale": False,
+        "fp8_e4m3fn_bf16_block_scale_static_activation": True,
+    }.items()
+}
+
+
+def block_scale_quantize(config: str | Mapping[str, Any]) -> BlockScaleQuantize:
+    """Return a scheme from a preset's name or from its fields.
+
+    Raises:
+      ValueError: no such preset, no such field, or a value that a field does not take.
+      TypeError: another kind of value.
+    """
+    if isinstance(config, str):
+        if config not in PRESETS:
+            raise ValueError(f"MLC quantization {config!r} is not known; known ones are {', '.join(PRESETS)}")
+        return PRESETS[config]
+    if isinstance(config, Mapping):  # a null field has its default, as everywhere in a checkpoint's config
+        config = {name: value for name, value in config.items() if value is not None}
+    return build(BlockScaleQuantize, config, "quantization")
+
+
+def read_mlc_quantization(
+    config: str | Mapping[str, Any] | BlockScaleQuantize, huggingface_config: Mapping[str, Any]
+) -> CheckpointQuantization:
+    """Read an MLC scheme for a checkpoint: blocks of the weight, ``1 × columns`` tiles of the input.
+
+    The output head and MoE gates are left in float, and what the checkpoint's ``modules_to_not_convert`` names.
+
+    Args:
+      config: preset, fields or scheme.
+      huggingface_config: ``config.json`` of the checkpoint, whose block size counts.
+
+    Raises:
+      ValueError: a checkpoint that is not block-scaled fp8, or one whose block size, element or origin differs.
+      TypeError: a value of another kind.
+      NotImplementedError: a key of the checkpoint that may change values and that nothing reads.
+    """
+    scheme = config if isinstance(config, BlockScaleQuantize) else block_scale_quantize(config)
+    found = find_section(huggingface_config)
+    if found is None or found[1] != "fp8":
+        got = "none" if found is None else repr(found[1])
+        raise ValueError(f"MLC quantization {scheme.name!r} needs a checkpoint with quant_method 'fp8', got {got}")
+    section = found[0]
+    origin = fp8.origin_of(section, "dynamic")
+    if origin.is_static != scheme.use_activation_scale:
+        raise ValueError(
+            f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r} and "
+            f"use_activation_scale of {scheme.name!r} is {scheme.use_activation_scale}; choose the preset that fits"
+        )
+    stored = section.pair("weight_block_size")
+    if stored is None and origin.is_dynamic:
+        raise ValueError(f"{section.where('weight_block_size')} must be specified for {scheme.name!r}")
+    size = stored or scheme.weight_block_size or _DEFAULT_BLOCK
+    if scheme.weight_block_size not in (None, size):
+        raise ValueError(
+            f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size} and that of the checkpoint {size}"
+        )
+    dtype, ue8m0 = fp8.formats(section)
+    if section.has("fmt") and dtype != scheme.weight_dtype:
+        raise ValueError(f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype} and {section.where('fmt')} {dtype}")
+    spec = fp8.blocks(scheme.weight_dtype, size, origin, ue8m0)
+    rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
+    heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"
+    rules += [LayerRule(heads, None, HEADS), LayerRule(f".*{GATE}", None, GATES)]
+    if scheme.quantize_linear:
+        rules.append(LayerRule(".*", spec, scheme.name))
+    section.pass_over(*NO_VALUES)
+    section.check_read()
+    return CheckpointQuantization("mlc", tuple(rules))

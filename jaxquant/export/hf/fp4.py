@@ -1,0 +1,60 @@
+"""The methods ``mxfp4`` (gpt-oss: experts only) and ``quark``."""
+
+from __future__ import annotations
+
+import warnings
+
+from jaxquant.export.hf.exclusions import quark_pattern
+from jaxquant.export.hf.fp8 import EXPERTS, exclusions
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, listed
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import mx_layer
+
+_RESTATED = (
+    "qscheme", "round_method", "ch_axis", "is_dynamic", "observer_cls", "scale_type", "symmetric", "is_scale_quant",
+    "mx_element_dtype", "scale_calculation_mode",
+)  # fmt: skip
+"""How Quark found numbers that are stored, and what an MX element type says by itself."""
+_UP = "ceil"
+"""Quark's name of how scales of MX blocks are made in jaxquant: the next power of two above amax / largest number."""
+_OF_THE_TOOL = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
+_QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
+
+
+def read_mxfp4(config: Section) -> CheckpointQuantization:
+    """Read gpt-oss's ``quantization_config``: MXFP4 weights of the experts, inputs in float."""
+    experts = LayerRule(EXPERTS, mx_layer("float4_e2m1fn", "gpt-oss", with_input=False), config.where("quant_method"))
+    return CheckpointQuantization("mxfp4", (*exclusions(config), experts))
+
+
+def read_quark(config: Section) -> CheckpointQuantization:
+    """Read AMD Quark's ``quantization_config`` in one of the MX element types; ``exclude`` has globs and ``re:``."""
+    whole = config.section("global_quant_config")
+    weight = whole.section("weight")
+    dtype, scale = weight.text("dtype"), weight.text("scale_format", "")
+    if dtype not in _QUARK or scale != "e8m0":
+        raise NotImplementedError(
+            f"{weight.where('dtype')} {dtype!r} with scale_format {scale!r} is not supported; supported are "
+            f"{', '.join(_QUARK)} with scale_format 'e8m0'"
+        )
+    if weight.integer("group_size", 32) != 32:
+        raise ValueError(f"{weight.where('group_size')} must be 32 for MX, got {weight.data['group_size']}")
+    if config.has("layer_quant_config") and config.section("layer_quant_config").data:
+        raise NotImplementedError(f"{config.where('layer_quant_config')} is not supported; quantize all layers alike")
+    weight.pass_over(*_RESTATED)
+    inputs = whole.section("input_tensors") if whole.has("input_tensors") else None
+    if inputs is not None:
+        inputs.pass_over(*_RESTATED)
+        for key, wanted in (("dtype", dtype), ("scale_format", scale), ("group_size", 32)):
+            if inputs.has(key) and inputs.get(key) != wanted:
+                raise NotImplementedError(f"{inputs.where(key)} must be that of the weights, {wanted!r}")
+        if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _UP:
+            warnings.warn(
+                f"{inputs.where('scale_calculation_mode')} is {mode!r}; here scales of inputs are rounded up, {_UP!r}",
+                stacklevel=2,
+            )
+    config.pass_over(*_OF_THE_TOOL)
+    rules = listed(config, ["exclude"], quark_pattern)
+    spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
+    rules.append(LayerRule(".*", spec, weight.place))
+    return CheckpointQuantization("quark", tuple(rules), algorithm=f"mx{dtype}")

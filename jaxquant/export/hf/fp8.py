@@ -1,0 +1,85 @@
+"""The methods ``fp8`` (DeepSeek's blocks, per tensor), ``fbgemm_fp8`` and ``mxfp8``."""
+
+from __future__ import annotations
+
+from jaxquant.export.hf import compressed_tensors, modelopt
+from jaxquant.export.hf.exclusions import modelopt_pattern, transformers_pattern
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, tensor_layer
+
+EXCLUSION_KEYS = ("modules_to_not_convert", "ignored_layers")
+EXPERTS = r".*\.experts(?:\..*)?"
+_FMT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+_FMT |= {dtype: dtype for dtype in _FMT.values()}
+
+
+def exclusions(config: Section) -> list[LayerRule]:
+    """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, in transformers' dialect."""
+    return listed(config, EXCLUSION_KEYS, transformers_pattern)
+
+
+def formats(config: Section) -> tuple[str, bool]:
+    """Return the element type that ``fmt`` names, and whether ``scale_fmt`` asks for powers of two."""
+    dtype = _FMT[config.choice("fmt", _FMT, "e4m3")]
+    return dtype, config.choice("scale_fmt", ("", "ue8m0", "float"), "") == "ue8m0"
+
+
+def origin_of(config: Section, default: str = "") -> ScaleOrigin:
+    """Return whether ``activation_scheme`` has stored scales of inputs or computes them; errors are in MAX's words."""
+    scheme = config.text("activation_scheme", default)
+    if not scheme:
+        raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(
+            f"Unsupported activation_scheme for tensorwise FP8: {scheme!r} "
+            f"({config.where('activation_scheme')} must be 'dynamic' or 'static', got {scheme!r})"
+        )
+    return ScaleOrigin(scheme)
+
+
+def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
+    """Return a layer with a scale for each block of its weight, and for as many neighbours of its input."""
+    weight = block(dtype, *size, power_of_two_scale=ue8m0)
+    return LayerSpec(weight, block(dtype, 1, size[1], origin, power_of_two_scale=ue8m0))
+
+
+def read_fp8(config: Section) -> CheckpointQuantization:
+    """Read a ``quantization_config`` of the method ``fp8``: blocks where it has a block size, else per tensor.
+
+    ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
+    powers of two. ``kv_cache_scheme: static`` is AutoFP8's name for a cache in e4m3 with stored scales. A config that
+    names a ``moe_quant_algo`` besides has experts of that algorithm.
+    """
+    origin = origin_of(config)
+    dtype, ue8m0 = formats(config)
+    size = config.pair("weight_block_size")
+    spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)
+    rules = [*exclusions(config), *head_and_routers()]
+    algorithm = config.text("moe_quant_algo", "") or None
+    if algorithm is not None:
+        config.pass_over("quant_algo")  # mixed, which the two algorithms say by themselves
+        # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
+        rules += listed(config, ["ignore"], modelopt_pattern, spec)
+        rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
+    rules.append(LayerRule(".*", spec, config.where("quant_method")))
+    kv_cache = compressed_tensors.kv_cache(config, "kv_cache_scheme")
+    return CheckpointQuantization("fp8", tuple(rules), kv_cache, algorithm)
+
+
+def read_fbgemm(config: Section) -> CheckpointQuantization:
+    """Read the method ``fbgemm_fp8``: weights per row, inputs per token with an upper bound on their scale."""
+    spec = channel_layer(config.number("activation_scale_ub"))
+    last = LayerRule(".*", spec, config.where("quant_method"))
+    return CheckpointQuantization("fbgemm_fp8", (*exclusions(config), *head_and_routers(), last))
+
+
+def read_mxfp8(config: Section) -> CheckpointQuantization:
+    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` has names of modules."""
+    size = config.pair("weight_block_size")
+    if size not in (None, (1, 32)):
+        raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")
+    rules = named(config.texts("ignored_layers"), None, config.where("ignored_layers"), covers_children=True)
+    rules += listed(config, ["modules_to_not_convert"], transformers_pattern)
+    last = LayerRule(".*", mx_layer("float8_e4m3fn", "plain"), config.where("quant_method"))
+    return CheckpointQuantization("mxfp8", (*rules, *head_and_routers(), last))

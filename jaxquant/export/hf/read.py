@@ -1,0 +1,105 @@
+"""From a Hugging Face config to a checkpoint's quantization: where it stands, and the table of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxquant.export.hf import compressed_tensors, fp4, fp8, modelopt
+from jaxquant.export.hf.quantization import CheckpointQuantization
+from jaxquant.export.hf.section import Section
+from jaxquant.export.hf.tensors import read_tensors
+
+KEYS = ("quantization_config", "compression_config")
+"""Keys of a quantization config; compressed-tensors wrote the second one at first."""
+SECOND_SCALE = "weight_scale_2"
+SIDECAR = "hf_quant_config.json"
+"""File beside the config in which ModelOpt writes the quantization config."""
+NO_VALUES = ("quant_method", "version", "producer", "dequantize")
+"""Keys that change no values, or that ``find_section`` has read."""
+
+METHODS: dict[str, Callable[[Section], CheckpointQuantization | None]] = {
+    "compressed-tensors": compressed_tensors.read,
+    "fbgemm_fp8": fp8.read_fbgemm,
+    "fp8": fp8.read_fp8,
+    "modelopt": modelopt.read,
+    "mxfp4": fp4.read_mxfp4,
+    "mxfp8": fp8.read_mxfp8,
+    "quark": fp4.read_quark,
+}
+"""What reads each ``quant_method``."""
+REFUSED = {
+    "gptq": "its groups may be permuted and its zero points are packed apart; use a compressed-tensors W4A16 export",
+    "awq": "its weights are packed in an order of their own; use a compressed-tensors W4A16 export",
+    "bitsandbytes": "its NF4 code book has no matmul here; start from the float checkpoint",
+}
+"""Methods that are recognised and refused, with the reason and what to do instead."""
+
+
+def find_section(
+    config: Mapping[str, Any], sidecar: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None
+) -> tuple[Section, str] | None:
+    """Find the quantization config and its method, or None for a float checkpoint.
+
+    ``quantization_config`` of the config or of its ``text_config``, else ``hf_quant_config.json``, else modelopt's
+    NVFP4 where a tensor is called ``…weight_scale_2``.
+
+    Raises:
+      ValueError: two quantization configs that differ.
+      TypeError: a value of another kind.
+    """
+    whole = Section(config, "")
+    places = [place.section(key) for key in KEYS for place in (whole, whole.section("text_config"))]
+    found = [section for section in places if section.data]
+    if len(found) > 1 and dict(found[0].data) != dict(found[1].data):
+        raise ValueError(f"{found[0].place} and {found[1].place} differ; keep one of them")
+    if found:
+        section = found[0]
+        method = section.text("quant_method", "")
+        if not method and (section.has("quant_algo") or section.section("producer").text("name", "") == "modelopt"):
+            method = "modelopt"
+        return section, method.lower()
+    if sidecar:
+        section = modelopt.normalize_sidecar(Section(sidecar, "hf_quant_config.json"))
+        return section, section.text("quant_method").lower()
+    if any(isinstance(name, str) and SECOND_SCALE in name for name in tensors or ()):
+        return Section({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "tensor names"), "modelopt"
+    return None
+
+
+def read_quantization(
+    config: Mapping[str, Any], tensors: Mapping[str, Any] | None = None, sidecar: Mapping[str, Any] | None = None
+) -> CheckpointQuantization | None:
+    """Read how a checkpoint is quantized.
+
+    Args:
+      config: ``config.json`` as a dict.
+      tensors: names to arrays, ``(shape, dtype)`` or safetensors header entries; of use where the config is silent.
+      sidecar: ``hf_quant_config.json`` as a dict.
+
+    Returns:
+      Ordered rules with a frozen spec each, or None for a float checkpoint.
+
+    Raises:
+      ValueError: a missing or impossible value, by its key.
+      TypeError: a value of another kind, by its key.
+      NotImplementedError: a method or scheme that jaxquant does not have, with the reason; a key that may change values
+        and that nothing reads.
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"the Hugging Face config must be a dict, got {type(config).__name__}; read config.json first")
+    place = find_section(config, sidecar, read_tensors(tensors))
+    if place is None:
+        return None
+    section, method = place
+    if method in REFUSED:
+        raise NotImplementedError(f"{section.where('quant_method')} {method!r} is not supported: {REFUSED[method]}")
+    if method not in METHODS:
+        shown = repr(method) if method else "is missing"
+        raise ValueError(f"{section.where('quant_method')} {shown}; known methods are {', '.join(METHODS)}")
+    if section.place == "tensor names":
+        return modelopt.read(section, is_sniffed=True)
+    section.pass_over(*NO_VALUES)
+    found = METHODS[method](section)
+    section.check_read()
+    return found

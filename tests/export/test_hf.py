@@ -1,0 +1,320 @@
+"""Hugging Face configs read into rules: exclusions, groups, specs, what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxquant.compat.max import QuantizationEncoding
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.export import hf
+from jaxquant.export.hf import read_quantization
+from jaxquant.ops.dot_general import dot_general
+from jaxquant.ops.operand import quantize_kernel
+from tests.export.hf_published import (
+    COLWISE,
+    CT_DYNAMIC,
+    DEEPSEEK,
+    FBGEMM,
+    FP8,
+    GLM_NVFP4,
+    MINISTRAL,
+    MXFP8,
+    QUARK,
+    compressed,
+    config,
+    parse,
+    scheme,
+)
+from tests.numerics import dot_bound
+
+
+def decided(quantization: dict, **wanted) -> None:
+    read = read_quantization(config(quantization))
+    for module, expected in wanted.items():
+        module = module.replace("__", ".")
+        assert (read.spec(module) is not None) is expected, module
+        rule = read.decide(module)
+        if rule is not None and not rule.names and not module.endswith(("qkv_proj", "gate_up_proj")):
+            assert re.fullmatch(rule.path, module.replace(".", "/")), (rule.path, module)
+
+
+def test_three_dialects_of_exclusion():
+    decided(
+        DEEPSEEK | {"modules_to_not_convert": ["model.layers.0.mlp.gate", "visual", "layers.3.mlp.down_proj"]},
+        model__layers__0__mlp__gate=False,
+        model__layers__0__mlp__gate_proj=True,
+        visual__blocks__0__qkv=False,
+        model__visual=False,
+        model__visual__qkv=True,  # transformers matches at the start or in full at the end
+        model__layers__3__mlp__down_proj=False,
+        model__layers__13__mlp__down_proj=True,
+        lm_head=False,
+        model__layers__1__block_sparse_moe__gate=False,
+    )
+    decided(
+        compressed(scheme("channel"), None, ["lm_head", r"re:.*mlp\.gate$", "re:model.vision", "re:(?i)MTP"]),
+        mtp__fc=False,
+        lm_head=False,
+        model__lm_head=True,
+        model__layers__0__mlp__gate=False,
+        model__layers__0__mlp__gate_proj=True,
+        model__vision_tower__fc1=False,
+    )
+    decided(
+        QUARK | {"exclude": ["*lm_head", "re:.*self_attn.*", "model.vision"]},
+        **dict.fromkeys(("lm_head", "model__self_attn__q_proj", "model__vision__fc1"), False),
+        model__mlp__up_proj=True,
+    )
+    decided(MXFP8 | {"ignored_layers": ["layers.1.mlp"]}, layers__1__mlp__up_proj=False, layers__10__mlp__up_proj=True)
+    decided(
+        GLM_NVFP4 | {"ignore": ["*.mlp.gate*", "*.self_attn.*", "model.layers.1.*"], "exclude_modules": ["x?[ab]"]},
+        model__layers__0__mlp__gate=False,
+        model__layers__0__mlp__gate_proj=True,
+        model__language_model__layers__0__self_attn__q_proj=False,
+        layers__1__mlp__up_proj=False,
+        layers__11__mlp__up_proj=True,
+        x1a=False,
+        x1c=True,
+    )
+
+
+def test_fused_layers_are_decided_by_their_parts():
+    decided(compressed(scheme("channel"), None, [r"re:.*\.[qkv]_proj"]), a__qkv_proj=False, a__gate_up_proj=True)
+    decided(compressed(scheme("channel"), None, ["a.qkv_proj"]), a__qkv_proj=False)
+    with pytest.raises(ValueError, match=r"a.qkv_proj fuses a.q_proj, a.k_proj, a.v_proj, which the checkpoint"):
+        read_quantization(config(compressed(scheme("channel"), None, ["a.q_proj"]))).spec("a.qkv_proj")
+
+
+def test_groups_go_from_the_most_to_the_least_specific_target():
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": scheme("channel"), "input_activations": None},
+        "group_1": {
+            "targets": [r"re:.*down_proj"],
+            "weights": scheme("group", bits=4, kind="int", group_size=128),
+            "format": "pack-quantized",
+        },
+        "group_2": {"targets": ["a.down_proj"], "weights": scheme("tensor_group", bits=4, group_size=16)},
+    }
+    read = read_quantization(config({"quant_method": "compressed-tensors", "config_groups": groups}))
+    found = {name: read.spec(name) for name in ("a.up_proj", "b.down_proj", "a.down_proj")}
+    assert [spec.weight.dtype for spec in found.values()] == [FP8, "int4", "float4_e2m1fn"]
+    assert [spec.packing for spec in found.values()] == ["plain", "pack-quantized", "nvfp4-pack"]
+    assert found["b.down_proj"].weight.block_size == (1, 128)
+    assert found["a.down_proj"].weight.outer_scale
+
+
+def test_layers_of_mixed_precision_and_of_a_hybrid():
+    layers = {
+        "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.0.self_attn.o_proj": {"quant_algo": "MXFP8", "group_size": 32},
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    }
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    read = read_quantization(config(mixed))
+    found = [read.spec(name) for name in layers]
+    assert [spec.weight.dtype for spec in found] == ["float4_e2m1fn", FP8, "float4_e2m1fn"]
+    assert [spec.input is None for spec in found] == [False, False, True]
+    assert read.spec("model.layers.0.self_attn.k_proj") is None
+    entry = {"quant_algo": "NVFP4", "group_size": 16}
+    parents = {"model.layers.0.mlp": {"quant_algo": "FP8"}, "model.layers.0.mlp.experts": entry, **layers}
+    read = read_quantization(config(mixed | {"quantized_layers": parents, "ignore": ["*.experts.7.*"]}))
+    found = {"experts.0.up_proj": "float4_e2m1fn", "up_proj": FP8, "gate_up_proj": FP8, "experts.1.w2": "float4_e2m1fn"}
+    found = {f"model.layers.0.mlp.{name}": dtype for name, dtype in found.items()}
+    assert {name: read.spec(name).weight.dtype for name in found} == found
+    for name in found:
+        assert re.fullmatch(read.decide(name).path, name.replace(".", "/"))
+    for name in ("mlp_norm", "mlp.experts.7.w2", "self_attn.k_proj"):
+        assert read.spec(f"model.layers.0.{name}") is None
+    hybrid = DEEPSEEK | {
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
+    }
+    read = read_quantization(config(hybrid))
+    dtypes = {
+        "layers.0.ffn.experts.3.w1": "float4_e2m1fn",
+        "layers.0.attn.wq_a": FP8,
+        "layers.0.ffn.shared_experts.w1": FP8,
+        "mtp.0.ffn.experts.0.w1": FP8,
+    }
+    assert {name: read.spec(name).weight.dtype for name in dtypes} == dtypes
+    assert read.spec("head") is None
+
+
+def test_power_of_two_scales_and_general_blocks_are_kept():
+    spec = read_quantization(config(DEEPSEEK | {"scale_fmt": "ue8m0", "weight_block_size": [64, 32]})).spec("a")
+    assert spec.weight.power_of_two_scale
+    assert (spec.weight.block_size, spec.input.block_size) == ((64, 32), (1, 32))
+    assert not read_quantization(config(DEEPSEEK)).spec("a").input.power_of_two_scale
+
+
+CHANNEL = scheme("channel")
+
+
+def to(*targets: str) -> dict:
+    return compressed(CHANNEL, None) | {"config_groups": {"group_0": {"targets": [*targets], "weights": CHANNEL}}}
+
+
+REFUSED = {
+    TypeError: {
+        "quantization_config.quant_method must be a string, got 3": {"quant_method": 3},
+        "quantization_config.ignore must be a list of strings, got 'lm_head'": CT_DYNAMIC | {"ignore": "lm_head"},
+    },
+    ValueError: {
+        "quantization_config.quant_method 'x'; known methods are": {"quant_method": "x"},
+        "quantization_config.quant_method is missing; known methods": {"fmt": "e4m3"},
+        "ignore[0] 're:(' is not a regular exp": compressed(CHANNEL, None, ["re:("]),
+        "modules_to_not_convert[0] '*gate' is not a regular": DEEPSEEK | {"modules_to_not_convert": ["*gate"]},
+        "config_groups.group_0.targets is empty: the group is of no layer": to(),
+        "format 'marlin' is not known": compressed(CHANNEL, None, format="marlin"),
+        "weights.block_structure must be specified for strategy 'block'": compressed(scheme("block"), None),
+        "weights.group_size must be specified": compressed(scheme("group"), None),
+        "group_size must be 16 for NVFP4, got 32": GLM_NVFP4 | {"group_size": 32},
+        "activation_scale_ub must be a finite number above 0, got -1": FBGEMM | {"activation_scale_ub": -1},
+    },
+    NotImplementedError: {
+        "quant_method 'gptq' is not supported: its groups": {"quant_method": "gptq"},
+        "quant_method 'awq' is not supported: its weights": {"quant_method": "awq"},
+        "targets[0] 'Conv1D' names a class": to("Conv1D"),
+        "quantization_config.quant_algo 'W4A8_AWQ' is not supported; supported ones are FP8": {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A8_AWQ",
+        },
+        "global_quant_config.weight.dtype 'int8' with scale_format '' is not supported": {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "int8"}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "message"), [(kind, message) for kind in REFUSED for message in REFUSED[kind]])
+def test_what_cannot_be_read_is_named(kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        read_quantization(config(REFUSED[kind][message]))
+
+
+@pytest.mark.parametrize("cache", ["static", "FP8", scheme("tensor")])
+def test_the_cache_of_an_fp8_config_is_read(cache):
+    assert read_quantization(config(MINISTRAL | {"kv_cache_scheme": cache})).kv_cache == FP8
+
+
+def test_two_configs_that_differ_are_refused():
+    both = config(DEEPSEEK) | {"text_config": {"quantization_config": FBGEMM}}
+    with pytest.raises(ValueError, match=r"quantization_config and text_config\.quantization_config differ"):
+        read_quantization(both)
+    assert read_quantization(config(DEEPSEEK) | {"text_config": {"quantization_config": DEEPSEEK}}) is not None
+    assert read_quantization({}) is None
+    with pytest.raises(TypeError, match="the Hugging Face config must be a dict, got list"):
+        read_quantization([])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("entry", [{"shape": [8, 1], "dtype": "F32", "data_offsets": [0, 32]}, np.ones((8, 1), "f4")])
+def test_tensors_are_headers_or_arrays(entry):
+    names = {"__metadata__": {"format": "pt"}, "layers.0.mlp.down_proj.weight_scale": entry}
+    names["embed_tokens.weight"] = {"shape": [8, 8], "dtype": "BF16"}
+    result = parse(CT_DYNAMIC, names)
+    assert (result.weight_scale.dtype, result.embedding_output_dtype) == ("float32", "bfloat16")
+    for bad in (3, {"shape": [8]}, {"shape": [-1], "dtype": "F32"}, ((8,), "F33")):
+        with pytest.raises(TypeError, match="tensor 'a'"):
+            parse(CT_DYNAMIC, {"a": bad})
+
+
+def test_specs_become_recipes():
+    recipe = hf.to_recipe(read_quantization(config(CT_DYNAMIC)).spec("a"), "checkpoint")
+    assert (recipe.fwd.rhs.granularity, recipe.fwd.lhs.granularity) == ("per_channel", "per_channel")
+    assert (recipe.fwd.rhs.dtype, recipe.dlhs.lhs, recipe.drhs.rhs) == (FP8, None, None)
+    weight_only = hf.to_recipe(
+        read_quantization(config(compressed(scheme("group", group_size=64), None))).spec("a"), "x"
+    )
+    assert weight_only.fwd.lhs is None
+    assert (weight_only.fwd.rhs.granularity, weight_only.fwd.rhs.tile_size) == ("per_tile", 64)
+
+
+def test_recipes_of_zero_points_and_of_static_scales_above_tiles_compute_what_checkpoints_mean():
+    x, w = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(5, 64), (64, 8)]))
+    product = (((1,), (0,)), ((), ()))
+    group = scheme("group", bits=4, kind="int", group_size=32, symmetric=False)
+    spec = read_quantization(config(compressed(group, None, format="pack-quantized"))).spec("a")
+    recipe = hf.to_recipe(spec, "W4A16_ASYM")
+    groups = np.asarray(w).reshape(2, 32, 8)
+    low, high = np.minimum(groups.min(1, keepdims=True), 0), np.maximum(groups.max(1, keepdims=True), 0)
+    scale = (high - low) / np.float32(15)
+    point = np.round(-8 - low / scale)
+    decoded = ((np.clip(np.round(groups / scale + point), -8, 7) - point) * scale).reshape(64, 8)
+    assert (np.abs(dot_general(x, w, product, recipe=recipe) - x @ decoded) <= dot_bound(x, decoded)).all()
+
+    recipe = hf.to_recipe(read_quantization(config(GLM_NVFP4)).spec("model.layers.5.mlp.up_proj"), "NVFP4")
+    outer = np.float32(2 / 2688)  # of inputs up to 2; some are larger
+    tiles = np.asarray(x).reshape(5, 4, 16)
+    code = np.clip(np.abs(tiles).max(-1, keepdims=True) / 6 / outer, 0, 448).astype(ml_dtypes.float8_e4m3fn)
+    step = code.astype(np.float32) * outer
+    codes = np.clip(tiles / step, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    kernel = quantize_kernel(w, (0,), recipe=recipe)
+    served = dot_general(x, ConvertedKernel(kernel, "float32", jnp.full(1, outer)), product, recipe=recipe)
+    inputs, weights = (codes * step).reshape(5, 64), np.asarray(dequantize(kernel))
+    assert (np.abs(served - inputs @ weights) <= dot_bound(inputs, weights)).all()
+    assert np.abs(inputs).max() <= 2.01 < np.abs(x).max()
+
+
+def test_what_no_recipe_says_is_refused():
+    from jaxquant.export.hf.recipe import tensor_fields
+
+    asymmetric = read_quantization(config(compressed(scheme("channel", symmetric=False), None))).spec("a")
+    with pytest.raises(NotImplementedError, match="an asymmetric weight of float8_e4m3fn"):
+        tensor_fields(asymmetric.weight, "weight")
+    with pytest.raises(NotImplementedError, match="a weight scale that is colwise changes along the contraction"):
+        tensor_fields(hf.OperandSpec(FP8, COLWISE), "weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme_"), [("q4_0", (32, 18)), ("q4_k", (256, 144)), ("q5_k", (256, 176)), ("q6_k", (256, 210))]
+)
+def test_quantization_encodings(name, scheme_):
+    encoding = QuantizationEncoding[name.upper()]
+    assert (encoding.name, encoding.is_gguf) == (name, True)
+    assert tuple(encoding.block_parameters) == (encoding.elements_per_block, encoding.block_size) == scheme_
+    x = jax.ShapeDtypeStruct((2, 512), jnp.float32)
+    data = jax.eval_shape(encoding.quantize, x)
+    assert (data.shape, data.dtype) == ((2, 512 // scheme_[0] * scheme_[1]), jnp.uint8)
+    assert jax.eval_shape(encoding.dequantize, data).shape == (2, 512)
+    with pytest.raises(ValueError, match="is no multiple of"):
+        encoding.dequantize(jnp.zeros((2, 17), jnp.uint8))
+    with pytest.raises(TypeError, match="blocks are uint8"):
+        encoding.dequantize(jnp.zeros((2, 18)))
+
+
+def test_gptq_is_recognised():
+    gptq = QuantizationEncoding.GPTQ
+    assert (gptq.name, gptq.is_gguf) == ("gptq", False)
+    for call in (lambda: gptq.block_parameters, lambda: gptq.quantize(jnp.ones(32))):
+        with pytest.raises(NotImplementedError, match="quantization encoding gptq"):
+            call()
+
+
+def test_the_first_key_of_compressed_tensors_is_read():
+    old = {"num_hidden_layers": 2, "compression_config": CT_DYNAMIC}
+    found, now = read_quantization(old), read_quantization(config(CT_DYNAMIC))
+    assert found is not None
+    assert now is not None
+    assert found.specs == now.specs
+    with pytest.raises(ValueError, match="quantization_config and compression_config differ"):
+        read_quantization(old | {"quantization_config": DEEPSEEK})
+
+
+@pytest.mark.parametrize("regex", [r"([a-z0-9_.]+)+!", r"(a|l|.)*!", r".*.*.*.*.*.*.*.*!", r"(.?){30}!"])
+def test_no_regex_of_a_config_takes_forever(regex):
+    """Python's own engine would try 2ⁿ ways through a name of n letters."""
+    found = read_quantization(config(CT_DYNAMIC | {"ignore": [f"re:{regex}", "re:.*self_attn.*"]}))
+    assert found is not None
+    start = time.perf_counter()
+    assert found.spec("model.layers.0.mlp.gate_proj.and_more_letters_than_can_be_tried")
+    assert found.spec("model.layers.0.self_attn.q_proj") is None
+    assert time.perf_counter() - start < 2
