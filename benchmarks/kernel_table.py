@@ -8,6 +8,7 @@ do not wait for HBM: the last column is what its bytes take at its full speed. G
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -129,9 +130,10 @@ def rows(target: str, folder: Path) -> list[Row]:
     """
     compiler = Compiler(target, folder)
     on_tpu = compiler.chip.platform == "tpu"
-    product, cast = (_tpu_product, _tpu_cast) if on_tpu else (_gpu_product, _gpu_cast)
+    product = _tpu_product if on_tpu else _gpu_product
     found = [product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
-    found += [cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
+    found += [_tpu_cast(compiler, dtype) for dtype in DTYPES if on_tpu]
+    found += [] if on_tpu else [_gpu_cast(compiler, *each) for each in itertools.product(DTYPES, (False, True))]
     found += [_tpu_blocks(compiler, *each) for each in CASTS.items() if on_tpu]
     found += [] if on_tpu else [_gpu_block_cast(compiler, *each) for each in _of_hopper(CASTS).items()]
     return found + ([] if on_tpu else [_gpu_blocks(compiler, case) for case in BLOCKS])
@@ -246,15 +248,13 @@ def _tpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) ->
     }
 
 
-def _tpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
+def _tpu_cast(compiler: Compiler, dtype: str) -> Row:
     x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
-    given: dict[str, Any] = {"dtype": dtype, "transposed": transposed}
-    compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, **given), x, scale)
+    compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, dtype=dtype), x, scale)
     made = read_schedule(compiler.folder, quantize_reference.NAME)
-    tile = quantize_tuning.blocks_for(CAST, transposed), quantize_tuning.LANES if transposed else quantize_tuning.ROWS
-    cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, **given), x, scale)
-    name = "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else "")
-    return _cast_row(compiler, name, dtype, made, *tile, round(cycles / 1e3), 1 + transposed)
+    tile = quantize_tuning.blocks_for(CAST), quantize_tuning.ROWS
+    cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, dtype=dtype), x, scale)
+    return _cast_row(compiler, "quantize {}×{}".format(*CAST), dtype, made, *tile, round(cycles / 1e3), 1)
 
 
 def _gpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:

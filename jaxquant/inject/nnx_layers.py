@@ -136,15 +136,9 @@ def row_alone(path: str, module: Linear, decision: Decision, backend: Backend) -
 def out_features(module: Linear) -> int:
     """Count the outputs of a linear layer."""
     if isinstance(module, nnx.Einsum):
-        equation = module.einsum_str
-        return einsum_out_features(equation, _lhs_labels(equation), module.kernel_shape)
+        return einsum_out_features(module.einsum_str, module.kernel_shape)
     features = module.out_features
     return math.prod(features) if isinstance(features, tuple) else features
-
-
-def _lhs_labels(equation: str) -> int:
-    """Count the named axes of an equation's first operand, the least rank that it can have."""
-    return len(equation.replace(" ", "").partition(",")[0].replace("...", ""))
 
 
 def has_plain_op(module: Any) -> bool:
