@@ -160,6 +160,20 @@ def test_a_layer_that_is_out_of_reach_is_described_as_float():
     assert list(variables[OWG]) == ["plain"]
 
 
+def test_bind_draws_the_random_numbers_of_apply_and_further_ones_in_a_second_call():
+    class Dropped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(16)(x))
+
+    x, rngs = jnp.ones((4, 16)), {"dropout": jax.random.key(1)}
+    model = maybe_quantize_model(Dropped(), native("fp8"), x)
+    variables = init(model, x)
+    bound = model.bind(variables, rngs=rngs)
+    np.testing.assert_array_equal(bound(x), model.apply(variables, x, rngs=rngs))
+    assert (bound(x) != model.apply(variables, x, rngs=rngs)).any()
+
+
 class Decoder(nn.Module):
     """Attention that decodes, which flax initializes on whole sequences and calls on one token."""
 
