@@ -29,7 +29,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
-from jaxquant.inject.faces import STREAMS, at_work, quantized_with, refuse_twice
+from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
 from jaxquant.inject.linen_classes import Use, make_class, run_plain
 from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
@@ -279,13 +279,8 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
         return _function_of(model, "init")(model, dict.fromkeys(STREAMS, key), *args, **kwargs)
 
     inputs = mark_static((example_inputs, example_kwargs), numbers=False)
-    try:
+    with explained(model, has_inputs=bool(example_inputs or example_kwargs)):
         return jax.eval_shape(initialize, jax.random.key(0), inputs)
-    except Exception as error:
-        if not (example_inputs or example_kwargs) and "required positional" in str(error):
-            raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
-        error.add_note(f"{type(model).__name__} itself raised this, in float, called with the inputs that were given.")
-        raise
 
 
 def find_kernels(
