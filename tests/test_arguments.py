@@ -85,11 +85,21 @@ MISTAKES = {
     "PLAIN.apply(served, X)": CONVERTED,
     "X @ jaxquant.quantize(lambda p, x: x @ p, INT8).convert(X.T, {}, X)": CONVERTED,
     "jax.grad(lambda v: serve().apply(v, X).sum())(served8)": "the root layer has a converted kernel, which does not",
+    "jaxquant.maybe_quantize_model(PLAIN, {'quantize_kvcache': True})": "true is not a property of linear layers",
+    "jaxquant.maybe_quantize_model(PLAIN, {'save_quantized_params_path': 'here'})": "'here' is not written while",
+    "jaxquant.maybe_quantize_model(loss, INT8)": r"got function; for a function there is jaxquant\.quantize$",
+    "jaxquant.describe_layers(nn.Dense, INT8, X)": "got the class Dense; make an instance of it",
+    "jaxquant.linear_layers(loss, X)": r"got function; for a function there is jaxquant\.quantize\(...\)\.report",
     "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is quantized already, with 'fp8'; give the float model",
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is quantized already",
     "jaxquant.describe_layers(MODEL, FP8, X)": "quantized already, .*give the float model",
     "jaxquant.linear_layers(MODEL, X)": "quantized already, .*give the float model",
     "jaxquant.describe_layers(nn.Sequential([PLAIN]), FP8)": "Sequential is called with inputs",
+    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear is called with inputs; pass .* 'fp8' gets its quant state",
+    "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
+    "jaxquant.convert(nnx_model, INT8)": "Linear is called with inputs; pass examples of them$",
+    "jaxquant.linear_layers(nnx_model)": "Linear is called with inputs; pass examples of them$",
+    "jaxquant.linear_layers(nnx_model, X[:, :3])": "Linear itself raised this, in float, called with the inputs",
     "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
     "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",
@@ -101,7 +111,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_an_error_that_names_the_argument(mistake, given):
-    with pytest.raises((TypeError, ValueError, AttributeError), match=MISTAKES[mistake]):
+    with pytest.raises((TypeError, ValueError, AttributeError, NotImplementedError), match=MISTAKES[mistake]):
         eval(mistake, dict(given))
 
 

@@ -23,7 +23,7 @@ from train.config import TrainConfig
 from train.model import DecoderConfig
 
 Rngs = Mapping[str, jax.Array]
-_NNX_OP = "dot_general"
+_NNX_STATE = "quant_kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,9 @@ def _nnx_apply(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, pla
     def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, **given: Any) -> Any:
         model = nnx.merge(structure, blank, copy=True)
         serving.update_nnx(model, params)
-        # Checkpoints are the same: Linen's quant state, whose ops have other names.
+        # Checkpoints are the same: Linen's quant state, under the names of its ops.
         state = flatten_dict(quantization_state.unpack(quant_state))
-        nnx.update(model, unflatten_dict({(*path[:-2], _NNX_OP, path[-1]): x for path, x in state.items()}))
+        nnx.update(model, unflatten_dict({(*path[:-2], _NNX_STATE, path[-1]): x for path, x in state.items()}))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
             return model(*inputs, **given)  # pyright: ignore[reportCallIssue]
 

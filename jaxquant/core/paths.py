@@ -21,8 +21,3 @@ def layer_name(path: str) -> str:
 def at_layer(path: str) -> str:
     """Return how an error names the place of a layer: ``'a/b'``, or ``the root layer``."""
     return repr(path) if path else "the root layer"
-
-
-def float_rule(path: str) -> str:
-    """Return the rule that leaves one layer in float, as errors offer it."""
-    return f"add the rule {{path: {path or repr('')}, recipe: null}}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,27 @@ def refuse_twice(model: Any) -> None:
             f"{type(model).__name__} is quantized already, with {face.engine.config.quantization!r}; give the "
             "float model"
         )
+
+
+@contextlib.contextmanager
+def explained(model: Any, has_inputs: bool, use: str = "") -> Iterator[None]:
+    """Explain an error of a model that is traced in float.
+
+    Args:
+      model: the float model.
+      has_inputs: whether there are example inputs.
+      use: what else they are for, as the end of the sentence that asks for them.
+
+    Raises:
+      TypeError: there are none, and the model is called with inputs.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not has_inputs and "required positional" in str(error):
+            raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them{use}") from error
+        error.add_note(f"{type(model).__name__} itself raised this, in float, called with the inputs that were given.")
+        raise
 
 
 def subclass(face: Any, base: type, fields: Mapping[str, Any], metaclass: type | None = None) -> type:

@@ -1,15 +1,14 @@
 """A Linen model as a face of ``jaxquant.trace``: whatever way leads into it, what it computes is traced and quantized.
 
-    model.apply(variables, …)   ──►  pure function of (parameters, other collections, random keys, arguments)
+    method of a bound module    ──►  pure function of (parameters, other collections, random keys, arguments)
                                           │ Engine: trace, decide by the parameters' paths, rewrite
     variables["_overwrite_with_gradient"] ┘ quant state, and as its gradient what was seen
 
-The model becomes an instance of a subclass of its class, of the same name. ``init`` and ``apply`` of it are the float
-model's under the engine, for any method. Plain Python can also call a method of the model, or of one of its
-submodules, from outside: after ``bind``, in ``nn.apply``, in a larger float model. No function of variables is there
-to be traced, so that these methods are wrapped, and those of the submodules when they are bound: the only place where
-classes of others are touched. A thread-local mark says that a trace is at work, within which everything is the float
-model.
+The model becomes an instance of a subclass of its class, of the same name, whose methods are wrapped. Every route ends
+in a method of a bound module: ``init``, ``apply``, ``bind``, ``nn.apply``, a larger float model. There the wrapper
+takes the module and its variables apart and traces the method. ``bind`` also gives out submodules, which are wrapped
+when they are bound: this is the only place where classes of others are changed. A thread-local mark says that a trace
+is at work, within which every module is the float one.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
-from jaxquant.inject.faces import STREAMS, at_work, quantized_with, refuse_twice
-from jaxquant.inject.linen_classes import Use, asked, make_class, own
+from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
+from jaxquant.inject.linen_classes import Use, make_class, run_plain
 from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -96,9 +95,10 @@ class Call:
         if self.is_init:
             with at_work(self.face):
                 return _initialize(self.module, self.method, variables, rngs, args, kwargs)
-        options = asked(rngs=rngs, method=self.method, mutable=self.mutable, capture_intermediates=self.capture)
+        options = {"rngs": rngs, "method": self.method, "mutable": self.mutable, "capture_intermediates": self.capture}
+        options = {name: value for name, value in options.items() if value not in (None, False)}
         with at_work(self.face):
-            return own(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
+            return _function_of(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
 
     def __hash__(self) -> int:
         return hash((id(self.face), type(self.module), self.method))
@@ -112,14 +112,17 @@ class Call:
 
 def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
     """Run a method as ``init`` does, on parameters that are there already; returns its output."""
-    given = getattr(module, method or "__call__") if method is None or isinstance(method, str) else method
-    plain = getattr(given, "__func__", given)
 
     def run(scope: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain(module.clone(parent=scope, _deep_clone=True), *args, **kwargs)
+        return run_plain(module.clone(parent=scope, _deep_clone=True), method or "__call__", args, kwargs)
 
     made = DenyList("intermediates")
     return core.apply(run, mutable=made, flags={"initializing": True})(variables, *args, rngs=rngs, **kwargs)[0]
+
+
+def _function_of(module: nn.Module, name: str) -> Any:
+    """Return ``init`` or ``apply`` of a float model, perhaps its own; within a call of a quantized one, Linen's."""
+    return getattr(type(module) if quantized_with(module) is None else nn.Module, name)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -191,7 +194,7 @@ class Face:
     def initial_output(self, use: Use) -> Any:
         """Compute in low precision what ``init`` runs, from variables that it has made."""
         call, params, rest = self._initial_call(use)
-        out = self.engine.run(call, params, rest, use.state, use.key)
+        out = self.engine.run(call, params, rest, use.state, use.key, is_whole=use.is_whole)
         return out[0] if call.mutable else out
 
     def _initial_call(self, use: Use) -> tuple[Call, Any, tuple[Any, ...]]:
@@ -232,7 +235,7 @@ class Face:
     def _shapes_of(self, use: Use) -> Any:
         """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
         with at_work(self):
-            made = trace_init(use.module, *use.args, **asked(method=use.method), **use.kwargs)
+            made = trace_init(use.module, *use.args, method=use.method, **use.kwargs)
         return nn.meta.unbox(made["params"])
 
     # -- classes -----------------------------------------------------------------------------------------------------
@@ -273,16 +276,11 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
 
     def initialize(key: jax.Array, inputs: Any) -> Any:
         args, kwargs = restore_static(inputs)
-        return model.init(dict.fromkeys(STREAMS, key), *args, **kwargs)
+        return _function_of(model, "init")(model, dict.fromkeys(STREAMS, key), *args, **kwargs)
 
     inputs = mark_static((example_inputs, example_kwargs), numbers=False)
-    try:
+    with explained(model, has_inputs=bool(example_inputs or example_kwargs)):
         return jax.eval_shape(initialize, jax.random.key(0), inputs)
-    except Exception as error:
-        if not (example_inputs or example_kwargs) and "required positional" in str(error):
-            raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them") from error
-        error.add_note(f"{type(model).__name__} itself raised this, in float, called with the inputs that were given.")
-        raise
 
 
 def find_kernels(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-from flax.core import unfreeze
-from flax.core.scope import DenyList, in_filter
 
 from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.inject.faces import at_work, quantized_with, subclass, wrap_methods
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
-_DEFAULTS = {"rngs": None, "method": None, "mutable": False, "capture_intermediates": False}
+# Part of the key of jit's caches, as any context.
+_drops_output = jax.make_user_context(False)
+"""Whether ``init`` runs, whose output nobody reads, so that it is not computed in low precision."""
 
 
 class Use(NamedTuple):
@@ -54,7 +54,7 @@ class Use(NamedTuple):
 
 def make_class(face: Any, base: type, *, is_model: bool) -> type:
     """Make the class of a quantized model, or of a submodule of one that is bound."""
-    methods = wrap_methods(base, nn.Module, _runs_layers, _call_bound)
+    methods = wrap_methods(base, nn.Module, _runs_layers, _call)
     return subclass(face, base, methods | _BOUND | (_MODEL if is_model else {}))
 
 
@@ -62,23 +62,16 @@ def _runs_layers(name: str, value: Any) -> bool:
     return inspect.isfunction(value) and name != "setup" and not getattr(value, "nowrap", False)
 
 
-def _call_bound(face: Any, module: Any, base: type, name: str, args: Any, kwargs: Any) -> Any:
-    """Compute a method that plain Python calls on a bound module: it is traced like a call of ``apply``."""
-    plain = getattr(base, name)
+def _call(face: Any, module: Any, base: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Call a method of a module, named or given as a function of the module; that of a bound one is quantized."""
     if module.scope is None:
-        return plain(module, *args, **kwargs)
+        return getattr(base, method)(module, *args, **kwargs)
     root = getattr(module, "_jaxquant_root", module)
     prefix = tuple(module.path[len(root.path) :])
     if module.is_initializing():
-        with at_work(face):
-            out = plain(module, *args, **kwargs)
-        if module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
-            use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), name, prefix=prefix)
-            for key, value in face.init_state(use).items():
-                module.put_variable(OVERWRITE_WITH_GRADIENT, key, value)
-        return out
+        return _initialize(face, module, prefix, method, args, kwargs)
     mutable = module.scope.mutable
-    use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), name, mutable, _capture(), prefix)
+    use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), method, mutable, _capture(), prefix)
     out = face.call(use)
     if mutable is False:
         return out
@@ -90,79 +83,70 @@ def _call_bound(face: Any, module: Any, base: type, name: str, args: Any, kwargs
     return out
 
 
+def _initialize(face: Any, module: Any, prefix: tuple[str, ...], method: Any, args: Any, kwargs: Any) -> Any:
+    """Initialize the float module and its quant state; returns the output, quantized if the model is not a part."""
+    is_model = module.scope.parent is None
+    if is_model and face.engine.config.checkpoint_is_quantized:
+        raise ValueError(
+            f"{type(module).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
+            "parameters with jaxquant.convert"
+        )
+    with at_work(face):
+        out = run_plain(module, method, args, kwargs)
+    rngs = {name: key.as_jax_rng() for name, key in module.scope.rngs.items()}
+    use = Use(*nn.Module.unbind(module), args, kwargs, rngs, method, prefix=prefix)
+    state = face.init_state(use)
+    if module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+        for name, value in state.items():
+            module.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
+    if not is_model or _drops_output.value:
+        return out
+    return face.initial_output(use._replace(variables={**use.variables, OVERWRITE_WITH_GRADIENT: state}))
+
+
+def run_plain(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Run a method of a bound module, named or given as a function of the module."""
+    if isinstance(method, str):
+        return getattr(module, method)(*args, **kwargs)
+    return getattr(method, "__func__", method)(module, *args, **kwargs)
+
+
 def _capture() -> Any:
     """Return what the ``apply`` around captures of its intermediates. Linen has no public way to ask."""
     stack = nn.module._context.capture_stack
     return stack[-1] if stack else False
 
 
-def own(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return the float model's function: a model may have an ``init`` and an ``apply`` of its own."""
-    return getattr(getattr(type(module), "_jaxquant_base", type(module)), name)
-
-
-def asked(**options: Any) -> dict[str, Any]:
-    """Return the options that are not Linen's defaults; a model's own ``apply`` need not take the others."""
-    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
-
-
 def _rngs(module: Any) -> dict[str, Any]:
-    return {name: module.make_rng(name) for name in module.scope.rngs}
+    """Return the random keys of a call: those of ``apply`` for its first call, new ones for each further call."""
+    scope = module.scope
+    is_first = scope.parent is None and not any(scope.rng_counters.values())
+    new = {name: module.make_rng(name) for name in scope.rngs}
+    return {name: key.as_jax_rng() for name, key in scope.rngs.items()} if is_first else new
 
 
 # -- what the class of a quantized model has beside its methods --------------------------------------------------------
 
 
-def _init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Initialize the float model's variables and the quant state; returns the quantized output and the variables."""
-    face = self._jaxquant_face
-    if at_work.value is face:
-        return own(self, "init_with_output")(self, rngs, *args, **kwargs)
-    variables = _init(self, rngs, *args, **kwargs)
-    return face.initial_output(_use(self, variables, args, kwargs | {"rngs": rngs})), variables
+def _init(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _drops_output(True):
+        return self._jaxquant_base.init(self, *args, **kwargs)
 
 
-def _init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Initialize the float model's variables and the quant state, without computing the output."""
-    face, is_traced = self._jaxquant_face, at_work.value is self._jaxquant_face
-    if face.engine.config.checkpoint_is_quantized and not is_traced:
-        raise ValueError(
-            f"{type(self).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
-            "parameters with jaxquant.convert"
-        )
-    with at_work(face):
-        variables = own(self, "init")(self, rngs, *args, **kwargs)
-    use = _use(self, variables, args, {"mutable": DenyList("intermediates"), **kwargs, "rngs": rngs})
-    if is_traced or use.mutable is False:
-        return variables
-    state = face.init_state(use)
-    if not state or not in_filter(use.mutable, OVERWRITE_WITH_GRADIENT):
-        return variables
-    given: Any = variables.get(OVERWRITE_WITH_GRADIENT, {})
-    merged = _merge(unfreeze(given), state)
-    return type(variables)({**variables, OVERWRITE_WITH_GRADIENT: merged})
+def _init_with_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._jaxquant_base.init_with_output(self, *args, **_with_bound_method(self, kwargs))
 
 
-def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply a method in low precision; as ``nn.Module.apply``."""
-    face = self._jaxquant_face
-    if at_work.value is face or self.scope is not None:
-        return own(self, "apply")(self, variables, *args, **kwargs)
-    return face.call(_use(self, variables, args, kwargs))
+def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._jaxquant_base.apply(self, *args, **_with_bound_method(self, kwargs))
 
 
-def _use(module: Any, variables: Any, args: Any, kwargs: Mapping[str, Any]) -> Use:
-    """Return the call of arguments among which Linen's own options are."""
-    rngs, *options = (kwargs.get(name, default) for name, default in _DEFAULTS.items())
-    rngs = rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
-    kwargs = {name: value for name, value in kwargs.items() if name not in _DEFAULTS}
-    return Use(module, variables, args, kwargs, rngs, *options)
-
-
-def _merge(first: Any, second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested dicts; a model may have quant state of its own ops."""
-    both = {name: _merge(first[name], second[name]) for name in second if isinstance(first.get(name), Mapping)}
-    return {**first, **second, **both}
+def _with_bound_method(model: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return options of ``apply`` in which ``method`` is a function that quantizes any method."""
+    face, method = model._jaxquant_face, kwargs.get("method")
+    if method is None or at_work.value is face:
+        return kwargs
+    return {**kwargs, "method": lambda module, *args, **kwargs: _call(face, module, None, method, args, kwargs)}
 
 
 def _getattr(self: Any, name: str) -> Any:

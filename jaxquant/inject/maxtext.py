@@ -20,7 +20,7 @@ from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import saturating_cast
 from jaxquant.inject.handle import Quantization
-from jaxquant.inject.nnx_layers import copy_model
+from jaxquant.inject.nnx import copy_model
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array

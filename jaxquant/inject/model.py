@@ -40,13 +40,13 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
       config: a QuantConfig, a mapping, a config string such as "fp8", the path of a YAML file, or an object with the
         fields, such as MaxText's config; see ``QuantConfig.from_any``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
-        them the rules are checked now, without them at the first call. An NNX model needs them where a recipe keeps
-        state of a layer that is not one of flax's own.
+        them the rules are checked now, without them at the first call. A recipe that keeps state requires them for an
+        NNX model.
 
     Raises:
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
       NotImplementedError: a recipe that the backend does not honour, or a setting of serving.
-      TypeError: something that is no model.
+      TypeError: something that is no model, or an NNX model without the example inputs that it requires.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
 
     Warns:
@@ -118,8 +118,7 @@ def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> li
 
     Args:
       model: a Linen module that is not bound, or an NNX module.
-      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``. An NNX
-        model may go without.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
     """
     return describe_layers(model, QuantConfig(), *example_inputs, **example_kwargs)
 
@@ -127,8 +126,7 @@ def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> li
 def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
     """Report what a config makes of every linear layer of a model, float ones with the reason.
 
-    A layer is a matmul with a parameter, whoever wrote it, in the order of the call. Flax's own layers of an NNX model
-    that the call does not run come last; without example inputs they are all that is known.
+    A layer is a matmul with a parameter, whoever wrote it, in the order of the call.
 
     Args:
       model: the model, before quantization.

@@ -6,15 +6,14 @@
 
 A copy of the model is made that shares its arrays. In it every module's class becomes a subclass of the same name whose
 methods are traced when plain Python calls them; within a trace they are the plain methods. Quant state lies in
-variables beside the parameter that it belongs to: under ``dot_general`` or ``einsum_op`` of flax's linear layers, else
-under ``quant_NAME`` of the module that owns the parameter.
+variables beside the parameter that it belongs to, under ``quant_NAME`` of the module that owns the parameter.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,32 +22,19 @@ import numpy as np
 from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Decision
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.inject.faces import at_work, quantized_with, refuse_twice, subclass, wrap_methods
+from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twice, subclass, wrap_methods
 from jaxquant.inject.nnx_call import Call
-from jaxquant.inject.nnx_layers import (
-    CONTAINERS,
-    PLAIN_OPS,
-    StateHolder,
-    call_layers,
-    check_alone,
-    copy_model,
-    has_plain_op,
-    holders,
-    linear_modules,
-    op_name,
-    out_features,
-    row_alone,
-    takes_attributes,
-)
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
 from jaxquant.trace.decisions import Dialect
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.report import Row
+
+_CONTAINERS = (nnx.List, nnx.Dict)
+"""Modules that hold others, and have no methods of an author's."""
 
 
 class ConvertedParam(nnx.Variable[ConvertedKernel]):
@@ -59,56 +45,50 @@ class ConvertedParam(nnx.Variable[ConvertedKernel]):
         return value if index is Ellipsis and isinstance(value, ConvertedKernel) else super().__getitem__(index)
 
 
+class StateHolder(nnx.Module):
+    """The quant state of one contraction.
+
+    Args:
+      variables: the state under its flat names.
+    """
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        for name, value in variables.items():
+            setattr(self, name, QuantState(value))
+
+
 def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Any:
     """Quantize an NNX model.
 
     Args:
       model: the model; it stays as it is, and shares its arrays with what comes back.
       config: what is asked.
-      example_inputs, example_kwargs: arguments of ``__call__``. Without them only flax's linear layers get the quant
-        state of a recipe that keeps some.
+      example_inputs, example_kwargs: arguments of ``__call__``, required by a recipe that keeps quant state; without
+        them the first call decides.
 
     Raises:
       ValueError: a rule that matches no layer, no layer at all, or a model that is quantized already.
+      TypeError: a recipe keeps quant state, and there are no example inputs.
     """
     refuse_twice(model)
     face = Face.of(config, model)
     copy = copy_model(model)
-    states: dict[str, Any] = {}
-    if example_inputs or example_kwargs:
-        states = face.init(copy, *example_inputs, **example_kwargs)
-    else:
-        face.check_rules(copy)
-    face.hold_states(copy, states)
+    if example_inputs or example_kwargs or face.stateful:
+        face.hold_states(copy, face.init(copy, *example_inputs, **example_kwargs))
     return face.adopt(copy)
 
 
 def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) -> list[Row]:
-    """List the layers of a model, those first that a call with example inputs runs; see ``describe_layers``.
+    """List the layers that a call with example inputs runs; see ``describe_layers``."""
+    model = model if quantized_with(model) is None else plain_model(model)
+    face = Face.of(config, model)
+    return face.engine.layers(face.trace_example(model, *args, **kwargs).analysis)
 
-    Of a quantized model without example inputs, what was decided when it was quantized counts beside rules and names.
-    """
-    known: Mapping[str, Decision] = {}
-    if (before := quantized_with(model)) is not None:
-        known = {} if before.engine.decisions is None else before.engine.decisions.paths
-        model = plain_model(model)
-    face, rows = Face.of(config, model), []
-    if args or kwargs:
-        rows, known = face.engine.layers(face.trace_example(model, *args, **kwargs).analysis), {}
-    paths, resolver = {row.path for row in rows}, face.engine.resolver
-    modules = dict(linear_modules(model))
-    if resolver is not None and modules and not (args or kwargs):
-        resolver.check_used(modules)
-    floats = {} if resolver is None else resolver.float_blocks(modules, must_have=False)
-    for path, module in modules.items():
-        if path not in paths:
-            decision = Decision(None, "quantization is off")
-            if resolver is not None:
-                decision = Decision(None, floats[path]) if path in floats else resolver(path, out_features(module))
-                is_known_float = path in known and known[path].recipe is None
-                decision = known[path] if is_known_float and decision.rule is None else decision
-            rows.append(row_alone(path, module, decision, face.engine.backend))
-    return rows
+
+def copy_model(model: nnx.Module) -> Any:
+    """Copy a model; variables are new objects around the same arrays."""
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, state, copy=True)
 
 
 def plain_model(model: nnx.Module) -> nnx.Module:
@@ -142,12 +122,11 @@ class Face:
 
     Args:
       config: what is asked.
-      operations: name of the op of every layer that has one of flax's own, by path.
       modules: paths of the modules that take attributes.
     """
 
-    def __init__(self, config: QuantConfig, operations: Mapping[str, str], modules: Collection[str]) -> None:
-        self._operations, self._modules = operations, modules
+    def __init__(self, config: QuantConfig, modules: Collection[str]) -> None:
+        self._modules = modules
         dialect = Dialect(
             is_model=True,
             operation=self._operation,
@@ -162,26 +141,29 @@ class Face:
     @classmethod
     def of(cls, config: QuantConfig, model: nnx.Module) -> Face:
         """Make the face of a float model."""
-        operations = {path: op_name(module) for path, module in linear_modules(model) if has_plain_op(module)}
         nodes = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+        # A list cannot hold quant state, and to a bridge every attribute is a variable of its Linen module.
+        no_attributes = (*_CONTAINERS, nnx.bridge.ToNNX)
         return cls(
-            config, operations, {"/".join(map(str, path)) for path, node in nodes if takes_attributes(node)} | {""}
+            config, {"/".join(map(str, path)) for path, node in nodes if not isinstance(node, no_attributes)} | {""}
         )
+
+    @property
+    def stateful(self) -> str:
+        """The name of a recipe that keeps quant state, or "" if none does."""
+        recipes = () if self.engine.resolver is None else self.engine.resolver.recipes
+        return next((recipe.name for recipe in recipes if recipe.is_stateful), "")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the config and what was decided."""
-        return _restored, (self.engine.config, self._operations, self._modules, self.engine.decisions)
+        return _restored, (self.engine.config, self._modules, self.engine.decisions)
 
     def _operation(self, site: Contraction) -> str:
         """Return the name of the holder of a contraction's state, an attribute of the parameter's module."""
-        if site.path in self._operations:
-            return self._operations[site.path]
         return f"quant_{site.names[0].removeprefix(self._owner(site)).strip('/').replace('/', '_')}"
 
     def _owner(self, site: Contraction) -> str:
         """Find the module that owns the parameter, or the next above it that takes attributes."""
-        if site.path in self._operations:
-            return site.path
         owner = site.names[0].rpartition("/")[0]
         while owner not in self._modules:
             owner = owner.rpartition("/")[0]
@@ -198,11 +180,16 @@ class Face:
         return self.engine.trace(*self._example(model, args, kwargs))
 
     def _example(self, model: nnx.Module, args: Any, kwargs: Any) -> tuple[Call, Any, tuple[Any, Any]]:
-        args, kwargs = jax.tree.map(_as_array, (args, kwargs))
-        return self._split(model, type(model), "__call__", args, kwargs)
+        if not callable(model):
+            raise TypeError(f"{type(model).__name__} has no __call__; quantize the module whose call runs its layers")
+        use = f", from which recipe {self.stateful!r} gets its quant state" if self.stateful else ""
+        example = self._split(model, type(model), "__call__", *jax.tree.map(_as_array, (args, kwargs)))
+        with explained(model, has_inputs=bool(args or kwargs), use=use):
+            self.engine.trace(*example)
+        return example
 
     def convert(self, model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[dict[str, ConvertedKernel], bool]:
-        """Convert every kernel that a call with example inputs runs quantized; without them, those of flax's layers.
+        """Convert every kernel that a call with example inputs runs quantized.
 
         Args:
           model: of classes of its own, with the quant state of training.
@@ -213,54 +200,19 @@ class Face:
           float.
 
         Raises:
-          ValueError: quant state that is missing, or has not seen what a static scale must know; without example
-            inputs, a layer that may not read its kernel as its class does.
+          ValueError: quant state that is missing, or has not seen what a static scale must know.
         """
-        if args or kwargs:
-            call, params, rest = self._example(model, args, kwargs)
-        else:
-            assert self.engine.resolver is not None
-            paths = dict(linear_modules(model))
-            check_alone(model, [path for path in paths if self.engine.resolver(path, 0).recipe is not None])
-            call, params, rest = call_layers(model, paths)
+        call, params, rest = self._example(model, args, kwargs)
         state = _named(nnx.to_pure_dict(nnx.state(model, QuantState)))
         found, reasons = self.engine.convert(call, params, rest, state)
         return {"/".join(name): kernel for name, kernel in found.items()}, bool(reasons)
 
-    def check_rules(self, model: nnx.Module) -> None:
-        """Check the rules on flax's linear layers, where nothing was traced that could show the others."""
-        resolver = self.engine.resolver
-        assert resolver is not None
-        layers = {path: resolver(path, out_features(module)) for path, module in linear_modules(model)}
-        if layers:
-            resolver.check_used(layers)
-        others = any(param.ndim > 1 for param in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
-        if not any(decision.recipe for decision in layers.values()) and (layers or not others):
-            what = "; ".join(f"{path}: {each.reason}" for path, each in layers.items()) or "it has no linear layer"
-            asked = self.engine.config.quantization
-            raise ValueError(f"quantization {asked!r} would quantize no layer of this model ({what})")
-
     def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
-        """Add to every layer's module the variables of its quant state, those of flax's layers that did not run too."""
-        self._hold(model, states)
-        resolver, left = self.engine.resolver, []
-        assert resolver is not None
-        for path, module in linear_modules(model):
-            if path not in self._operations or getattr(module, op_name(module), None) not in (None, *PLAIN_OPS):
-                continue
-            known = {} if self.engine.decisions is None else self.engine.decisions.paths
-            decision = known.get(path) or resolver(path, out_features(module))
-            if decision.recipe is not None and decision.recipe.is_stateful:
-                left.append(path)
-        if left:  # by an engine of its own: what no call ran is not decided yet
-            alone = Engine(self.engine.config, self.engine.dialect)
-            self._hold(model, alone.init(*call_layers(model, left), is_whole=False))
-
-    def _hold(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
+        """Add to every layer's module the variables of its quant state."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        for path, values in holders(states):
+        for path, values in _holders(states):
             owner, _, name = path.rpartition("/")
-            setattr(modules[owner], name, nnx.data(StateHolder(name, values)))
+            setattr(modules[owner], name, nnx.data(StateHolder(values)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -297,7 +249,7 @@ class Face:
     def adopt(self, model: nnx.Module) -> nnx.Module:
         """Change the class of every module of a model, in place."""
         for path, node in list(nnx.iter_graph(model)):
-            if isinstance(node, nnx.Module) and not isinstance(node, (*CONTAINERS, StateHolder)):
+            if isinstance(node, nnx.Module) and not isinstance(node, (*_CONTAINERS, StateHolder)):
                 if quantized_with(node) is not None:
                     continue
                 object.__setattr__(node, "__class__", self._class(type(node), "/".join(map(str, path))))
@@ -311,8 +263,8 @@ class Face:
         return self._classes[base, path]
 
 
-def _restored(config: QuantConfig, operations: Mapping[str, str], modules: Collection[str], decisions: Any) -> Face:
-    face = Face(config, operations, modules)
+def _restored(config: QuantConfig, modules: Collection[str], decisions: Any) -> Face:
+    face = Face(config, modules)
     face.engine.decisions = decisions
     return face
 
@@ -346,6 +298,15 @@ def _is_norms_scale(path: Any, value: Any) -> bool:
     return (
         not isinstance(value, nnx.Variable) and len(path) > 2 and path[-2] == "scales" and isinstance(path[-1], tuple)
     )
+
+
+def _holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Return the path of every holder in a tree of quant state, with its flat fields."""
+    if any(not isinstance(value, Mapping) for value in tree.values()):
+        yield "/".join(path), tree
+        return
+    for name, value in tree.items():
+        yield from _holders(value, (*path, name))
 
 
 def _named(tree: Any) -> Any:

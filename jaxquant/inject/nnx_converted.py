@@ -7,17 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.nnx as nnx
-import jax
-import jax.numpy as jnp
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Decision
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor, is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
-from jaxquant.inject.faces import quantized_with
-from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
-from jaxquant.inject.nnx_layers import Linear, StateHolder, linear_modules
+from jaxquant.inject.nnx import ConvertedParam, Face, StateHolder, plain_model
 from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.nnx import QuantState
 
@@ -28,34 +23,18 @@ def convert_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **
     Args:
       model: float, or quantized by ``quantize_nnx``, whose quant state then counts; it stays as it is.
       config: what is asked.
-      example_inputs, example_kwargs: arguments of its ``__call__``, which layers that are not flax's need.
+      example_inputs, example_kwargs: arguments of its ``__call__``.
 
     Raises:
-      ValueError: as ``Face.convert``; a layer that is not flax's, without example inputs.
+      ValueError: as ``Face.convert``.
     """
     copy = plain_model(model)
     if config.resolver() is None:
         return copy
-    face, before = Face.of(config, copy), quantized_with(model)
-    if not (example_inputs or example_kwargs):
-        face.check_rules(copy)
-        if before is not None and before.engine.config == config and before.engine.decisions is not None:
-            face.engine.decisions = before.engine.decisions
-            _check_shown(copy, before.engine.decisions.paths)
+    face = Face.of(config, copy)
     kernels, has_state = face.convert(plain_model(model), *example_inputs, **example_kwargs)
     _put_kernels(copy, kernels, has_state)
     return face.adopt(copy)
-
-
-def _check_shown(model: nnx.Module, known: Mapping[str, Decision]) -> None:
-    """Refuse layers with a quantized weight that are not flax's, where no call shows how they read it."""
-    own = dict(linear_modules(model))
-    recipes = {path: decision.recipe for path, decision in known.items() if path not in own}
-    others = [path for path, recipe in recipes.items() if recipe is not None and recipe.fwd.rhs is not None]
-    if others:
-        raise ValueError(
-            f"layers {', '.join(others)} are not flax's own; give convert example inputs whose call runs them"
-        )
 
 
 def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], has_state: bool) -> None:
@@ -63,15 +42,12 @@ def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], has_
     nodes = list(nnx.iter_graph(model))
     paths = {join_path(path): node for path, node in nodes if isinstance(node, nnx.Variable)}
     new = {id(paths[path]): ConvertedParam(kernel) for path, kernel in kernels.items()}
-    plain = {"einsum_op": jnp.einsum, "dot_general": jax.lax.dot_general}
     for _, node in nodes:
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
             if id(value) in new:
                 setattr(node, name, new[id(value)])
             elif isinstance(value, StateHolder) and not has_state:
                 delattr(node, name)
-                if name in plain and isinstance(node, Linear):
-                    setattr(node, name, plain[name])
 
 
 def nnx_params(model: nnx.Module) -> dict[str, Any]:

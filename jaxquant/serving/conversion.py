@@ -50,8 +50,7 @@ def convert(
         where the recipe has state, ``_overwrite_with_gradient``.
       config: as for ``maybe_quantize_model``: what the model was trained with, or for post-training quantization what
         it is to be served with.
-      example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. An NNX
-        model may go without.
+      example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``.
       model: the float Linen model whose variables these are.
 
     Returns:

@@ -52,7 +52,8 @@ def with_bins(quant_state: State, like: State | None = None) -> Any:
       quant_state: arrays or their shapes.
       like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do. Where it
         is packed (or, without it, the state), so is what is returned. Keys that are text, as orbax restores integers
-        without a template, become the model's integers.
+        without a template, become the model's integers, and ``dot_general`` and ``einsum_op``, as NNX models named
+        state before, become ``quant_kernel``.
 
     Raises:
       ValueError: ``like`` lacks a module or variable of the state.
@@ -64,6 +65,8 @@ def with_bins(quant_state: State, like: State | None = None) -> Any:
 def _with_bins(quant_state: Tree, like: Tree | None) -> dict[Any, Any]:
     if like is not None:  # orbax restores the integers of nnx.List as text
         own = {str(name): name for name in like}
+        # Also the names under which NNX models held quant state before.
+        own |= dict.fromkeys(("dot_general", "einsum_op"), "quant_kernel") if "quant_kernel" in like else {}
         quant_state = {name if name in like else own.get(name, name): value for name, value in quant_state.items()}
     if like is not None and (unknown := [name for name in quant_state if name not in like]):
         raise ValueError(

@@ -120,14 +120,14 @@ BY_BACKEND = {
 
 
 class Own(nnx.Module):
-    """A layer of the author's own, and one of flax's."""
+    """A layer of the author's own, which some calls leave out, and one of flax's."""
 
     def __init__(self):
         self.mine = nnx.Dict(kernel=nnx.Param(jnp.ones((8, 8))))
         self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
-    def __call__(self, x):
-        return self.linear(x @ self.mine.kernel.get_value())
+    def __call__(self, x, is_whole=True):
+        return self.linear(x @ self.mine.kernel.get_value() if is_whole else x)
 
 
 def _new_layer():
@@ -158,11 +158,14 @@ ERRORS = {
     "registered": _registered_wrong,
     "rule on AQT": _init(_with_layer(_convolution), _config("int8", "aqt", rules=[{"path": "w", "recipe": "int8"}])),
     "new layer": _new_layer,
-    "no example": lambda: nnx.eval_shape(
-        lambda: jaxquant.maybe_quantize_model(Own(), _config("fp8"))(jnp.ones((8, 8)))
-    ),
+    "no example": lambda: _call_what_no_example_ran(Own),
 }
 """What raises."""
+
+
+def _call_what_no_example_ran(kind):
+    x = jnp.ones((8, 8))
+    nnx.eval_shape(lambda: jaxquant.maybe_quantize_model(kind(), _config("fp8"), x, is_whole=False)(x))
 
 
 def _error(call):
@@ -183,15 +186,14 @@ SHOWN |= {name: partial(_error, call) for name, call in ERRORS.items()}
 
 
 def test_a_parameter_at_the_root_has_a_place_in_the_message():
-    class Root(nnx.Module):
+    class Root(Own):
+        mine = property(lambda self: self)
+
         def __init__(self):
-            self.kernel = nnx.Param(jnp.ones((8, 8)))
+            self.kernel, self.linear = nnx.Param(jnp.ones((8, 8))), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
-        def __call__(self, x):
-            return x @ self.kernel.get_value()
-
-    call = lambda: nnx.eval_shape(lambda: jaxquant.maybe_quantize_model(Root(), _config("fp8"))(jnp.ones((8, 8))))  # noqa: E731
-    assert _error(call).startswith("recipe 'fp8' at the root layer keeps quant state, and the model has no")
+    error = _error(lambda: _call_what_no_example_ran(Root))
+    assert error.startswith("recipe 'fp8' at the root layer keeps quant state, and the model has no")
 
 
 def test_every_line_of_the_tables_is_run():

@@ -107,22 +107,6 @@ def test_methods_that_need_no_scope():
     assert (model.size(), model.initialize_carry()) == (4, 5)
 
 
-def test_what_is_no_model_and_settings_that_are_not_of_layers_are_refused():
-    with pytest.raises(NotImplementedError, match=r"quantize_kvcache true is not a property of linear layers; give th"):
-        maybe_quantize_model(Model(), {"quantize_kvcache": True})
-    with pytest.raises(NotImplementedError, match=r"save_quantized_params_path 'here' is not written while a model is"):
-        maybe_quantize_model(Model(), {"save_quantized_params_path": "here"})
-    with pytest.raises(
-        TypeError, match=r"takes a Flax module, got function; for a function there is jaxquant\.quantize"
-    ):
-        maybe_quantize_model(lambda x: x, native("int8"))
-    for describe in (describe_layers, lambda model, config, x: linear_layers(model, x)):
-        with pytest.raises(TypeError, match=r"got function; for a function there is jaxquant\.quantize\(...\)\.report"):
-            describe(lambda x: x, native("int8"), TOKENS)
-        with pytest.raises(TypeError, match="takes a Flax module, got the class Model; make an instance of it"):
-            describe(Model, native("int8"), TOKENS)
-
-
 def test_flax_train_state_keeps_the_state_out_of_the_optimizer():
     model = maybe_quantize_model(Model(), native("fp8"), TOKENS)
     variables = init(model, TOKENS)
@@ -158,6 +142,15 @@ def test_a_layer_that_is_out_of_reach_is_described_as_float():
     assert reports["plain"].recipe == "fp8"
     variables = jax.eval_shape(maybe_quantize_model(SpectralNorm(), native("fp8"), x).init, jax.random.key(0), x)
     assert list(variables[OWG]) == ["plain"]
+
+
+def test_bind_draws_the_random_numbers_of_apply_and_further_ones_in_a_second_call():
+    x, rngs = jnp.ones((4, 16)), {"dropout": jax.random.key(1)}
+    model = maybe_quantize_model(nn.Sequential([nn.Dense(16), nn.Dropout(0.5, deterministic=False)]), native("fp8"), x)
+    variables = init(model, x)
+    bound = model.bind(variables, rngs=rngs)
+    np.testing.assert_array_equal(bound(x), model.apply(variables, x, rngs=rngs))
+    assert (bound(x) != model.apply(variables, x, rngs=rngs)).any()
 
 
 class Decoder(nn.Module):

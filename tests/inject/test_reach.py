@@ -38,6 +38,9 @@ class Coder(nn.Module):
     def __call__(self, x):
         return self.down(nn.relu(self.encode(x)))
 
+    def _first(self, x):
+        return x @ self.up.variables["params"]["kernel"]
+
 
 class Other(nn.Module):
     def encode(self, x):
@@ -54,6 +57,9 @@ def low(fn, *args):
 WAYS = {
     "a name": lambda m, v, x: m.apply(v, x, method="encode"),
     "a function of another class": lambda m, v, x: m.apply(v, x, method=Other.encode),
+    "a function of the class": lambda m, v, x: m.apply(v, x, method=Coder.encode),
+    "a private method": lambda m, v, x: m.apply(v, x, method="_first"),
+    "init_with_output": lambda m, v, x: m.init_with_output(jax.random.key(1), x)[0],
     "a lambda": lambda m, v, x: m.apply(v, x, method=lambda s, x: s.up(x)),
     "nn.apply": lambda m, v, x: nn.apply(lambda m, x: m.encode(x), m)(v, x),
     "nn.apply of a submodule": lambda m, v, x: nn.apply(lambda m, x: m.up(x), m)(v, x),

@@ -37,7 +37,7 @@ def quant_state(model: Net):
 
 
 def build(tx):
-    model = maybe_quantize_model(Net(nnx.Rngs(0)), CONFIG)
+    model = maybe_quantize_model(Net(nnx.Rngs(0)), CONFIG, inputs(0)[0])
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 

@@ -178,7 +178,9 @@ def nnx_layers(quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
     config = {"quantization": quantization, "quant_backend": "native"}
     if quantization == "int8":
         config |= {"quantization_local_shard_count": 1}
-    model = jaxquant.maybe_quantize_model(Heads(nnx.Rngs(0)), config)
+    model = jaxquant.maybe_quantize_model(
+        Heads(nnx.Rngs(0)), config, jax.ShapeDtypeStruct((M, K), jnp.float32), None, None
+    )
 
     def run(model: Any, x: Any, *places: Any) -> dict[str, Any]:
         def loss(model: Any, x: Any) -> Any:

@@ -68,7 +68,7 @@ def in_flax_mode():
 
 def of_nnx():
     """An update, three times."""
-    model = maybe_quantize_model(nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0))), CONFIG)
+    model = maybe_quantize_model(nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0))), CONFIG, X)
     optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
 
     @nnx.jit
