@@ -1,12 +1,10 @@
 """``python -m benchmarks WHAT``: programs compiled for absent chips, as tables.
 
 ``libraries``: one MLP step of jaxquant, flax, Qwix and AQT. ``published``: the programs beside published ratios.
-``gemm-set``: the matmuls of a layer under config strings. ``kernels``: the hand-written kernels. ``rows``: few rows
-against quantized weights, and steps of decoding, for all chips. ``strings`` (every config string) and ``speeds`` (the
-MLP step under those that train; ``--out benchmarks`` also fills ``jaxquant/config/speeds.py``) add a column to the
-table that is there. ``layers`` (decoder layers), ``optimizer`` (updates of a Llama-3-8B, ``--only fp8_coat+apply``) and
-``step-memory`` (whole steps of it, ``--only fp8_coat+bfloat16+largest``) add rows to it. Each prints a table and writes
-it to ``--out`` as JSON and markdown.
+``gemm-set``: the matmuls of a layer under config strings. ``kernels``: the hand-written kernels. ``strings`` (every
+config string) and ``speeds`` (the MLP step under those that train; ``--out benchmarks`` also fills
+``jaxquant/config/speeds.py``) add a column to the table that is there. ``layers`` (decoder layers) adds rows to it.
+Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_audits, speeds, step_memory
+from benchmarks import layer_audits, speeds
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
 from jaxquant import terminal
@@ -35,15 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
     commands = {"libraries": _libraries, "published": _published, "gemm-set": _gemm_set, "kernels": _kernels}
-    commands |= {"rows": _rows, "strings": _strings, "speeds": _speeds, "layers": _layers}
-    commands |= {"optimizer": _optimizer, "step-memory": _steps}
+    commands |= {"strings": _strings, "speeds": _speeds, "layers": _layers}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
-    parser.add_argument(
-        "--before", default="", metavar="FOLDER", help="of rows: a checkout whose decoding to price too"
-    )
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
 
@@ -55,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(compare, also=(RuntimeError,), interrupted="interrupted")
 
 
-ROOT = Path(__file__).parents[1]
 Table = tuple[str, Any, str]
 """Text, rows and the stem of the files' names."""
 
@@ -138,58 +131,16 @@ def _kernels(options: argparse.Namespace) -> Table:
     return text, rows, f"kernels-{options.target}"
 
 
-def _rows(options: argparse.Namespace) -> Table:
-    require_compiler(chip("v6e"))
-    rows = {"products": _run("few_rows", ["products", *options.only]), "decoding": []}
-    for when, folder in (("before", options.before), ("now", str(ROOT))):
-        found = _run("few_rows", ["decoding", *options.only], root=folder) if folder else []
-        rows["decoding"] += [{"code": when} | row for row in found]
-    products, decoding = (report.table(rows[part]) for part in ("products", "decoding"))
-    lines = [
-        "# Few rows against a weight of 4096 by 14336",
-        "",
-        *products,
-        "",
-        "# A step of decoding",
-        "",
-        *decoding,
-        "",
-    ]
-    return "\n".join(lines), rows, "few-rows"
-
-
-def _optimizer(options: argparse.Namespace) -> Table:
-    rows = _run("optimizer", [options.target, *(options.only or ["float32", "fp8_coat", "fp8_coat+apply"])])
-    title = "# The update of a Llama-3-8B, bytes a parameter; temporaries and bytes moved without the gradients made"
-    return "\n".join([title, "", *report.table(rows), ""]), rows, f"optimizer-{options.target}"
-
-
-def _steps(options: argparse.Namespace) -> Table:
-    if options.target not in step_memory.SLICES:
-        raise ValueError(f"--target {options.target}: step-memory compiles for {' and '.join(step_memory.SLICES)}")
-    file = Path(options.out or ".") / "step-memory.json"
-    rows = _there(options, "step-memory")  # of other chips and states
-    for variant in options.only or step_memory.VARIANTS:
-        new = step_memory.row(options.target, variant)
-        old = next((each for each in rows if (each["chip"], each["state"]) == (new["chip"], new["state"])), {})
-        rows = [each for each in rows if each is not old] + [old | new]
-        if options.out:  # each is minutes of compiling
-            file.write_text(json.dumps(rows, indent=1) + "\n")
-    return step_memory.page(rows), rows, "step-memory"
-
-
-def _run(
-    module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, root: str = "", shows: bool = False
-) -> Any:
+def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, shows: bool = False) -> Any:
     """Run a module in a process of its own, whose environment the compilers of absent chips need.
 
-    With ``root``, another checkout, the module's file imports what that has. ``shows``: its progress, and its errors.
+    ``shows``: its progress, and its errors.
     """
-    where = [f"{ROOT}/benchmarks/{module}.py"] if root else ["-m", f"benchmarks.{module}"]
-    more = {**(variables or {}), **({"PYTHONPATH": root} if root else {})}
-    command = [sys.executable, *where, *words]
+    command = [sys.executable, "-m", f"benchmarks.{module}", *words]
     errors = None if shows else subprocess.PIPE
-    done = subprocess.run(command, env=environment() | more, stdout=subprocess.PIPE, stderr=errors, text=True)
+    done = subprocess.run(
+        command, env=environment() | dict(variables or {}), stdout=subprocess.PIPE, stderr=errors, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"benchmarks.{module} failed:\n{(done.stderr or '')[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])

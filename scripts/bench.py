@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what quantization costs and gains, in time (`gpu`, `steps`, `decode`), size and loss.
+"""Measure what quantization costs and gains, in time (`gpu`, `steps`), numbers and loss.
 
 `gpu` checks and times everything on a GPU in 330 seconds, and appends each figure to benchmarks/gpu-DEVICE.jsonl. The
 others print a table and write it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
@@ -21,17 +21,10 @@ from typing import Any
 import jax
 
 from benchmarks import fp4_losses, optimizer_losses
-from benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from benchmarks.gpu import LIMIT, measure_gpu
-from benchmarks.layers import measure_memory, measure_trace
-from benchmarks.lowering import measure_lowering
 from benchmarks.on_chip import measure_strings
-from benchmarks.optimizer_time import measure_optimizer
-from benchmarks.plot import losses
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
 from benchmarks.seeds import compared
-from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
-from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
 from jaxquant import terminal
 from train import extras
@@ -63,7 +56,7 @@ def _version(package: str) -> str:
 
 
 def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write figures as JSON and as a markdown table, losses by seed as a plot too."""
+    """Write figures as JSON and as a markdown table."""
     where = environment()
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{jax.devices()[0].device_kind.lower().replace(' ', '-')}"
@@ -75,11 +68,7 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.{flags}", ""]
     lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if "of nvfp4's" not in rows[0] or all(row["scheme"] != "nvfp4" for row in rows):
-        return [data, text]
-    plot = folder / f"{stem}.svg"
-    plot.write_text(losses("Excess of held-out loss over float's, in units of nvfp4's", rows), encoding="utf-8")
-    return [data, text, plot]
+    return [data, text]
 
 
 def _line(cells: Any) -> str:
@@ -101,15 +90,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     steps = commands.add_parser("steps", parents=[shared], help="step time of the quickstart model")
     steps.add_argument("--rounds", type=int, default=30, help="steps of each (default: %(default)s)")
-    commands.add_parser("trace", parents=[shared], help="StableHLO lines per quantized layer")
-    lowering = commands.add_parser("lowering", parents=[out], help="time to trace and lower a step, lines of StableHLO")
-    lowering.add_argument("--against", type=Path, metavar="DIR", help="a checkout of another commit, measured, too")
-    lowering.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
-    carried = commands.add_parser("state", parents=[out], help="leaves, dispatch, compilation of a step, by its state")
-    carried.add_argument("--no-compile", action="store_true", help="leave out the compilation, which takes minutes")
-    update = commands.add_parser("optimizer", parents=[out], help="time of an AdamW update, by the dtypes of its state")
-    update.add_argument("--rounds", type=int, default=10, help="of each (default: %(default)s)")
-    commands.add_parser("memory", parents=[shared], help="bytes saved for backward per layer")
     losses = commands.add_parser("losses", parents=[shared], help="held-out losses of the quickstart model")
     losses.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
     losses.add_argument(
@@ -131,17 +111,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gpu.add_argument("--small", action="store_true", help="sizes that a CPU runs; written as gpu-small-DEVICE.jsonl")
     gpu.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of the run (default: %(default)s)")
     commands.add_parser("strings", parents=[shared], help="a layer under every config string, here and on a CPU")
-    roundtrip = commands.add_parser("roundtrip", parents=[shared], help="trained against served logits, and bytes")
-    roundtrip.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
-    served = commands.add_parser("serving", parents=[out], help="held-out losses of served and post-training models")
-    served.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
-    served.add_argument("--runs", default=str(ROOT / "runs" / "serving"), help="folder of runs (default: runs/serving)")
-    commands.add_parser("serving-memory", parents=[out], help="memory of converting and of loading")
-    decode = commands.add_parser("decode", parents=[out], help="quantized KV caches against an unquantized one")
-    decode.add_argument("--run", metavar="DIR", help="a run's decoder (default: random, of the quickstart's shape)")
-    decode.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    decode.add_argument("--texts", type=int, default=8, help="decoded at once (default: %(default)s)")
-    decode.add_argument("--length", type=int, default=512, help="of a text, in tokens (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -156,26 +125,12 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         given = (Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
         return compared(bench.table, bench.TRIALS, *given)
 
-    def decode() -> list[Row]:
-        size = (words.texts, words.length)
-        decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)
-        return measure_decode(decoder, words.rounds)
-
     return {
         "steps": (measure_steps, lambda: measure_steps(chosen(), 5 if quick else words.rounds)),
-        "trace": (measure_trace, lambda: measure_trace(chosen())),
-        "lowering": (measure_lowering, lambda: measure_lowering(words.against, words.rounds)),
-        "state": (measure_state, lambda: measure_state(compiles=not words.no_compile)),
-        "optimizer": (measure_optimizer, lambda: measure_optimizer(words.rounds)),
-        "memory": (measure_memory, lambda: measure_memory(chosen())),
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
         "fp4-losses": (fp4_losses.table, lambda: seeded(fp4_losses)),
         "optimizer-losses": (optimizer_losses.table, lambda: seeded(optimizer_losses)),
         "strings": (measure_strings, lambda: measure_strings(chosen())),
-        "roundtrip": (measure_roundtrip, lambda: measure_roundtrip(chosen(), words.steps)),
-        "serving": (measure_serving, lambda: measure_serving(words.steps, Path(words.runs))),
-        "serving-memory": (measure_serving_memory, measure_serving_memory),
-        "decode": (measure_decode, decode),
     }
 
 

@@ -10,8 +10,8 @@ from scripts import bench
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["memory", "--strings", "banana"], "--strings 'banana' is not a known recipe; known are int8"),
-        (["memory", "--strings", "fp8", "--backends", "aqt"], "leave nothing to measure"),
+        (["steps", "--strings", "banana"], "--strings 'banana' is not a known recipe; known are int8"),
+        (["steps", "--strings", "fp8", "--backends", "aqt"], "leave nothing to measure"),
         (["gpu"], "JAX sees only cpu here; --small runs on a CPU"),
     ],
 )
@@ -23,7 +23,7 @@ def test_what_cannot_be_measured_is_an_error(words, message, capsys, tmp_path):
 
 def test_figures_are_written_with_date_machine_and_versions(tmp_path):
     rows = [{"quantization": "none", "ratio": 1.0}, {"quantization": "int8", "ratio": 0.5}]
-    data, text = bench.write("memory", "About.", rows, tmp_path)
+    data, text = bench.write("steps", "About.", rows, tmp_path)
     stored = json.loads(data.read_text())
     assert stored["rows"] == rows
     assert {"date", "device", "cpus", "platform", "python", "versions"} <= set(stored)
