@@ -1,4 +1,4 @@
-"""Everything that a GPU is asked in one call of at most 330 seconds, for ``scripts/bench.py gpu``.
+"""Everything that a GPU is asked in one call of at most 330 seconds, for ``python -m benchmarks gpu``.
 
 One process. Each figure is a line of JSON in the file as soon as it is known, so a kill loses nothing measured. The
 rows of a part are compiled one after the other, since XLA times its choices on the device, and then timed in turns. A

@@ -56,9 +56,7 @@ def lines(name: str, depth: int) -> int:
     return program_lines(jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).as_text())
 
 
-@functools.cache
-def float_lines(depth: int) -> int:
-    return lines("", depth)
+float_lines = functools.cache(functools.partial(lines, ""))
 
 
 def check_trace(name: str) -> None:
@@ -81,17 +79,15 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _):
-        def dense(width: int, name: str):
-            return nn.Dense(width, use_bias=False, dtype=jnp.bfloat16, name=name)
-
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
         h = nn.RMSNorm(dtype=jnp.bfloat16)(x)
-        q, (k, v) = dense(96, "query")(h), jnp.split(dense(64, "key_value")(h), 2, axis=-1)
+        q, (k, v) = dense(96, name="query")(h), jnp.split(dense(64, name="key_value")(h), 2, axis=-1)
         q, k, v = (each.reshape(*each.shape[:-1], -1, 32) for each in (q, k, v))
         weights = nn.softmax(jnp.einsum("bqhd,bkgd->bhqk", q, k).astype(jnp.float32)).astype(jnp.bfloat16)
         mixed = jnp.einsum("bhqk,bkgd->bqhd", weights, v)
-        x = x + dense(x.shape[-1], "out")(mixed.reshape(*mixed.shape[:-2], -1))
+        x = x + dense(x.shape[-1], name="out")(mixed.reshape(*mixed.shape[:-2], -1))
         h = nn.RMSNorm(dtype=jnp.bfloat16)(x)
-        return x + dense(x.shape[-1], "down")(nn.gelu(dense(160, "up")(h))), None
+        return x + dense(x.shape[-1], name="down")(nn.gelu(dense(160, name="up")(h))), None
 
 
 class Scanned(nn.Module):
@@ -132,17 +128,12 @@ def test_16_so_does_a_rematerialized_one_without_noise(name, most):
 
 def check_saved(name: str) -> None:
     """Per layer: one byte for each element of input and kernel, and scales (a scalar, or one a row and column)."""
-    kept = {depth: saved_for_backward(*_flat(stack_loss(name, depth))) for depth in (1, 2)}
+    made = {depth: stack_loss(name, depth) for depth in (1, 2)}
+    kept = {depth: saved_for_backward(loss, *args) for depth, (loss, args) in made.items()}
     layer = {dtype: kept[2][dtype] - kept[1].get(dtype, 0) for dtype in kept[2]}
-    scales = 4 * 2 * (ROWS + WIDTH)
-    amaxes = 4 * 2 * 3
+    scales, amaxes = 4 * 2 * (ROWS + WIDTH), 4 * 2 * 3
     assert all(layer.get(dtype, 0) <= amaxes for dtype in ("int32", "bfloat16", "float16")), layer
     assert sum(layer.values()) <= (ROWS + WIDTH) * WIDTH + scales + amaxes, layer
-
-
-def _flat(measured):
-    loss, args = measured
-    return loss, *args
 
 
 def _is_quantized(name: str) -> bool:

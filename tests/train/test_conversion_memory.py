@@ -29,14 +29,14 @@ kept = {path: stored.read(path) for path in stored.stores}
 print(sum(array.nbytes for array in kept.values()))
 """
 
+# 201 million parameters
 MODEL = {"emb_dim": 1024, "mlp_dim": 4096, "num_layers": 12, "num_query_heads": 16, "num_kv_heads": 16, "head_dim": 64}
-"""201 million parameters."""
 
 
 def _write_untrained(run: Path) -> None:
     """Write a run's folder with a checkpoint of its first state, optimizer included."""
-    small = {"sequence_length": 128, "batch_size": 1, "dtype": "bfloat16"}
-    config: TrainConfig = build(TrainConfig, MODEL | small | {"run_dir": str(run)})
+    rest = {"sequence_length": 128, "batch_size": 1, "dtype": "bfloat16", "run_dir": str(run)}
+    config: TrainConfig = build(TrainConfig, MODEL | rest)
     write_config(run, config)
     with Checkpoints(run, config) as checkpoints:
         checkpoints.save(0, build_program(config, 320).init(), {})
