@@ -32,10 +32,12 @@ def add_commands(commands: Any) -> None:
       commands: subparsers of ``python -m benchmarks``.
     """
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     shared.add_argument("--out", default="", metavar="FOLDER", help="to write JSON and markdown to (default: none)")
     for name, (table, about) in COMMANDS.items():
         command = commands.add_parser(name, parents=[shared], help=about)
+        chips = [each for each in CHIPS if table is not _kernels or CHIPS[each].platform == "tpu"]
+        default = "v6e" if table is _kernels else "h200"
+        command.add_argument("--target", default=default, choices=chips, help="chip (default: %(default)s)")
         if table is not _kernels:
             command.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so")
         if table in (_libraries, _layers):
@@ -68,8 +70,6 @@ def _gemm_set(options: Options) -> Table:
 
 
 def _kernels(options: Options) -> Table:
-    if chip(options.target).platform != "tpu":
-        raise ValueError(f"--target {options.target}: kernels counts bundles of TPUs; gpu times the kernels of GPUs")
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         rows = _run("kernel_table", [options.target, str(notes)], tpu_dump(notes))

@@ -14,7 +14,6 @@ from benchmarks.__main__ import main
         (["steps", "--strings", "banana"], "--strings 'banana' is not a known recipe; known are int8"),
         (["steps", "--strings", "fp8", "--backends", "aqt"], "leave nothing to measure"),
         (["gpu"], "JAX sees only cpu here; --small runs on a CPU"),
-        (["kernels"], "kernels counts bundles of TPUs"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(words, message, capsys, tmp_path):
