@@ -1,1 +1,1 @@
-"""What quantization costs and gains, for ``scripts/bench.py``."""
+"""What quantization costs and gains; ``python -m benchmarks`` measures and compiles it."""

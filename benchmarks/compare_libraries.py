@@ -120,28 +120,6 @@ ENTRIES = (
     _direct("fp8_block", implementation="pallas"),
 )
 
-NOTES = """
-*Beside the peer* is the same row minus the peer's: other MB, big moves. Where it is positive, the moves say why (sizes
-on h200, where a bfloat16 activation of the hidden layer is 67 MB):
-
-- `fp8_full` and Qwix's. The gradient times the residual's scales is float32 here and bfloat16 there; the compiler
-  stores it between two reductions, in twice the bytes: 35 MB.
-- `int8` and Qwix's, on GPUs. A sum is float32 here until its scales are multiplied. Qwix rounds it to bfloat16 first,
-  and the compiler writes that from the matmul.
-
-Noise is a hash of places in jaxquant's rows, those of its backend Qwix among them. A library *itself* draws it from
-keys; those of JAX's generator `unsafe_rbg`, for which a program has to ask, cost TPUs little and GPUs more.
-
-Block recipes without an instruction of the chip read a tensor for its amaxes and again for the cast, which the compiler
-does not fuse. For `fp8_block` and `mxfp8` a kernel reads it once on TPUs (`kernels-tpu.md`), and on Hopper with
-`implementation: pallas` (`kernels-gpu.md`). `quartet2` rotates and casts both operands of both gradients anew.
-
-`nn.Dense` casts its kernel to bfloat16 before the op sees it, so that the gradient is cast back in a pass of its own:
-201 MB for each kernel here. In the rows *float32 kernel* the op itself takes the kernel as it is kept, and its matmul
-returns the gradient so.
-"""
-"""What the table cannot say of itself: why a row is where it is."""
-
 
 def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
     """Return the measured function of an entry and the shapes of its arguments.
@@ -276,4 +254,4 @@ def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str,
 
 
 if __name__ == "__main__":
-    print(json.dumps([rows(sys.argv[1], sys.argv[3:], int(sys.argv[2])), NOTES]))
+    print(json.dumps(rows(sys.argv[1], sys.argv[3:], int(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""Everything that a GPU is asked in one call of at most 330 seconds, for ``scripts/bench.py gpu``.
+"""Everything that a GPU is asked in one call of at most 330 seconds, for ``python -m benchmarks gpu``.
 
 One process. Each figure is a line of JSON in the file as soon as it is known, so a kill loses nothing measured. The
 rows of a part are compiled one after the other, since XLA times its choices on the device, and then timed in turns. A
@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -246,10 +245,9 @@ def kernels(part: Part) -> None:
 def rows_of_decoding(part: Part) -> None:
     """Time one, four and eight rows against a weight in every format of a weight."""
     k, n = (256, 256) if part.is_small else (few_rows.K, few_rows.N)
-    chip, rows = target_of(part.kind), committed("few-rows.json")["products"]
+    chip, rows = target_of(part.kind), committed("few-rows.json")
     known = {(row["chip"], row["rows"], row["weight"]): row["us"] for row in rows}
-    with tempfile.TemporaryDirectory() as folder:
-        formats = list(itertools.islice(few_rows.products(folder, k, n), 2 if part.is_small else None))
+    formats = list(itertools.islice(few_rows.products(k, n), 2 if part.is_small else None))
 
     def made(program: Callable[..., Any], weight: Any, count: int) -> Prepared:
         return prepare(program, (weight, jax.ShapeDtypeStruct((count, k), jnp.bfloat16)))

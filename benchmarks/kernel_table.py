@@ -1,14 +1,13 @@
-"""kernel_table: what the compilers of absent chips make of our kernels, beside XLA's own program for the same numbers.
+"""What the compilers of absent TPUs make of our kernels, next to XLA's own program for the same numbers.
 
-TPU: a kernel's cycles are the bundles of its final schedule, each as often as it runs; those of XLA's program, where
-that is one matmul, are counted in the same way, and its compiler's own ``estimated_cycles`` stand beside them. Bundles
-do not wait for HBM: the last column is what its bytes take at its full speed. GPU: a thread's registers, and spills.
+A kernel's cycles are the bundles of its final schedule, each as often as it runs; those of XLA's program, where that is
+one matmul, are counted in the same way, and its compiler's own ``estimated_cycles`` stand next to them. Bundles do not
+wait for HBM: the last column is what its bytes take at its full speed.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import shutil
@@ -21,34 +20,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.schedules import Schedule, read_registers, read_schedule
+from benchmarks.schedules import Schedule, read_schedule
 from jaxquant.aot.chips import Chip, chip
-from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program as Made
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import QTensor
 from jaxquant.core.scales import SMALLEST_SCALE
-from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.block_matmul import cases as blocks
-from jaxquant.kernels.block_matmul import gpu as blocks_gpu
-from jaxquant.kernels.block_matmul import reference as blocks_reference
-from jaxquant.kernels.block_quantize import gpu as cast_gpu
 from jaxquant.kernels.block_quantize import reference as cast_reference
 from jaxquant.kernels.block_quantize import tpu as cast_tpu
 from jaxquant.kernels.block_quantize import tuning as cast_tuning
 from jaxquant.kernels.block_quantize.reference import Cast
-from jaxquant.kernels.fp8_einsum import gpu as matmul_gpu
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.fp8_einsum import tpu as matmul_tpu
 from jaxquant.kernels.fp8_einsum import tuning as matmul_tuning
-from jaxquant.kernels.quantize import gpu as quantize_gpu
 from jaxquant.kernels.quantize import reference as quantize_reference
 from jaxquant.kernels.quantize import tpu as quantize_tpu
 from jaxquant.kernels.quantize import tuning as quantize_tuning
-from jaxquant.ops.contract import contract
-from jaxquant.ops.dimensions import Dimensions
 
 Row = dict[str, Any]
 Program = Callable[..., Any]
@@ -58,17 +45,6 @@ PRODUCTS = ((4096, 4096, 8192), (8192, 8192, 8192))
 CAST = (4096, 8192)
 """Rows and columns of what is quantized."""
 DTYPES = ("int8", "float8_e4m3fn")
-_OF_EIGHT = tuple(tile // 8 for tile in range(64))
-BLOCKS = (
-    blocks.Case((1, 4096, 8192, 4096)),
-    blocks.Case((1, 4096, 8192, 4096), out_dtype="float32", per_column=True),
-    blocks.Case((8, 8192, 4096, 4096), form="grouped", groups=_OF_EIGHT),
-    blocks.Case(
-        (1, 4096, 4096, 8192), "float8_e4m3fn", "float8_e4m3fn", "float32", True, "grouped_drhs", tuple(range(0, 72, 8))
-    ),
-)
-"""Products of blocks: forward and dlhs, drhs, and those of eight experts."""
-
 XLA_MATMUL = "fusion"
 """How XLA calls the one program of a matmul with its scale."""
 
@@ -97,24 +73,11 @@ class Compiler:
           program: a function of the arrays.
           shapes: of its arguments.
         """
-        return sum(self.made(program, *shapes).cycles)
-
-    def made(self, program: Program, *shapes: jax.ShapeDtypeStruct) -> Made:
-        """Compile a program and return what its compiler made of it.
-
-        Args:
-          program: a function of the arrays.
-          shapes: of its arguments.
-        """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         text = jax.jit(program).lower(*shapes).compile().as_text()
         assert text is not None
-        return read_program(text)
-
-    def microseconds(self, made: Made) -> int:
-        """Return how long a program takes at the shares of the chip's peaks that are achieved."""
-        return round(1e6 * estimate(self.chip, made)[0].step)
+        return sum(read_program(text).cycles)
 
     def hbm_cycles(self, size: float) -> float:
         """Return the cycles in which so many bytes go through one device's share of the HBM."""
@@ -125,18 +88,13 @@ def rows(target: str, folder: Path) -> list[Row]:
     """Compile every kernel, and say what came out.
 
     Args:
-      target: chip, one of ``CHIPS``.
-      folder: that ``schedules.tpu_dump`` or ``gpu_dump`` put into the environment of this process.
+      target: TPU, one of ``CHIPS``.
+      folder: that ``schedules.tpu_dump`` put into the environment of this process.
     """
     compiler = Compiler(target, folder)
-    on_tpu = compiler.chip.platform == "tpu"
-    product = _tpu_product if on_tpu else _gpu_product
-    found = [product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
-    found += [_tpu_cast(compiler, dtype) for dtype in DTYPES if on_tpu]
-    found += [] if on_tpu else [_gpu_cast(compiler, *each) for each in itertools.product(DTYPES, (False, True))]
-    found += [_tpu_blocks(compiler, *each) for each in CASTS.items() if on_tpu]
-    found += [] if on_tpu else [_gpu_block_cast(compiler, *each) for each in _of_hopper(CASTS).items()]
-    return found + ([] if on_tpu else [_gpu_blocks(compiler, case) for case in BLOCKS])
+    found = [_product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
+    found += [_cast(compiler, dtype) for dtype in DTYPES]
+    return found + [_block_cast(compiler, *each) for each in CASTS.items()]
 
 
 def _block_casts() -> dict[str, tuple[Cast, ...]]:
@@ -161,7 +119,7 @@ def _block_casts() -> dict[str, tuple[Cast, ...]]:
 CASTS = _block_casts()
 
 
-def _tpu_blocks(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
+def _block_cast(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
     (M, N), x = CAST, compiler.shape(CAST, "bfloat16")
     compiler.compile(lambda x: cast_tpu.block_quantize(x, casts), x)
     made = read_schedule(compiler.folder, cast_reference.NAME)
@@ -211,7 +169,7 @@ def _accumulator(dtype: str) -> str:
     return "int32" if dtype == "int8" else "bfloat16"
 
 
-def _tpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:
+def _product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:
     M, N, K = sizes
     given: dict[str, Any] = {"out_dtype": "bfloat16", "accumulator": _accumulator(dtype)}
     lhs, rhs = compiler.shape((1, M, K), dtype), compiler.shape((1, K, N), dtype)
@@ -248,100 +206,13 @@ def _tpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) ->
     }
 
 
-def _tpu_cast(compiler: Compiler, dtype: str) -> Row:
+def _cast(compiler: Compiler, dtype: str) -> Row:
     x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
     compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, dtype=dtype), x, scale)
     made = read_schedule(compiler.folder, quantize_reference.NAME)
     tile = quantize_tuning.blocks_for(CAST), quantize_tuning.ROWS
     cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, dtype=dtype), x, scale)
     return _cast_row(compiler, "quantize {}×{}".format(*CAST), dtype, made, *tile, round(cycles / 1e3), 1)
-
-
-def _gpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:
-    M, N, K = sizes
-    given: dict[str, Any] = {"out_dtype": "bfloat16", "accumulator": _accumulator(dtype)}
-    lhs, rhs = compiler.shape((1, M, K), dtype), compiler.shape((1, N, K), dtype)
-    row: Row = {"kernel": f"matmul {M}×{N}×{K}", "elements": dtype}
-    if why := matmul_gpu.refusal(lhs.shape, rhs.shape, dtype, dtype, capability=_capability(compiler), **given):
-        return row | {"registers": "", "spilled": "", "refused": why}
-    scale = compiler.shape((1,), "float32")
-    compiler.compile(lambda lhs, rhs, scale: matmul_gpu.matmul(lhs, rhs, scale, **given), lhs, rhs, scale)
-    return row | _registers(compiler, matmul_reference.NAME)
-
-
-def _gpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
-    x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
-    row: Row = {
-        "kernel": "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else ""),
-        "elements": dtype,
-    }
-    if why := quantize_gpu.refusal(CAST, "bfloat16", dtype=dtype, capability=_capability(compiler)):
-        return row | {"registers": "", "spilled": "", "refused": why}
-    compiler.compile(lambda x, scale: quantize_gpu.quantize(x, scale, dtype=dtype, transposed=transposed), x, scale)
-    return row | _registers(compiler, quantize_reference.NAME)
-
-
-def _of_hopper(casts: dict[str, tuple[Cast, ...]]) -> dict[str, tuple[Cast, ...]]:
-    """Return what Hopper's kernel multiplies of ``fp8_block``: elements of all, of a weight as both matmuls read it."""
-    found = {}
-    for name, each in casts.items():
-        if name.startswith("fp8_block"):
-            each = tuple(cast._replace(has_elements=True, has_values=False) for cast in each)
-            each += tuple(cast._replace(is_turned=True) for cast in each if 1 not in cast.block)
-        if each not in found.values():
-            found[name] = each
-    return found
-
-
-def _gpu_block_cast(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
-    """Compile a block cast, whose results are returned as they lie in memory, and XLA's program for the same."""
-    (M, N), x = CAST, compiler.shape(CAST, "bfloat16")
-    row: Row = {"kernel": f"block cast of {M}×{N}, {name}", "elements": casts[0].spec.dtype}
-    if why := mosaic_gpu.refuse_device(_capability(compiler), 9, 9, interpret=False):
-        return row | {"registers": "", "spilled": "", "refused": why}
-
-    def lying(function: Program) -> Program:
-        def run(x: jax.Array) -> list[jax.Array]:
-            made = zip(function(x, casts), casts, strict=True)
-            return [each.T if cast_gpu.is_turned(cast) else each for out, cast in made for each in jax.tree.leaves(out)]
-
-        return run
-
-    made = compiler.made(lying(cast_gpu.block_quantize), x)
-    row |= _registers(compiler, cast_reference.NAME) | {"µs": compiler.microseconds(made)}
-    moved = made.moved + sum(kernel.bytes for kernel in made.kernels)
-    theirs = compiler.made(lying(cast_reference.block_quantize), x)
-    more = {"XLA's µs": compiler.microseconds(theirs), "MB": round(moved / 1e6), "XLA's MB": round(theirs.moved / 1e6)}
-    return row | more
-
-
-def _gpu_blocks(compiler: Compiler, case: blocks.Case) -> Row:
-    """Compile a product of blocks; XLA's own is a matmul of the operands as it dequantizes them, dense alone."""
-    M, N, K = case.sizes[1:]
-    scales = "1×128 both" if case.per_column else "1×128, 128×128"
-    row: Row = {"kernel": f"block_{case.form} {M}×{N}×{K}", "elements": f"{case.lhs_dtype}, {scales}"}
-    if why := mosaic_gpu.refuse_device(_capability(compiler), 9, 9, interpret=False):
-        return row | {"registers": "", "spilled": "", "refused": why}
-    shapes = [compiler.shape(*each) for each in case.shapes]
-    made = compiler.made(lambda *args: getattr(blocks_gpu, case.form)(*args, out_dtype=case.out_dtype), *shapes)
-    row |= _registers(compiler, blocks_reference.NAME) | {"µs": compiler.microseconds(made)}
-
-    def xla(x: jax.Array, w: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        size = blocks_reference.BLOCK
-        sides = QTensor(x[0], left[0], block=(1, size)), QTensor(w[0], right[0], block=(N // right.shape[1], size))
-        return contract(*sides, Dimensions((1,), (1,), (), (), 2, 2), out_dtype="bfloat16")
-
-    return row | ({} if case.groups else {"XLA's µs": compiler.microseconds(compiler.made(xla, *shapes))})
-
-
-def _registers(compiler: Compiler, kernel: str) -> Row:
-    found = read_registers(compiler.folder, kernel)
-    return {"registers": found.used, "spilled": found.spilled, "refused": ""}
-
-
-def _capability(compiler: Compiler) -> tuple[int, int]:
-    assert compiler.chip.gpu is not None
-    return compiler.chip.gpu[3], 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.compare_libraries import matmuls
-from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
+from benchmarks.schemes import RESULTS, UNQUANTIZED, Row, Scheme, tell
 from benchmarks.timing import FAILURES
 from jaxquant import state as quant_state
 from jaxquant.aot.chips import CHIPS
@@ -33,8 +33,8 @@ def priced(kind: str) -> dict[str, Row]:
 
 
 def committed(name: str) -> Any:
-    """Return the contents of a JSON file of this folder; no rows if there is none."""
-    path = ROOT / "benchmarks" / name
+    """Return the contents of a JSON file of the results; no rows if there is none."""
+    path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else []
 
 

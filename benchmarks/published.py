@@ -113,12 +113,6 @@ STEPS = (
 )
 """Published ratios of whole steps."""
 
-MISSING = (
-    ("MaxText int8, Gemma-7B, v5e-256 and v5p-128", "1.21, 1.17", "its page gives no batch and no sequence length"),
-    ("AQT int8, 1B to 16B, TPUs", "1.2 to 1.4", "no configuration is published"),
-)
-"""Published, and not compiled by this command: who, the ratio, what it takes."""
-
 
 def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
     """Return the forward pass and both gradients of the GEMM set, and the shapes of its arguments.

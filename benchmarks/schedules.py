@@ -1,4 +1,4 @@
-"""What a compiler made of a hand-written kernel: the bundles of a TPU's schedule, the registers of a GPU's program.
+"""What a compiler made of a hand-written kernel: the bundles of a TPU's schedule.
 
 A TPU runs one bundle a cycle. The final schedule of a kernel is a text of its bundles, with its loops and branches, and
 another of the slots that each one fills. Both appear in a folder that ``tpu_dump`` names before libtpu starts.
@@ -27,15 +27,6 @@ def tpu_dump(folder: Path) -> dict[str, str]:
       folder: where to. Everything that is compiled leaves a hundred files there.
     """
     return {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
-
-
-def gpu_dump(folder: Path) -> dict[str, str]:
-    """Return what the environment must hold for Mosaic GPU to write what ptxas says.
-
-    Args:
-      folder: where to.
-    """
-    return {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,31 +160,3 @@ def _slots(text: str) -> tuple[list[dict[str, int]], dict[str, int]]:
         dict(zip(units, map(int, line.split()), strict=True)) for line in lines if re.fullmatch(r"[\d ]+", line)
     ]
     return rows, capacity
-
-
-@dataclasses.dataclass(frozen=True)
-class Registers:
-    """What ptxas says of a GPU kernel.
-
-    Attributes:
-      used: registers of a thread.
-      spilled: bytes of a thread that had no room in them, stored and loaded.
-    """
-
-    used: int
-    spilled: int
-
-
-def read_registers(folder: Path, kernel: str) -> Registers:
-    """Read what ptxas said of a kernel.
-
-    Args:
-      folder: that Mosaic GPU wrote to.
-      kernel: its name, as ``plgpu.kernel`` was given it.
-
-    Raises:
-      FileNotFoundError: no kernel of that name was compiled.
-    """
-    text = _only(folder, f"*{kernel}*.ptxas").read_text()
-    spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", text))
-    return Registers(max(int(count) for count in re.findall(r"Used (\d+) registers", text)), spilled)

@@ -12,6 +12,7 @@ from jaxquant.config.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout: `intmp` takes its file from there."""
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 

@@ -1,14 +1,15 @@
-"""seeds: runs of the quickstart model by scheme and seed, each a line of JSON that is written when it ends."""
+"""Held-out losses of the quickstart model by scheme and seed; each run is a line of JSON, written when it ends."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -21,55 +22,69 @@ from train.config import TrainConfig
 from train.loop import prepare
 from train.report import load_run
 
-Trials = Mapping[str, tuple[int, Row]]
-"""Scheme -> number of seeds, fields of the run's configuration."""
 _CURVE = 10  # steps between two training losses of a line
 
 
-def compared(
-    table: Callable[[dict[tuple[str, int], Row]], list[Row]],
-    trials: Trials,
-    record: Path,
-    runs: Path,
-    steps: int,
-    only: Collection[str],
-    seeds: int | None,
-) -> list[Row]:
-    """Train what the record lacks, and return the rows of a table of it; the rest of the arguments as there.
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A scheme to train.
+
+    Attributes:
+      base: scheme whose runs of the same seeds it is compared with.
+      fields: of the run's configuration.
+      seeds: number of runs.
+    """
+
+    base: str
+    fields: Row
+    seeds: int = 3
+
+
+def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str] = ()) -> list[Row]:
+    """Compare held-out losses of the quickstart model under schemes with those of their base.
+
+    A seed is of the initial parameters, the order of the data and the noise; each run is compared with its base's run
+    of the same seed. A run whose line is in the record is not trained again, and one that was interrupted goes on from
+    its checkpoint. Figures after ± are the standard error of the mean over seeds.
 
     Args:
-      table: of the record's lines. It leaves out runs that have no other one to be compared with.
+      trials: by scheme.
+      record: JSON lines, one a run.
+      steps: of each run.
+      only: schemes to train; all of them by default. The table has every run of the record.
 
     Raises:
-      ValueError: the table has no row.
+      ValueError: no run has a base run to compare with.
     """
-    if rows := table(train_missing(trials, record, runs, steps, only, seeds)):
-        return rows
-    raise ValueError(
-        f"{record} has {', '.join(only)} now, and no run of the same seeds to compare with; train that too: of "
-        f"{', '.join(trials)}, or all, without --only"
-    )
+    losses = {key: line["held_out_loss"] for key, line in train_missing(trials, record, steps, only).items()}
+    rows = []
+    for name, trial in trials.items():
+        seeds = [n for n in range(trial.seeds) if (name, n) in losses and (trial.base, n) in losses]
+        pairs = [(losses[name, n], losses[trial.base, n]) for n in seeds]
+        if pairs:
+            rows.append(
+                {
+                    "scheme": name,
+                    "held-out loss": " / ".join(f"{loss:.4f}" for loss, _ in pairs),
+                    "difference": mean([loss - base for loss, base in pairs], "+.4f"),
+                    "excess %": mean([100 * (loss / base - 1) for loss, base in pairs], "+.2f"),
+                }
+            )
+    if not rows:
+        raise ValueError(f"{record} has no two runs of a seed to compare; train {trials[only[0]].base!r}, too")
+    return rows
 
 
 def train_missing(
-    trials: Trials, record: Path, runs: Path, steps: int, only: Collection[str], seeds: int | None
+    trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str]
 ) -> dict[tuple[str, int], Row]:
-    """Train what the record lacks, and return its lines by scheme and seed.
-
-    Args:
-      trials: what there is.
-      record: JSON lines, one a run.
-      runs: folder of the runs; one that was interrupted goes on from its checkpoint.
-      steps: of each run.
-      only: schemes to train, none for all.
-      seeds: how many of each, None for those of ``trials``.
-    """
+    """Train what the record lacks, and return its lines by scheme and seed; the arguments are those of ``compare``."""
     lines = read_record(record, steps)
-    wanted = [(seed, name) for name, (count, _) in trials.items() for seed in range(seeds or count)]
+    wanted = [(seed, name) for name, trial in trials.items() for seed in range(trial.seeds)]
     for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
         if (name, seed) in lines or (only and name not in only):
             continue
-        lines[name, seed] = train_run(name, trials[name][1], seed, steps, runs)
+        lines[name, seed] = train_run(name, trials[name].fields, seed, steps, ROOT / "runs" / record.stem)
         with record.open("a") as file:
             file.write(json.dumps(lines[name, seed]) + "\n")
     return lines
@@ -97,8 +112,6 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
         raise ValueError(
             f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
         )
-    parameters = run.summary["parameter_bytes"] // jax.numpy.dtype(config.weight_dtype).itemsize
-    tokens = steps * config.batch_size * config.sequence_length
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "scheme": name,
@@ -109,8 +122,6 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
         "held_out_losses": run.held_out,
         "train_loss": {step: round(loss, 5) for step, loss in run.train.items() if step % _CURVE == 0 or step == 1},
         "seconds": round(seconds, 1),
-        "parameters": parameters,
-        "tokens_per_parameter": round(tokens / parameters, 3),
         "commit": commit.stdout.strip(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }

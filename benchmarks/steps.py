@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
-from benchmarks.timing import measure_in_turns, median_ratio, seconds
+from benchmarks.timing import median_ratio, seconds, undisturbed
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build as build_dataclass
 from train.config import TrainConfig
@@ -36,28 +36,27 @@ class _Stepper:
         self._batch = jax.tree.map(np.asarray, dict(next(data.train)))
         self._state = program.init()
         self.times: list[float] = []
-        self.first = seconds(self._run)
-        seconds(self._run)
+        self.first = seconds(self.run)
+        seconds(self.run)
 
-    def _run(self) -> Any:
+    def run(self) -> Any:
         self._state, values = self._step(self._state, self._batch, jnp.bool_(True))
         return self._state, values
 
-    def measure(self) -> None:
-        self.times.append(seconds(self._run))
 
-
-def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, Any] | None = None) -> list[Row]:
+def measure_steps(chosen: Sequence[Scheme], rounds: int) -> list[Row]:
     """Time training steps, one step of every scheme a round, so that a slow moment of the machine hits all alike.
 
     The ratio is the median over rounds of a scheme's time over the unquantized one's in that round.
     """
-    quickstart = load_yaml(str(ROOT / QUICKSTART)) | (overrides or {})
+    quickstart = load_yaml(str(ROOT / QUICKSTART))
     steppers = []
     for scheme in (UNQUANTIZED, *chosen):
         steppers.append(_Stepper(scheme, quickstart))
         tell(f"compiled {scheme.string or 'none'} {scheme.backend} in {steppers[-1].first:.1f} s")
-    measure_in_turns(steppers, rounds)
+    with undisturbed():
+        for stepper in rounds * steppers:
+            stepper.times.append(seconds(stepper.run))
     base = steppers[0].times
     return [
         {
@@ -70,42 +69,30 @@ def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, An
     ]
 
 
-def measure_losses(chosen: Sequence[Scheme], steps: int, folder: Path) -> list[Row]:
+def measure_losses(chosen: Sequence[Scheme], steps: int) -> list[Row]:
     """Train the quickstart model under every scheme, each in a process of its own, and compare held-out losses.
 
-    A run that is in the folder already is not trained again.
+    A run that is in `runs/losses` already is not trained again.
     """
-    folders = []
-    for scheme in (UNQUANTIZED, *chosen):
-        run = folder / "-".join(filter(None, (scheme.string or "none", scheme.backend)))
-        train_run(run, scheme, steps)
-        folders.append(run)
-    runs = load_runs(folders)
-    short = [run.name for run in runs if run.last_step != steps]
-    if short:
-        raise ValueError(f"runs {', '.join(short)} in {folder} have another number of steps; remove them")
+    runs = [_train(scheme, steps) for scheme in (UNQUANTIZED, *chosen)]
+    loaded = load_runs(runs)
+    if short := [run.name for run in loaded if run.last_step != steps]:
+        raise ValueError(f"runs {', '.join(short)} in {runs[0].parent} have another number of steps; remove them")
     return [
         {**scheme.cells, **{name: row[name] for name in ("steps", "held-out loss", "gap")}}
-        for scheme, row in zip((UNQUANTIZED, *chosen), comparison_rows(runs), strict=True)
+        for scheme, row in zip((UNQUANTIZED, *chosen), comparison_rows(loaded), strict=True)
     ]
 
 
-def train_run(run: Path, scheme: Scheme, steps: int) -> None:
-    """Train the quickstart model into a run's folder, in a process of its own, unless it is there already.
-
-    Args:
-      run: folder.
-      scheme: to train with.
-      steps: how many.
-
-    Raises:
-      RuntimeError: the run failed.
-    """
+def _train(scheme: Scheme, steps: int) -> Path:
+    """Train the quickstart model under a scheme, unless it is trained already; return the run's folder."""
+    run = ROOT / "runs" / "losses" / "-".join(filter(None, (scheme.string or "none", scheme.backend)))
     if (run / "summary.json").is_file():
-        return
+        return run
     tell(f"training {run.name}")
     words = [f"{name}={value}" for name, value in scheme.config.items()]
     command = [sys.executable, "-m", "train", QUICKSTART, *words, f"steps={steps}", f"run_dir={run}"]
     done = subprocess.run([*command, "tensorboard=false"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"training {run.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return run

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.compare_libraries import Entry, matmuls, measure
+from jaxquant.aot.report import table
 from jaxquant.config.recipes import RECIPES
 
 STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
@@ -38,6 +39,16 @@ def cell(string: str, target: str) -> str:
 def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:
     """Return the cells of a chip by string; of ``only`` some strings, where given."""
     return {string: cell(string, target) for string in STRINGS if not only or string in only}
+
+
+def page(rows: Sequence[dict[str, str]]) -> str:
+    """Write the table of strings and chips; refusals stand in full below it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    short = [{key: row.get(key, "").partition(":")[0] for key in columns} for row in rows]
+    refused = sorted({cell for row in rows for cell in row.values() if cell.startswith("refused: ")})
+    title = "# Every config string, compiled for chips that are not here"
+    notes = "An MLP step with `quant_backend: auto`, and its matmuls as compiled; an empty cell was not compiled."
+    return "\n".join([title, "", notes, "", *table(short), "", *(f"- {each}" for each in refused)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,6 @@ FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeE
 """Errors of what cannot run here."""
 
 
-class Measured(Protocol):
-    """One of what is compared; ``measure`` times it once and keeps the time."""
-
-    def measure(self) -> None: ...
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Keep Python from collecting garbage while it is timed."""
@@ -36,14 +30,6 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def measure_in_turns(each: Sequence[Measured], rounds: int) -> None:
-    """Measure each once a round."""
-    with undisturbed():
-        for _ in range(rounds):
-            for one in each:
-                one.measure()
 
 
 def seconds(run: Callable[[], Any], calls: int = 1) -> float:

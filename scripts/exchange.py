@@ -3,7 +3,7 @@
 
 transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. They are the extra ``exchange``
 (``pip install -e '.[exchange]'``: torch, and a compiler for llama.cpp); the suite does not run this. Figures go to
-benchmarks/exchange.md.
+benchmarks/results/exchange.md.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are loaded here")
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")
     parser.add_argument("--quantizers", action="store_true", help="compare quantizers with compressed-tensors', too")
-    parser.add_argument("--out", default="benchmarks/exchange.md", help="(default: %(default)s)")
+    parser.add_argument("--out", default="benchmarks/results/exchange.md", help="(default: %(default)s)")
     words = parser.parse_args(arguments)
     terminal.accept_all_characters()
     loaded = [name for name in FORMATS if name.startswith(("hf", "ct_", "fp8_block", "gguf_"))]

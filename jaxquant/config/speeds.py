@@ -34,7 +34,7 @@ quartet2         0.49  0.57  0.74  0.22  0.13
 tetrajet_v2      0.59  0.66  0.8   0.36  0.26
 int8_delayed     1.38  1.48  1.4   1.34  1.22
 """
-"""Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks`` fills it."""
+"""Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks/results`` fills it."""
 
 _CHIPS = {
     r"\bH100": "h100",
@@ -74,7 +74,7 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's: measured slower
     near = min(faster, key=lambda name: (*_distance(row, RECIPES[name]), -speeds[name]), default="")
     hint = f"{near!r} at {speeds[near]} times" if near else "no string of the table is faster than bfloat16 there"
-    about = f"an MLP at {speed} times the speed of bfloat16 on {kind}, by the audit (benchmarks/strings-speed.md)"
+    about = f"an MLP at {speed} times bfloat16's speed on {kind}, by the audit (benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 

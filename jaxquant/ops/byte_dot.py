@@ -29,7 +29,7 @@ ROWS = 64
 """Rows of the other operand from which GPUs copy an int8 operand.
 
 On an H200 the copy moves two bytes an element at 4 TB/s, and the matmul without it computes two operations an element
-and row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/on-chip.md``): they break even at about 40 rows.
+and row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``): they break even at about 40 rows.
 """
 
 _algorithm = Primitive("fp8_algorithm")

@@ -225,7 +225,7 @@ def _unscaled(x: Any) -> QTensor:
 
 def _one_row(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
     """Multiply a single row with a row of zeros below it: GPUs and TPUs have no matmul for one, and take up to 25 times
-    as long element by element (``benchmarks/few-rows.md``). With a small weight that is no matter."""
+    as long element by element (commit b55b3a5). With a small weight that is no matter."""
     contract, free = dims.lhs_contract, dims.lhs_free
     is_one = not dims.lhs_batch and all(lhs.shape[axis] == 1 for axis in free)
     is_light = rhs.qvalue.dtype.itemsize > 1 or rhs.qvalue.size < SMALL

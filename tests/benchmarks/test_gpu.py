@@ -6,10 +6,10 @@ import time
 import pytest
 
 from benchmarks import gemms, gpu
+from benchmarks.__main__ import main
 from benchmarks.gpu_kernels import CASES
 from benchmarks.on_chip import priced, target_of
 from benchmarks.timing import Prepared
-from scripts import bench
 
 OPTIMIZED = False
 
@@ -22,7 +22,7 @@ def lines_of(folder):
 @pytest.mark.slow
 def test_a_small_run_measures_every_part_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(gemms, "CONTENDERS", (gemms.CONTENDERS[0], *gemms.CONTENDERS[3:5]))  # jax, torch, flax
-    assert bench.main(["gpu", "--small", "--out", str(tmp_path)]) == 0
+    assert main(["gpu", "--small", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path)
     assert list(dict.fromkeys(line["part"] for line in lines)) == ["run", *gpu.PARTS]
     timed = {(line["part"], line["row"]): line for line in lines if "rounds" in line}
@@ -44,7 +44,7 @@ def test_figures_survive_a_part_that_fails_ctrl_c_and_the_limit(monkeypatch, tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gpu, "PARTS", {"one": (fails, 1), "two": (interrupted, 1)})
-    assert bench.main(["gpu", "--small", "--out", str(tmp_path)]) == 130
+    assert main(["gpu", "--small", "--out", str(tmp_path)]) == 130
     rows = [line["row"] for line in lines_of(tmp_path) if "round" not in line]
     assert rows == ["machine", "bf16", "no torch", "bf16", "part", "first", "interrupted"]
     assert lines_of(tmp_path)[-3]["error"] == "MemoryError: no room"
@@ -52,7 +52,7 @@ def test_figures_survive_a_part_that_fails_ctrl_c_and_the_limit(monkeypatch, tmp
     codes = []
     monkeypatch.setattr(gpu.os, "_exit", codes.append)
     monkeypatch.setattr(gpu, "PARTS", {"slow": (lambda part: time.sleep(0.5), 1)})
-    bench.main(["gpu", "--small", "--out", str(tmp_path), "--limit", "0.1"])
+    main(["gpu", "--small", "--out", str(tmp_path), "--limit", "0.1"])
     assert codes == [1]
     assert {"part": "slow", "row": "limit", "error": "stopped after 0.1 s"} in lines_of(tmp_path)
 

@@ -1,4 +1,4 @@
-"""What is read from a TPU's schedule and from ptxas."""
+"""What is read from a TPU's schedule."""
 
 import pytest
 
@@ -49,12 +49,3 @@ def test_loops_branches_and_slots_of_a_schedule(dump):
     assert (found.count(1), found.count(1, range(1, 9))) == (8, 2)
     assert found.mxu_share == 3 / (2 * 4)
     assert found.fills_and_spills == (1, 2)
-
-
-def test_registers_and_spills(tmp_path):
-    (tmp_path / "own_kernel_0.ptxas").write_text(
-        "ptxas info    : Function properties for own_kernel\n"
-        "    0 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
-        "ptxas info    : Used 255 registers, used 2 barriers, 1 bytes smem\n"
-    )
-    assert schedules.read_registers(tmp_path, "own_kernel") == schedules.Registers(255, 40)

@@ -14,7 +14,7 @@ import jaxquant
 from benchmarks.speeds import page, table_text
 from jaxquant.config import speeds
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def test_the_table_and_the_page_are_those_of_the_benchmark():

@@ -107,7 +107,7 @@ def _parsed_by(module: str) -> Any:
     return read
 
 
-for _name in ("bench", "compare", "convert", "evaluate", "export", "import", "lines", "serve"):
+for _name in ("compare", "convert", "evaluate", "export", "import", "lines", "serve"):
     READ_BY[f"scripts/{_name}.py"] = _parsed_by(f"scripts.{_name}")
 READ_BY["python -m tests.gallery"] = _parsed_by("tests.gallery.__main__")
 

@@ -11,8 +11,8 @@ import pytest
 from flax import linen as nn
 
 import jaxquant
-from benchmarks.__main__ import main, strings_text
-from benchmarks.strings import STRINGS
+from benchmarks.__main__ import main
+from benchmarks.strings import STRINGS, page
 from tests.docs.test_blocks import ROOT
 
 OPTIMIZED = True  # as users compile for chips
@@ -54,7 +54,7 @@ def audit(strings: list[str], target: str) -> Any:
 
 def committed() -> dict[str, dict[str, str]]:
     """Return the rows of the committed table of strings and chips, by string."""
-    rows = json.loads((ROOT / "benchmarks/strings-chips.json").read_text())
+    rows = json.loads((ROOT / "benchmarks/results/strings-chips.json").read_text())
     return {row["quantization"]: row for row in rows}
 
 
@@ -83,7 +83,7 @@ def test_the_table_names_every_chip_that_has_a_compiler():
 def test_the_committed_table_has_every_string_and_is_written_from_its_rows():
     rows = committed()
     assert list(rows) == STRINGS
-    assert (ROOT / "benchmarks/strings-chips.md").read_text() == strings_text(list(rows.values()))
+    assert (ROOT / "benchmarks/results/strings-chips.md").read_text() == page(list(rows.values()))
 
 
 @pytest.mark.aot

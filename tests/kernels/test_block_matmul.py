@@ -84,7 +84,7 @@ X, W = (300, 256), (256, 200)
     [
         ("NVIDIA H200", {}, (0, 3), "asked for"),
         ("NVIDIA H100 80GB HBM3", {}, (0, 3), "asked for"),
-        ("NVIDIA H200", {"implementation": None}, (0, 3), "times as fast as XLA: benchmarks/gemm-set"),
+        ("NVIDIA H200", {"implementation": None}, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
         ("NVIDIA H200", {"implementation": "xla"}, (3, 0), "asked for"),
         (
             "NVIDIA B200",
@@ -245,7 +245,7 @@ def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_chan
     ("kind", "options", "size", "expected", "why"),
     [
         ("NVIDIA H200", {}, 1, (0, 3), "asked for"),
-        ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/gemm-set"),
+        ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
         ("NVIDIA H200", {"implementation": None}, 8, (3, 0), f"{block_ragged.OWN}; an operand may be sharded"),
         ("NVIDIA B200", {}, 1, (3, 0), "pallas was asked for; the block_matmul kernel is for Hopper GPUs"),
         ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),

@@ -70,7 +70,7 @@ def test_coverage_that_is_not_as_asked_is_status_1(capsys, monkeypatch):
 
 
 SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
-MODULES = ("train", "jaxquant", "jaxquant.audit", "jaxquant.aot")
+MODULES = ("train", "benchmarks", "jaxquant", "jaxquant.audit", "jaxquant.aot")
 
 
 WITHOUT_EXTRAS = """
@@ -90,7 +90,7 @@ for name, *words in json.loads(sys.argv[1]):
 
 def test_without_the_extras_every_command_has_help_and_names_what_to_install():
     asked = [[command, "--help"] for command in [*SCRIPTS, *MODULES]]
-    refused = {"grain": ["scripts/bench.py", "steps", "--quick"], "filelock": ["train", str(CI)]}
+    refused = {"grain": ["benchmarks", "steps"], "filelock": ["train", str(CI)]}
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps([*asked, *refused.values()])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     fix = "is not installed; run pip install -e '.[train]' in the checkout of jaxquant\n"

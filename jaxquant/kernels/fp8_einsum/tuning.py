@@ -9,7 +9,7 @@ Blocks = tuple[int, int, int]
 
 LANES = 128
 BLOCK: Blocks = (1024, 1024, 1024)
-"""Best of four on v5e and v6e, by bundles: benchmarks/kernels-tpu.md."""
+"""Best of four on v5e and v6e, by bundles: benchmarks/results/kernels-tpu.md."""
 VMEM_BYTES = 40 * 2**20
 """What a program may take: two of each operand and of a float32 result, and the sums. The smallest chip has 64 MiB."""
 
