@@ -74,7 +74,7 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's: measured slower
     near = min(faster, key=lambda name: (*_distance(row, RECIPES[name]), -speeds[name]), default="")
     hint = f"{near!r} at {speeds[near]} times" if near else "no string of the table is faster than bfloat16 there"
-    about = f"an MLP at {speed} times bfloat16's speed on {kind}, by the audit (benchmarks/results/strings-speed.md)"
+    about = f"an MLP at {speed} times bfloat16's speed on one {kind}, by audit (benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 

@@ -50,7 +50,7 @@ class Choice:
         return self.name == "pallas" or self.reason.startswith(REFUSED)
 
 
-PICKED = "XLA's program; implementation: pallas asks for the kernels"
+PICKED = "XLA's program, which no kernel is known to beat here"
 """Why XLA is picked where nothing else is known."""
 
 _made: dict[tuple[str, Choice], None] = {}

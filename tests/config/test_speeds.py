@@ -27,7 +27,7 @@ def test_the_table_and_the_page_are_those_of_the_benchmark():
 @pytest.mark.parametrize(
     ("kind", "string", "backend", "told"),
     [
-        ("TPU v6 lite", "fp8_full", "auto", "'fp8_full' trains .* 0.79 times .* on TPU v6 lite, .*; 'fp8' at 1.02"),
+        ("TPU v6 lite", "fp8_full", "auto", "'fp8_full' trains .* 0.79 times .* on one TPU v6 lite, .*; 'fp8' at 1.02"),
         ("TPU v6 lite", "int8", "auto", "'int8' trains .*; 'int8_delayed' at 1.22 times"),
         ("TPU v6 lite", "int8", "qwix", None),
         ("TPU v6 lite", "fp8", "auto", None),
