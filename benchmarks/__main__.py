@@ -17,9 +17,7 @@ from jaxquant import terminal
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0 on success, 1 where a number is wrong, 2 where something does not run or compile."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure what quantization costs and gains."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What quantization costs and gains.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     here.add_commands(commands)
     absent.add_commands(commands)
