@@ -13,26 +13,26 @@ from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
 from jaxquant.core.recipe import Matmul, Side
 
 TABLE = """\
-string           h100  h200  b200  v5e   v6e
-int8             1.16  1.26  0.93  1.13  0.92
-int4             0.98  1.11  0.93  1.15  0.99
-fp8              1.31  1.42  1.36  1.0   1.02
-nanoo_fp8        0.76  0.81  0.73  1.0   1.02
-fp8_full         1.11  1.24  1.05  0.84  0.78
-fp8_e4m3         1.11  1.24  1.05  0.84  0.78
-fp8_e5m2         1.14  1.27  1.05  1.13  0.94
-fp4              1.08  1.2   1.11  0.84  0.82
-aqt_fp8          1.04  1.08  1.05  0.76  0.68
-aqt_fp8_full     1.33  1.44  1.34  0.95  0.9
-fp8_current      1.16  1.29  1.23  0.84  0.85
-fp8_block        1.16  1.3   0.8   0.76  0.66
-mxfp8            0.77  0.82  1.03  0.75  0.57
-mxfp4            0.74  0.79  0.74  0.54  0.41
-nvfp4            0.68  0.75  0.94  0.3   0.2
-te_nvfp4_no_rht  0.77  0.78  1.18  0.3   0.19
-quartet2         0.49  0.57  0.74  0.22  0.13
-tetrajet_v2      0.59  0.66  0.8   0.36  0.26
-int8_delayed     1.38  1.48  1.4   1.34  1.22
+string           h100  h200  b200  v5e   v6e   v7x
+int8             1.16  1.26  0.93  1.13  0.92  0.82
+int4             0.98  1.11  0.93  1.15  0.99  0.93
+fp8              1.31  1.42  1.36  1.0   1.02  1.91
+nanoo_fp8        0.76  0.81  0.73  1.0   1.02  1.0
+fp8_full         1.11  1.24  1.05  0.84  0.78  0.27
+fp8_e4m3         1.11  1.24  1.05  0.84  0.78  0.27
+fp8_e5m2         1.14  1.27  1.05  1.13  0.94  0.27
+fp4              1.08  1.2   1.11  0.84  0.82  0.9
+aqt_fp8          1.04  1.08  1.05  0.76  0.68  1.09
+aqt_fp8_full     1.33  1.44  1.34  0.95  0.9   0.28
+fp8_current      1.16  1.29  1.23  0.84  0.85  -
+fp8_block        1.16  1.3   0.8   0.76  0.66  -
+mxfp8            0.77  0.82  1.03  0.75  0.57  -
+mxfp4            0.74  0.79  0.74  0.54  0.41  -
+nvfp4            0.68  0.75  0.94  0.3   0.2   -
+te_nvfp4_no_rht  0.77  0.78  1.18  0.3   0.19  -
+quartet2         0.49  0.57  0.74  0.22  0.13  -
+tetrajet_v2      0.59  0.66  0.8   0.36  0.26  -
+int8_delayed     1.38  1.48  1.4   1.34  1.22  -
 """
 """Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks/results`` fills it."""
 
