@@ -13,7 +13,7 @@ SLACK = 60
 READ_EQUATIONS = {
     "audit/dataflow.py",
     "inject/linen.py",
-    "ops/evaluate.py",
+    "ops/conv.py",
     "optim/parts.py",
     "trace/analysis.py",
     "trace/plan.py",
