@@ -21,6 +21,7 @@ from benchmarks.on_chip import measure_strings
 from benchmarks.schemes import RESULTS, Row, schemes
 from benchmarks.steps import measure_losses, measure_steps
 from jaxquant import terminal
+from jaxquant.aot import report
 from train import extras
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
@@ -90,8 +91,7 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> tuple[Pat
     machine = f"{where['device']}, {where['cpus']} CPUs, {where['platform']}, Python {where['python']}, {versions}"
     flags = f" XLA_FLAGS={where['xla flags']}" if where["xla flags"] else ""
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.{flags}", ""]
-    lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
-    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text.write_text("\n".join([*lines, *report.table(list(rows))]) + "\n", encoding="utf-8")
     return data, text
 
 
@@ -115,7 +115,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "–"
-
-
-def _line(cells: Any) -> str:
-    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"

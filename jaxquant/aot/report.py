@@ -205,7 +205,7 @@ def _counted(counts: Any) -> str:
 
 
 def _line(cells: Any) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def table(rows: list[Row]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -72,7 +71,6 @@ class Decision:
     implementation: str | None = None
 
 
-@functools.lru_cache(maxsize=1024)
 def compile_pattern(pattern: str, place: str) -> Callable[[str], bool]:
     """Compile a regex.
 

@@ -15,7 +15,6 @@ from jaxquant.export.hf.spec import LayerSpec
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""
 
-
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
 
