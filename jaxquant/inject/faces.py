@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxquant.backends import RANDOM_STREAM
-from jaxquant.ops.einsum import plan_einsum
 
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """Random streams that an example call of a Linen model gets."""
@@ -100,9 +99,16 @@ def wrap_methods(
     return {name: wrapped(name) for name, value in public.items() if is_method(name, value)}
 
 
-def einsum_out_features(equation: str, lhs_ndim: int, rhs_shape: Sequence[int]) -> int:
-    """Count the outputs of an einsum with a weight: the product of the weight's axes that the activation has not."""
-    plan = plan_einsum(equation, lhs_ndim, len(rhs_shape))
-    (_, contract), (_, batch) = plan.dimension_numbers
-    kept = [size for axis, size in enumerate(rhs_shape) if axis not in plan.rhs_sum]
-    return math.prod(size for axis, size in enumerate(kept) if axis not in (*contract, *batch))
+def einsum_out_features(equation: str, shape: Sequence[int]) -> int:
+    """Count the outputs of an einsum with a weight: the product of the weight's axes that only the result shares.
+
+    Args:
+      equation: with the weight second.
+      shape: of the weight.
+    """
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    before, _, after = right.partition("...")
+    labels = [*before, *["..."] * (len(shape) - len(before) - len(after)), *after]
+    kept = [label not in left and (label in out or not arrow) for label in labels]
+    return math.prod(size for size, is_kept in zip(shape, kept, strict=False) if is_kept)

@@ -23,7 +23,7 @@ from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.faces import at_work, einsum_out_features
 from jaxquant.inject.layer_op import LayerOp
-from jaxquant.ops.einsum import plan_einsum
+from jaxquant.ops.einsum import contract_einsum
 from jaxquant.state.watch import STATELESS, require_hand
 
 
@@ -235,14 +235,14 @@ class _Einsum(_ByPath):
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
-        out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
+        out_features = einsum_out_features(equation, rhs.shape)
         op = self._op(out_features, lhs, rhs, name=self.quantization.made_by.einsum_holds)
         if op is None:
             return jax.numpy.einsum(equation, lhs, rhs, **options)
         lhs, rhs = self._watch(op, lhs, rhs)
-        plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
-        lhs, rhs = plan.summed(lhs, rhs, equation, self.quantization.quant_mode is not QuantMode.TRAIN)
-        return jax.numpy.transpose(op(lhs, rhs, plan.dimension_numbers, **options), plan.permutation)
+        dot = lambda lhs, rhs, numbers, _: op(lhs, rhs, numbers, **options)  # noqa: E731
+        is_converted = self.quantization.quant_mode is not QuantMode.TRAIN
+        return contract_einsum(equation, (lhs, rhs), dot, is_converted=is_converted, **options)
 
 
 def _tile_size(recipe: Recipe | None) -> int:

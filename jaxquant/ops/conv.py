@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn
 from jax.lax import ConvDimensionNumbers
 
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
@@ -33,6 +33,7 @@ from jaxquant.ops import pieces
 from jaxquant.ops.arguments import QuantState, check_float, check_state
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
+from jaxquant.ops.evaluate import evaluate
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Prepared, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
@@ -258,19 +259,16 @@ class _Conv(Operation):
             forward = (lambda x: self.convolve(x, other)) if of_lhs else (lambda x: self.convolve(other, x))
             return jax.linear_transpose(forward, like(self.lhs if of_lhs else self.rhs))(grad)[0]
 
-        jaxpr = jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr
-        known: dict[Any, Any] = dict(zip(jaxpr.invars, (grad, other), strict=True))
-        for eqn in jaxpr.eqns:
-            ins = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
-            if eqn.primitive.name == "conv_general_dilated":
-                options: dict[str, Any] = dict(eqn.params)
-                options["preferred_element_type"] = accumulator_dtype(accumulator, self.out_dtype)
-                options["precision"] = jax.lax.Precision.HIGHEST if self.precision is None else self.precision
-                options.pop("out_sharding", None)
-                known[eqn.outvars[0]] = jax.lax.conv_general_dilated(*ins, **options)
-            else:
-                known[eqn.outvars[0]] = eqn.primitive.bind(*ins, **eqn.params)
-        return known[jaxpr.outvars[0]]
+        def compute(eqn: JaxprEqn, values: list[Any]) -> Array:
+            if eqn.primitive.name != "conv_general_dilated":
+                return eqn.primitive.bind(*values, **eqn.params)
+            options: dict[str, Any] = dict(eqn.params)
+            options["preferred_element_type"] = accumulator_dtype(accumulator, self.out_dtype)
+            options["precision"] = jax.lax.Precision.HIGHEST if self.precision is None else self.precision
+            options.pop("out_sharding", None)
+            return jax.lax.conv_general_dilated(*values, **options)
+
+        return evaluate(jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr, (grad, other), compute)
 
 
 def _others(ndim: int, axis: int) -> tuple[int, ...]:

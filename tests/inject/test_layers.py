@@ -71,4 +71,4 @@ def test_outputs_of_an_einsum(equation, lhs, rhs):
     """Outputs are the axes of the result that it has beyond the activation's."""
     shape = np.einsum(equation, np.ones(lhs), np.ones(rhs)).shape
     rows = math.prod(lhs) // rhs[-2 if rhs[0] == 3 else 0]  # all axes of the activation but the contracted one
-    assert einsum_out_features(equation, len(lhs), rhs) == math.prod(shape) // rows
+    assert einsum_out_features(equation, rhs) == math.prod(shape) // rows
