@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
@@ -46,7 +46,6 @@ def quantize(
     scale: Float[Array, "*ones"],
     *,
     dtype: str,
-    seeds: UInt32[Array, " 2"] | None = None,
     compute_dtype: str = "float32",
     cut: int | None = None,
 ) -> tuple[Shaped[Array, "*shape"], Shaped[Array, "*shape"], Float[Array, ""]]:
@@ -55,17 +54,12 @@ def quantize(
     Args:
       x: float32 or bfloat16.
       scale: one float32 number.
-      dtype, seeds, compute_dtype: as ``reference.quantize`` takes them.
+      dtype, compute_dtype: as ``reference.quantize`` takes them.
       cut: axis that comes first in the memory of the copy, with those after it; None makes no copy, and the elements
         stand for it. Only GPUs have a kernel that writes a copy.
     """
-    (matrix, scales, seeds), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1), seeds)
-    options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype}
-    noise = () if seeds is None else (seeds,)
-
-    def on(run: Any, **more: Any) -> Any:
-        return lambda x, scale, *noise: run(x, scale, seeds=noise[0] if noise else None, **options, **more)
-
+    (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1))
+    on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)
     copies, where = {"transposed": cut is not None}, {}
     if cut is None:
         tpu = module("quantize", "tpu")
@@ -74,7 +68,7 @@ def quantize(
             where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
     if platform_of(x) == "gpu":
         where["cuda"] = on(module("quantize", "gpu").quantize, **copies)
-    out = jax.lax.platform_dependent(matrix, scales, *noise, **where, default=on(reference.quantize, **copies))
+    out = jax.lax.platform_dependent(matrix, scales, **where, default=on(reference.quantize, **copies))
     q = out.q.reshape(x.shape)
     if cut is None:
         return q, q, out.amax
