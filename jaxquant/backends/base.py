@@ -214,7 +214,6 @@ class LibraryBackend(Backend):
       train: contracts, of (recipe, activation, weight, dimension numbers, random key or None).
       serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
       convert: quantizes a weight, of (recipe, weight, contraction axes).
-      groups: contracts groups of rows with weights, converted or not, of (recipe, rows, weights, sizes).
     """
 
     honours: ClassVar[Honours]
@@ -223,7 +222,6 @@ class LibraryBackend(Backend):
     train: ClassVar[Any]
     serve: ClassVar[Any]
     convert: ClassVar[Any]
-    groups: ClassVar[Any]
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -258,31 +256,22 @@ class LibraryBackend(Backend):
     ) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
         check_implementation(self.name, given.how.implementation)
-        free = (0,) if group_sizes is not None else Dimensions.of(product.numbers, lhs.ndim, rhs.ndim).lhs_free
-        recipe = with_shards(given.recipe, lhs, free if self.row.shards_batch else free[::-1])
-        given = dataclasses.replace(given, recipe=recipe)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, given.how)
-        if why := self.lacks("dot_general", given.recipe, dtype.name):
+        if why := self.lacks(product.operation, given.recipe, dtype.name):
             raise NotImplementedError(f"recipe {given.recipe.name!r}: {why}")
+        dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
+        recipe = with_shards(given.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
         lhs = lhs.astype(dtype)
         rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
         if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
             rhs = dequantize(rhs.tensor, dtype.name) if isinstance(rhs, ConvertedKernel) else rhs
-            if group_sizes is not None:
-                return jax.lax.ragged_dot(lhs, rhs, group_sizes)
             return jax.lax.dot_general(lhs, rhs, product.numbers)
-        name = given.recipe.name
-        if group_sizes is not None:
-            run = functools.partial(self.groups, given.recipe)
-            is_converted = isinstance(rhs, ConvertedKernel)
-            return run(lhs, rhs, group_sizes) if is_converted else once(name, run, lhs, rhs, (group_sizes,))
-        dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
         if isinstance(rhs, ConvertedKernel):
-            serve = functools.partial(self.serve, given.recipe, numbers=dims.numbers)
+            serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
-        run = lambda lhs, rhs, key: self.train(given.recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
-        return once(name, run, lhs, rhs, (given.key,))
+        run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
+        return once(recipe.name, run, lhs, rhs, (given.key,))
 
     def quantize_weight(
         self,
@@ -293,8 +282,8 @@ class LibraryBackend(Backend):
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
-        """Quantize the weight of a contraction, that of a ragged one with a scale a column, which all groups share."""
-        return self.convert(recipe, weight, (0, 1) if operation == "ragged_dot_general" else axes), None
+        """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
+        return self.convert(recipe, weight, axes), None
 
     def _input_gradient(self, lhs: Array, rhs: ConvertedKernel, dims: Dimensions) -> Any:
         """Return the activation's gradient as a function: that of the dequantized kernel."""
