@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.arguments import QuantState
@@ -28,7 +26,6 @@ from jaxquant.ops.pieces import with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
-Op = Literal["dot_general", "einsum"]
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
 
@@ -61,12 +58,7 @@ class Backend:
     Attributes:
       name: key of ``BACKENDS``.
       row: what is known of it without its library.
-      op_names: names of the Linen modules of its ops in layers; Linen names variables after them.
-      einsum_holds: name of the ``dot_general`` that a layer's einsum holds, "" where the einsum itself is one.
     """
-
-    op_names: ClassVar[Mapping[Op, str]] = {}
-    einsum_holds: str = ""
 
     def __init__(self, name: BackendName) -> None:
         self.name: BackendName = name
@@ -82,20 +74,6 @@ class Backend:
           NotImplementedError: names the recipe, the operand, the field and what would do.
         """
         raise NotImplementedError
-
-    def forward_config(self, recipe: Recipe) -> Any:
-        """Describe the forward operands as AQT's configs do, in ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
-
-        MaxText's experts read there what their grouped matmul casts to: ``get_dtype()``, None for float.
-        """
-        sides = {
-            side: types.SimpleNamespace(numerics=_numerics(recipe.resolve("fwd", side))) for side in ("lhs", "rhs")
-        }
-        return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=types.SimpleNamespace(**sides)))
-
-    def op_name(self, op: Op, recipe: Recipe | None) -> str:
-        """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
-        return self.op_names[op]
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why a contraction of a traced function does not run a recipe; "" where it does.
@@ -185,23 +163,6 @@ class Backend:
           a leading axis of groups for a ragged matmul.
         """
         raise NotImplementedError
-
-    def freeze(
-        self, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
-    ) -> tuple[Any, Sequence[str | None]]:
-        """Return a converted kernel as models store it that plumb quantization by hand, and the names of its axes.
-
-        Args:
-          recipe: all numbers.
-          kernel: the kernel.
-          axes: its contraction axes.
-          names: of all of its axes.
-        """
-        return kernel.tensor, names
-
-    def thaw(self, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
-        """Return the kernel of rank ``ndim`` with contraction axes ``axes`` that ``freeze`` gave."""
-        return stored
 
 
 class LibraryBackend(Backend):
@@ -311,10 +272,3 @@ class LibraryBackend(Backend):
                 raise NotImplementedError(
                     f"{name} {value} of a contraction is dropped by {self.row.title}; {NATIVE_INSTEAD}"
                 )
-
-
-def _numerics(spec: TensorSpec | None) -> Any:
-    """Return what an operand is cast to, under the names of AQT's numerics."""
-    dtype = None if spec is None else jnp.dtype(spec.dtype)
-    bits = None if spec is None else element(spec.dtype).bits
-    return types.SimpleNamespace(dtype=dtype, bits=bits, get_dtype=lambda: dtype)

@@ -1,12 +1,11 @@
-"""Shared by the Linen and NNX faces: classes of models that know their face, refusals, the outputs of an einsum."""
+"""Shared by the Linen and NNX faces: classes of models that know their face, and refusals."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -97,18 +96,3 @@ def wrap_methods(
     methods = {name: value for cls in own for name, value in vars(cls).items()}
     public = {name: value for name, value in methods.items() if name == "__call__" or not name.startswith("_")}
     return {name: wrapped(name) for name, value in public.items() if is_method(name, value)}
-
-
-def einsum_out_features(equation: str, shape: Sequence[int]) -> int:
-    """Count the outputs of an einsum with a weight: the product of the weight's axes that only the result shares.
-
-    Args:
-      equation: with the weight second.
-      shape: of the weight.
-    """
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    left, _, right = inputs.partition(",")
-    before, _, after = right.partition("...")
-    labels = [*before, *["..."] * (len(shape) - len(before) - len(after)), *after]
-    kept = [label not in left and (label in out or not arrow) for label in labels]
-    return math.prod(size for size, is_kept in zip(shape, kept, strict=False) if is_kept)

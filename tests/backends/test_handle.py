@@ -12,9 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import remove_quantized_params
+from jaxquant.compat.maxtext import remove_quantized_params
+from jaxquant.compat.maxtext.handle import (
+    QuantMode,
+    configure_quantization,
+    get_quant_mode,
+    in_convert_mode,
+    in_serve_mode,
+)
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.inject.handle import QuantMode, configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 from tests.serving.models import filled

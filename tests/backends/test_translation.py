@@ -18,6 +18,7 @@ import jaxquant
 from jaxquant.backends import aqt_config, load, qwix
 from jaxquant.backends._versions import require
 from jaxquant.backends.base import Given
+from jaxquant.compat import maxtext
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
@@ -125,7 +126,7 @@ class Einsum(nn.Module):
 
     @nn.compact
     def __call__(self, x, w):
-        quant = jaxquant.configure_quantization(QuantConfig(quant_backend="aqt", rules=(Rule(".*", self.recipe),)))
+        quant = maxtext.configure_quantization(QuantConfig(quant_backend="aqt", rules=(Rule(".*", self.recipe),)))
         return quant.einsum()(self.equation, x, w)
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxquant
-from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
+from jaxquant import describe_layers, maybe_quantize_model, state
 from tests.models import Block, chain
 
 OWG = state.OVERWRITE_WITH_GRADIENT
@@ -57,7 +57,8 @@ def test_which_layers_and_why():
     assert (reports["layers/wi"].fwd, reports["layers/wi"].dlhs, reports["layers/wi"].drhs) == ("int8 × int8",) * 3
     assert "output head" in reports["logits"].reason
     assert "router" in reports["gate"].reason
-    assert [layer.kernel_shape for layer in linear_layers(Model(), TOKENS)][:3] == [(16, 32), (32, 16), (16, 2, 8)]
+    shapes = [layer.kernel_shape for layer in describe_layers(Model(), "", TOKENS)]
+    assert shapes[:3] == [(16, 32), (32, 16), (16, 2, 8)]
     model = maybe_quantize_model(Model(), native("int8"), TOKENS)
     lines = dots(model, init(model, TOKENS))
     assert sum("xi8>" in line for line in lines) == 3 * 3

@@ -12,7 +12,7 @@ import qwix
 from flax import nnx
 
 import jaxquant
-from jaxquant import describe_layers, linear_layers, maybe_quantize_model
+from jaxquant import describe_layers, maybe_quantize_model
 from tests.models import NnxChain
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
@@ -79,11 +79,11 @@ def model():
 
 
 def test_layers_are_found_in_the_order_of_a_call(model):
-    paths = [layer.path for layer in linear_layers(model, X)]
+    paths = [layer.path for layer in describe_layers(model, "", X)]
     adapters = ["wrapped/lora_a", "wrapped/lora_b", "tuned/lora/lora_a", "tuned/lora/lora_b"]
     assert [path for path in paths if path not in adapters] == [*QUANTIZED, "logits", "gate"]
     assert sorted(path for path in paths if path in adapters) == sorted(adapters)
-    layers = {layer.path: layer for layer in linear_layers(model, X)}
+    layers = {layer.path: layer for layer in describe_layers(model, "", X)}
     assert layers["stack/wi"].kernel_shape == (16, 32)
     assert layers["tuned"].input_shapes == (X.shape, X.shape)
     assert layers["mix"].out_features == layers["join"].out_features == 16

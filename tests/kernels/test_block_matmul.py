@@ -186,7 +186,7 @@ def test_a_step_for_an_absent_h200_is_one_of_fp8_matmuls_and_grouped_kernels_are
 
     shapes = [[jax.ShapeDtypeStruct(*each) for each in case.shapes] for case in grouped]
     x, w = jax.ShapeDtypeStruct(X, jnp.bfloat16), jax.ShapeDtypeStruct(W, jnp.float32)
-    audit = jaxquant.audit(step, x, w, *shapes, target="h200")
+    audit = jaxquant.aot.audit(step, x, w, *shapes, target="h200")
     assert f"All {3 + len(grouped)} matmuls asked for in 8 bits are 8-bit ones." in str(audit)
     found = sorted((row["kind"], row["flops"]) for row in audit.matmuls if "grouped" in row["kind"])
     wanted = sorted((f"jaxquant_block_matmul_{case.form}", 2 * math.prod(case.sizes[1:])) for case in grouped)
@@ -314,5 +314,5 @@ def test_converted_weights_of_groups_of_rows_are_served_by_the_kernel():
 @pytest.mark.aot
 def test_a_step_of_groups_of_rows_for_an_absent_h200_runs_the_kernels():
     params = {"experts": jax.ShapeDtypeStruct(RAGGED[1], jnp.float32)}
-    audit = jaxquant.audit(quantized_step, params, jax.ShapeDtypeStruct(RAGGED[0], jnp.bfloat16), target="h200")
+    audit = jaxquant.aot.audit(quantized_step, params, jax.ShapeDtypeStruct(RAGGED[0], jnp.bfloat16), target="h200")
     assert audit.counts == {"f8e4m3fn in blocks": 3}

@@ -106,7 +106,7 @@ def test_a_mapped_and_a_sharded_step_cast_by_the_kernel_of_hopper(form, x, size)
 @pytest.mark.aot
 def test_what_is_cast_for_an_absent_h200_is_multiplied_as_it_lies():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 128, 384), (384, 256))]
-    audit = jaxquant.audit(functools.partial(gradients, numbers=(((2,), (0,)), ((), ()))), *shapes, target="h200")
+    audit = jaxquant.aot.audit(functools.partial(gradients, numbers=(((2,), (0,)), ((), ()))), *shapes, target="h200")
     assert "| matmuls | 3 f8e4m3fn in blocks |" in str(audit)
     assert [(row["kernel"], row["times"]) for row in audit.kernels] == [("jaxquant block_quantize", 3)]
     assert audit.moves == len(audit.largest_moves)  # there are no more

@@ -138,7 +138,7 @@ def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
 
 def compiled(step, *shapes, target):
     """Return how often each kernel of ours is called by a step that was compiled for an absent chip."""
-    audit = jaxquant.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target)
+    audit = jaxquant.aot.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target)
     names = [row["kernel"].replace(" ", "_") for row in audit.kernels for _ in range(row["times"])]
     names += [row["kind"] for row in audit.matmuls]
     return tuple(names.count(f"jaxquant_{name}") for name in ("quantize", "fp8_einsum", "block_quantize"))

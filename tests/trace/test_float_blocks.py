@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxquant
-from jaxquant import configure_quantization, describe_layers, maybe_quantize_model
+from jaxquant import describe_layers, maybe_quantize_model
 from jaxquant.audit.health import HealthMonitor
+from jaxquant.compat.maxtext import configure_quantization
 from jaxquant.config.quant_config import QuantConfig
 from tests.models import chain
 from tests.serving.models import D, Linen

@@ -12,11 +12,11 @@ import pytest
 
 import jaxquant
 from jaxquant import ops, state
+from jaxquant.compat.maxtext.handle import configure_quantization
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import MatmulSpec, Recipe, SparsitySpec, TensorSpec
-from jaxquant.inject.handle import configure_quantization
 from jaxquant.ops import ragged
 from tests.serving.models import filled
 from tests.trace.functions import CURRENT, FP8, normal
