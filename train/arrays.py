@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
@@ -16,6 +14,12 @@ CHUNK_BYTES = 64 * 2**20
 
 SLICE_BYTES = 2**20
 """A leading axis is cut in single slices only where a slice is at least this large."""
+
+_ONE = {"limit": 1}
+_CONTEXT = ts.Context(
+    {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": _ONE, "data_copy_concurrency": _ONE}
+)
+"""Bounds the memory beside the part that is read: nothing is cached, and one chunk is read at a time."""
 
 
 def save_args(array: Any) -> ocp.SaveArgs:
@@ -29,29 +33,11 @@ def save_args(array: Any) -> ocp.SaveArgs:
     """
     sharding = getattr(array, "sharding", None)
     shape = tuple(array.shape if sharding is None else sharding.shard_shape(array.shape))
-    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=_sliced_axes(shape, array.dtype.itemsize))
-
-
-def _sliced_axes(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Leading axes that are cut in slices of one."""
-    if math.prod(shape) * itemsize <= CHUNK_BYTES:
-        return ()
-    axes = 0
+    sizes, axes = [math.prod(shape[axis:]) * array.dtype.itemsize for axis in range(len(shape) + 1)], 0
     # No reader asks for single rows of a matrix.
-    while axes < len(shape) - 2 and math.prod(shape[axes + 1 :]) * itemsize >= SLICE_BYTES:
+    while sizes[axes] > CHUNK_BYTES and axes < len(shape) - 2 and sizes[axes + 1] >= SLICE_BYTES:
         axes += 1
-        if math.prod(shape[axes:]) * itemsize <= CHUNK_BYTES:
-            break
-    return tuple(range(axes))
-
-
-@functools.cache
-def _context() -> ts.Context:
-    """Bound the memory beside the part that was asked for: nothing is cached, and one chunk is read at a time."""
-    limit = {"limit": 1}
-    return ts.Context(
-        {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": limit, "data_copy_concurrency": limit}
-    )
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(axes)))
 
 
 def open_array(folder: Path, name: str) -> ts.TensorStore:
@@ -62,7 +48,7 @@ def open_array(folder: Path, name: str) -> ts.TensorStore:
     """
     base: Any = {"driver": "file", "path": f"{folder.resolve()}/"}
     store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True, context=_context()).result()
+    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True, context=_CONTEXT).result()
 
 
 def list_arrays(folder: Path) -> list[str]:
@@ -74,8 +60,3 @@ def list_arrays(folder: Path) -> list[str]:
     store: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.resolve()}/"}}
     keys = ts.KvStore.open(store).result().list().result()
     return sorted(key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))
-
-
-def shape_and_dtype(array: ts.TensorStore) -> tuple[tuple[int, ...], str]:
-    """Return the shape of a stored array and its dtype by name."""
-    return tuple(array.shape), np.dtype(array.dtype.numpy_dtype).name

@@ -31,7 +31,7 @@ from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.leaves import unflatten
 from jaxquant.serving.placement import first_line
 from jaxquant.trace.kernels import LayerKernel
-from train.arrays import list_arrays, open_array, shape_and_dtype
+from train.arrays import list_arrays, open_array
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
@@ -140,8 +140,7 @@ def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorS
         raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
 
     def describe(path: str, _: Any) -> jax.ShapeDtypeStruct:
-        shape, dtype = shape_and_dtype(stores[path])
-        return jax.ShapeDtypeStruct(shape, _widened(path, dtype))
+        return jax.ShapeDtypeStruct(stores[path].shape, _widened(path, stores[path].dtype.numpy_dtype))
 
     return map_by_path(describe, trees), stores
 

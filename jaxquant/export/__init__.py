@@ -10,7 +10,6 @@ from jaxquant.export.folder import Row as Row
 from jaxquant.export.folder import write_folder
 from jaxquant.export.gguf import FILE_TYPES, export_gguf
 from jaxquant.export.gguf import open_gguf as open_gguf
-from jaxquant.export.gpt_oss import export_experts as export_experts
 from jaxquant.export.llama import LlamaShape as LlamaShape
 from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile

@@ -52,7 +52,7 @@ def read_sums(folder: Path) -> dict[str, str]:
         raise ValueError(f"{place} is gone; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
-        raise ValueError(f"{place} is no list of sums; copy the folder again, or write it again")
+        raise ValueError(f"{place} is no list of sums; copy the folder again, or delete that file to go without")
     return {name: digest for digest, name in _LINE.findall(text)}
 
 
