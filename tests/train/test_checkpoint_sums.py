@@ -81,8 +81,8 @@ def test_no_flipped_bit_is_silent_and_what_is_whole_comes_back(run: Path):
             flip(path, bit)
             with pytest.raises(ValueError, match=r"copy the folder again" if path.name == NAME else path.name):
                 sums.check_sums(folder)
-            if path.name in ("metadata", NAME):
-                with pytest.raises(ValueError, match=r"copy the folder again" if path.name == NAME else path.name):
+            if path == folder / sums.DATA:
+                with pytest.raises(ValueError, match="data/metadata has changed"):
                     config_of(folder)
             flip(path, bit)
     found, said = restore(run)
