@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxquant import describe_layers, linear_layers
-from jaxquant.inject.faces import einsum_out_features
 
 X = jnp.ones((2, 4))
 
@@ -54,21 +50,3 @@ def test_a_kernel_out_of_reach_says_so_beside_what_was_asked():
     assert inner.recipe == other.recipe == "fp8"
     assert inner.reason.startswith("quantization 'fp8'; out of reach: inside custom_vjp_call of ")
     assert other.reason == "quantization 'fp8'"
-
-
-@pytest.mark.parametrize(
-    ("equation", "lhs", "rhs"),
-    [
-        ("bsd,dhk->bshk", (2, 3, 4), (4, 5, 6)),
-        ("bd,df", (2, 4), (4, 5)),
-        ("...d,df->...f", (2, 3, 4), (4, 5)),
-        ("ebd,edf->ebf", (3, 2, 4), (3, 4, 5)),
-        ("bd,dfg->bf", (2, 4), (4, 5, 7)),
-        ("bd,d->b", (2, 4), (4,)),
-    ],
-)
-def test_outputs_of_an_einsum(equation, lhs, rhs):
-    """Outputs are the axes of the result that it has beyond the activation's."""
-    shape = np.einsum(equation, np.ones(lhs), np.ones(rhs)).shape
-    rows = math.prod(lhs) // rhs[-2 if rhs[0] == 3 else 0]  # all axes of the activation but the contracted one
-    assert einsum_out_features(equation, len(lhs), rhs) == math.prod(shape) // rows
