@@ -9,11 +9,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 import jaxquant
 from jaxquant.trace import register_function, registry, unregister_function
-from tests.trace.functions import CURRENT, FP8, float8_dots, layers, normal, shape
+from tests.trace.functions import CURRENT, FP8, layers, normal, shape
 
 P = {"own": {"kernel": normal(0, 8, 8)}, "last": {"kernel": normal(1, 8, 8)}}
 X = normal(2, 6, 8)
@@ -144,26 +143,6 @@ def test_one_of_several_closures_is_refused_and_read_itself():
         assert fn(jnp.ones((8, 8)), {}, jnp.ones((4, 8)))[0, 0] == pytest.approx(24, rel=1e-3)
     finally:
         unregister_function(doubled(2.0))
-
-
-def test_a_loop_that_starts_from_zeros_inside_a_shard_map():
-    def computes(x, w):
-        return jax.lax.scan(lambda total, _: (total + jnp.tanh(x @ w), None), jnp.zeros_like(x), None, length=2)[0]
-
-    own = jax.custom_vjp(computes)
-    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: saved)
-    mesh = jax.make_mesh((1,), ("b",), axis_types=(AxisType.Auto,))
-    parts = {"mesh": mesh, "in_specs": (PartitionSpec("b"), PartitionSpec()), "out_specs": PartitionSpec("b")}
-    x, w = normal(1, 4, 8), normal(0, 8, 8)
-    register_function(own, lambda x, w: computes(x, w))
-    checked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts)(x, w), CURRENT)
-    with pytest.raises(NotImplementedError, match="for 'computes' combines values that differ between"):
-        checked(w, {}, x)
-    unchecked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts, check_vma=False)(x, w), CURRENT)
-    assert float8_dots(unchecked, w, {}, x) == 1
-    unregister_function(own)
-    register_function(own)
-    np.testing.assert_array_equal(unchecked(w, {}, x), checked(w, {}, x))
 
 
 def repeat(times, x, w, loops=False):
