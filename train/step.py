@@ -19,9 +19,9 @@ from jaxquant.config.recipes import lookup
 from jaxquant.core.sharding import on_device_of
 from train.attention import Kind, choose
 from train.config import Shape, TrainConfig
-from train.frameworks import Model, make_model
 from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
+from train.quantized import Model, make_model
 from train.sharding import BATCH, make_mesh, of_any_groups, state_shardings
 from train.tokenizer import Tokenizer, open_tokenizer
 
