@@ -68,7 +68,7 @@ class Health:
 
 
 def build_health(program: Program) -> Health:
-    """Build the health pass of a program; that of an NNX decoder runs on its Linen twin.
+    """Build the health pass of a program.
 
     Raises:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
@@ -76,7 +76,7 @@ def build_health(program: Program) -> Health:
     config, mesh = program.config, program.mesh
 
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
-        return program.loss(params, quant_state, part, key, program.model.apply) * share
+        return program.loss(params, quant_state, part, key) * share
 
     monitor = HealthMonitor(program.model.module, config, share_of_loss, example_inputs(config))
     sequences = sampled_sequences(config, mesh.shape["data"] * mesh.shape["fsdp"], monitor.shards)

@@ -49,7 +49,7 @@ class Program:
         step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
         False. It is False, too, where the update overflows: that state is not finite, and no step changes it.
       evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
-      loss: (params, quant_state, batch, key[, apply]) -> mean loss; not jitted, for looking inside.
+      loss: (params, quant_state, batch, key) -> mean loss; not jitted, for looking inside.
     """
 
     config: TrainConfig
@@ -139,17 +139,13 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         opt_state, packed = optimizer.init(params), quantization_state.pack(quant_state)
         return TrainState(jnp.zeros((), jnp.int32), optax.tree.cast(params, config.weight_dtype), opt_state, packed)
 
-    def total_loss(
-        params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
-    ) -> tuple[jax.Array, jax.Array]:
+    def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
-        if apply is model.apply:  # else somebody looks inside, and wants all logits
-            losses = apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
-            return _outside_padding(losses, batch)
-        return token_losses(apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
+        losses = model.apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
+        return _outside_padding(losses, batch)
 
-    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply) -> jax.Array:
-        total, count = total_loss(params, quant_state, batch, key, apply)
+    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
+        total, count = total_loss(params, quant_state, batch, key)
         return total / jnp.maximum(count, 1)
 
     def gradients(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
