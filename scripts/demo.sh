@@ -31,18 +31,18 @@ train unquantized
 train int8 quantization=int8
 train fp8 quantization=fp8
 echo
-python scripts/compare.py runs/demo/unquantized runs/demo/int8 runs/demo/fp8 --out runs/demo/report.html
+python -m train compare runs/demo/unquantized runs/demo/int8 runs/demo/fp8 --out runs/demo/report.html
 echo
 echo "== serving int8"
 if [[ ! -e runs/demo/int8-served ]]; then
-  python scripts/convert.py --checkpoint runs/demo/int8 --out runs/demo/int8-served ||
+  python -m train convert runs/demo/int8 --out runs/demo/int8-served ||
     fail "converting runs/demo/int8 failed"
 fi
-python scripts/evaluate.py runs/demo/int8 runs/demo/int8-served
+python -m train evaluate runs/demo/int8 runs/demo/int8-served
 echo
 echo "== completing a function, drawn from the likeliest characters (--top-p 0.6); the first line is the prompt's"
 prompt=$'def __init__(self, name, value):\n        self.name = name\n        self.'
-python scripts/serve.py runs/demo/int8-served --max-new-tokens 120 --temperature 0.6 --top-p 0.6 --seed 1 --prompt "$prompt"
+python -m train serve runs/demo/int8-served --max-new-tokens 120 --temperature 0.6 --top-p 0.6 --seed 1 --prompt "$prompt"
 echo
 echo "The report: $root/runs/demo/report.html"
 echo "That took $((SECONDS / 60)) min $((SECONDS % 60)) s."

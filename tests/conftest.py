@@ -27,7 +27,6 @@ LONGEST = (
     "train/test_conversion.py",
     "inject/test_linen.py",
     "serving/test_convert.py",
-    "train/test_frameworks.py",
     "train/test_run.py",
     "train/test_generate.py",
     "must_hold/test_state.py",

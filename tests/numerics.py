@@ -167,7 +167,7 @@ def reading_bytes(part: int, chunk: int) -> int:
     return part + 4 * chunk + 8 * 2**20
 
 
-# The table of scripts/evaluate.py gives losses with four decimals and differences of logits with three digits: half a
+# The table of `train evaluate` gives losses with four decimals and differences of logits with three digits: half a
 # unit of the last is 5e-5, and at most 0.5 %. In float32 the sum of 1,024 tokens' losses walks by sqrt(1024) · 2^-24 of
 # itself, 2e-6, which of a loss below log 320 = 5.8 is 1.1e-5. Logits are below 16, with last bits of 2^-20; 32 of them,
 # of a difference of at least 0.3, are 0.01 %.

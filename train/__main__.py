@@ -1,4 +1,6 @@
-"""``python -m train CONFIG.yml [key=value ...]``: train, or go on with, the run that a YAML file describes.
+"""``python -m train CONFIG.yml [key=value ...]``: start or resume the run that a YAML file describes.
+
+``python -m train COMMAND ...`` works on finished runs; see ``train.cli``.
 
 A run on several hosts is the same command on each, with ``--coordinator-address HOST:PORT --num-processes N
 --process-id I`` as ``jax.distributed.initialize`` takes them; run_dir is a folder that all of them see.
@@ -18,6 +20,9 @@ from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
 from train import extras
 from train.config import TrainConfig
+
+COMMANDS = ("compare", "convert", "evaluate", "export", "import", "serve")
+"""Commands of ``train.cli``, which is imported only for them: it loads jax."""
 
 
 def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
@@ -56,8 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0 when the run ended or was stopped in order, 1 when it diverged or cannot be written, 2 when it could not start,
       130 when Ctrl-C ended it at once.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        from train import cli
+
+        return cli.main(arguments[0], arguments[1:])
     parser = argparse.ArgumentParser(
-        prog="python -m train", description="Train, or go on with, the run that a YAML file describes."
+        prog="python -m train",
+        description="Start or resume the run that a YAML file describes.",
+        epilog=f"Commands for finished runs: python -m train {{{','.join(COMMANDS)}}} --help",
     )
     parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")

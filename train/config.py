@@ -64,7 +64,7 @@ class TrainConfig(Shape, QuantConfig):
 
     Attributes:
       run_dir: folder of the run; empty is ``runs/NAME`` with NAME from the config file and the quantization.
-      framework: of Flax in which the decoder is built; parameters and numbers are the same.
+      framework: API of Flax in which the decoder is built; ``linen`` is the only one.
       seed: of the initial parameters and of stochastic rounding.
       steps: optimizer steps.
       vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
@@ -163,6 +163,11 @@ class TrainConfig(Shape, QuantConfig):
             value = getattr(self, field.name)
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(f"{field.name} {show(value)} has a null character in it; leave it out")
+        if self.framework == "nnx":
+            raise ValueError(
+                "framework 'nnx' is not built by this program; leave framework out, and see examples/nnx_loop.py for a "
+                "training loop of an NNX model"
+            )
         backend = self.resolved_backend
         if self.remat_policy == "quantized" and not (backend and BACKENDS[backend].names_residuals):
             raise ValueError(
@@ -223,8 +228,6 @@ class TrainConfig(Shape, QuantConfig):
             )
         if rank and (rotated % 2 or not 0 < rotated < self.head_dim):
             raise ValueError(f"rope_head_dim must be even, above 0 and below head_dim {self.head_dim}, got {rotated}")
-        if self.framework == "nnx" and (self.num_experts or self.shared_experts or rank):
-            raise ValueError("framework 'nnx' has no experts and no latent attention here; use framework 'linen'")
 
 
 def _check_range(name: str, value: float, least: float, most: float, other: str = "") -> None:

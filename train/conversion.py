@@ -34,8 +34,8 @@ from jaxquant.trace.kernels import LayerKernel
 from train.arrays import list_arrays, open_array
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
+from train.quantized import make_model
 from train.step import decoder_of
 from train.sums import check_config_file, check_sums, config_of, sums_of_files
 
@@ -337,7 +337,7 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 
 def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
     """Return the variables with which a run of the decoder begins, in Linen's form; arguments as above."""
-    model = make_model(dataclasses.replace(_as_trained(config), framework="linen"), shape, tokens)
+    model = make_model(_as_trained(config), shape, tokens)
     return quantization_state.merge(*model.init(jax.random.key(0)))
 
 

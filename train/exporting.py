@@ -114,8 +114,8 @@ def export_run(
     """Export a checkpoint of a run, or a converted one.
 
     Args:
-      directory: folder of a run, or one that ``scripts/convert.py`` wrote. Kernels that are converted to the format
-        asked for keep their bytes, others are dequantized first.
+      directory: folder of a run, or one that ``python -m train convert`` wrote. Kernels that are converted to the
+        format asked for keep their bytes, others are dequantized first.
       out: folder or file to write; it must not exist.
       format: see ``jaxquant.export.FORMATS``.
       step: of the checkpoint of a run; None is the newest.
@@ -146,7 +146,7 @@ def open_source(
     if (folder / "config.yml").is_file():
         return _of_run(folder, step, batches, say)
     if not (folder / "jaxquant.json").is_file():
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that scripts/convert.py wrote")
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that python -m train convert wrote")
     if batches:
         raise ValueError(f"{folder} is converted, and this format stores scales of inputs; export the run itself")
     return _of_converted(folder)
@@ -166,7 +166,7 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
         return source
     # The largest magnitude of the input of each linear layer on held-out text, the parameters in float.
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
-    fields = to_mapping(stored.config) | plain | {"framework": "linen"}
+    fields = to_mapping(stored.config) | plain
     calibrated: TrainConfig = build(TrainConfig, fields)
     state = leaves_by_path(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
     amax = {}
@@ -210,7 +210,7 @@ def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized
     found, tensors = places(config, shape), shape.tensors()
     if others := sorted(leaves.keys() ^ {place.path for place in found.values()}):
         why = f"parameter {others[0]}, which {'no Llama has' if others[0] in leaves else 'is missing'}"
-        raise NotImplementedError(f"the model is no Llama: {why}; serve it with scripts/serve.py")
+        raise NotImplementedError(f"the model is no Llama: {why}; serve it with python -m train serve")
 
     def tensor(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")

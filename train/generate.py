@@ -27,8 +27,8 @@ import numpy as np
 
 from jaxquant.core.typed import check_fields
 from jaxquant.serving.kv_cache import KVCache
-from train.frameworks import Model
 from train.model import DecoderConfig, empty_cache
+from train.quantized import Model
 
 
 @dataclasses.dataclass(frozen=True)

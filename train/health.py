@@ -68,7 +68,7 @@ class Health:
 
 
 def build_health(program: Program) -> Health:
-    """Build the health pass of a program; that of an NNX decoder runs on its Linen twin.
+    """Build the health pass of a program.
 
     Raises:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
@@ -76,9 +76,9 @@ def build_health(program: Program) -> Health:
     config, mesh = program.config, program.mesh
 
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
-        return program.loss(params, quant_state, part, key, program.model.apply_linen) * share
+        return program.loss(params, quant_state, part, key) * share
 
-    monitor = HealthMonitor(program.model.linen, config, share_of_loss, example_inputs(config))
+    monitor = HealthMonitor(program.model.module, config, share_of_loss, example_inputs(config))
     sequences = sampled_sequences(config, mesh.shape["data"] * mesh.shape["fsdp"], monitor.shards)
     stride = config.batch_size // sequences
 
@@ -262,7 +262,7 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
         variables = quantization_state.merge(state.params, state.quant_state)
         inputs = [batch[name] for name in ("inputs", "segment_ids", "positions")]
         options = {"rngs": {"quant": key}, "capture_intermediates": keeps, "mutable": ["intermediates"]}
-        return program.model.linen.apply(variables, *inputs, **options)[1]["intermediates"]
+        return program.model.module.apply(variables, *inputs, **options)[1]["intermediates"]
 
     def gradients(state: TrainState, batch: Batch) -> Any:
         with quantization_state.frozen():  # nothing is trained any more

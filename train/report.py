@@ -233,7 +233,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
     rows = comparison_rows(runs)
     sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
     for run in runs:
-        sections |= health_maps(run) | moment_maps(run)
+        sections |= health_maps(run)
         if run.coverage:
             lines = [[str(layer[name]) for name in COVERAGE] for layer in run.coverage["layers"]]
             about = f"What the traced step multiplies, {run.name}: {run.coverage['summary']}"
@@ -330,25 +330,6 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
         figure.update_yaxes(autorange="reversed")
         about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences a batch: bad is {bad}"
         found[about] = figure
-    return found
-
-
-def moment_maps(run: Run) -> dict[str, go.Figure]:
-    """Return maps of the shares of 8-bit moments that underflow: moments down, steps across."""
-    import plotly.graph_objects as go
-
-    rows = [row for row in run.health if "moments" in row]
-    found: dict[str, go.Figure] = {}
-    for end in ("zero", "smallest") if rows else ():
-        names = list(rows[0]["moments"])
-        values = np.array([[row["moments"][name][end] for row in rows] for name in names])
-        short = [re.sub(r"^[\d/]+", "", name) for name in names]  # without places in a chain
-        axes = {"x": [str(row["step"]) for row in rows], "y": short if len(set(short)) == len(short) else names}
-        bounds = {"colorscale": "OrRd", "zmin": 0, "zmax": float(values.max()) or 1.0}  # 0 has the palest colour
-        hover = "%{y}<br>step %{x}: %{z:.4g}<extra></extra>"
-        figure = go.Figure(go.Heatmap(**axes, z=values, hovertemplate=hover, **bounds))
-        figure.update_yaxes(autorange="reversed", automargin=True)
-        found[f"Moments with the {end} code, {run.name}: share of each; bad is a share that grows"] = figure
     return found
 
 

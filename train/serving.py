@@ -21,9 +21,9 @@ from jaxquant.serving.kv_cache import quantization_of as cache_of
 from train.config import TrainConfig
 from train.conversion import converted_shapes, of_layers, open_parameters, quantization_of
 from train.data import make_iterators
-from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
+from train.quantized import Model, make_model
 from train.step import decoder_of, token_losses
 from train.sums import check_files
 from train.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     Only parameters and quant state are read, onto the default device.
 
     Args:
-      directory: the folder of a run, or one that ``scripts/convert.py`` wrote.
+      directory: the folder of a run, or one that ``python -m train convert`` wrote.
       overrides: config fields laid over the configuration of the checkpoint, such as ``quantize_kvcache``; of a
         converted checkpoint those of the KV cache alone.
 
@@ -108,7 +108,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
-    """Open a folder that ``scripts/convert.py`` wrote; nothing but how it is served can be overridden."""
+    """Open a folder that ``python -m train convert`` wrote; nothing but how it is served can be overridden."""
     others = sorted(set(overrides) - {*NO_KV_QUANT, "checkpoint_is_quantized", "save_quantized_params_path"})
     if others:
         raise ValueError(f"{others[0]} cannot be changed in the converted checkpoint {folder}; convert the run anew")

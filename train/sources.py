@@ -7,14 +7,10 @@ import functools
 import json
 import os
 import stat
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
-
-from rich.console import Console
-from rich.progress import track
 
 from jaxquant.config.loader import check_ordinary
 
@@ -51,14 +47,12 @@ class Source:
     read: Callable[[Path], Documents]
 
     def documents(self) -> Documents:
-        """Pass over the documents; on a terminal a line counts the files.
+        """Pass over the documents.
 
         Raises:
           ValueError: naming a file that cannot be read or is not what it should be.
         """
-        console = Console(file=sys.stderr)
-        about, silent = f"tokenizing {len(self.files):,} files", not console.is_terminal
-        for file in track(self.files, about, console=console, transient=True, disable=silent):
+        for file in self.files:
             try:
                 check_ordinary(file)
                 yield from self.read(file)
@@ -140,7 +134,7 @@ def _json_text(line: bytes, place: str, field: str) -> str:
     if field not in record:
         one_of = ", ".join(map(repr, record)) or "none"
         raise ValueError(f"{place} has no key {field!r}; set dataset_text_field to one of {one_of}")
-    return _encodable(record[field], f"{place} key {field!r}")
+    return _text(record[field], f"{place} key {field!r}")
 
 
 def _parquet_rows(file: Path, field: str) -> Documents:
@@ -159,7 +153,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
             for batch in table.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
-                    yield _encodable(value, f"{file} row {row} column {field!r}"), None
+                    yield _text(value, f"{file} row {row} column {field!r}"), None
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None
@@ -193,13 +187,9 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"{str(file)!r} is not UTF-8 text: {why}; convert it or take it out") from None
 
 
-def _encodable(value: object, place: str) -> str:
+def _text(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{place} must be text, got {type(value).__name__}; set dataset_text_field")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place} holds half a surrogate pair at character {error.start}, which is no text") from None
     return value
 
 

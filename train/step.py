@@ -19,9 +19,9 @@ from jaxquant.config.recipes import lookup
 from jaxquant.core.sharding import on_device_of
 from train.attention import Kind, choose
 from train.config import Shape, TrainConfig
-from train.frameworks import Model, make_model
 from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
+from train.quantized import Model, make_model
 from train.sharding import BATCH, make_mesh, of_any_groups, state_shardings
 from train.tokenizer import Tokenizer, open_tokenizer
 
@@ -49,7 +49,7 @@ class Program:
         step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
         False. It is False, too, where the update overflows: that state is not finite, and no step changes it.
       evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
-      loss: (params, quant_state, batch, key[, apply]) -> mean loss; not jitted, for looking inside.
+      loss: (params, quant_state, batch, key) -> mean loss; not jitted, for looking inside.
     """
 
     config: TrainConfig
@@ -139,17 +139,13 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         opt_state, packed = optimizer.init(params), quantization_state.pack(quant_state)
         return TrainState(jnp.zeros((), jnp.int32), optax.tree.cast(params, config.weight_dtype), opt_state, packed)
 
-    def total_loss(
-        params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
-    ) -> tuple[jax.Array, jax.Array]:
+    def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
-        if apply is model.apply:  # else somebody looks inside, and wants all logits
-            losses = apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
-            return _outside_padding(losses, batch)
-        return token_losses(apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
+        losses = model.apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
+        return _outside_padding(losses, batch)
 
-    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply) -> jax.Array:
-        total, count = total_loss(params, quant_state, batch, key, apply)
+    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
+        total, count = total_loss(params, quant_state, batch, key)
         return total / jnp.maximum(count, 1)
 
     def gradients(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:

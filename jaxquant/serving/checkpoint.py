@@ -168,7 +168,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     directory = Path(directory)
     path = directory / NAME
     if not directory.exists():
-        raise FileNotFoundError(f"checkpoint {directory} does not exist; give a folder that scripts/convert.py wrote")
+        raise FileNotFoundError(f"checkpoint {directory} does not exist; give a folder that `train convert` wrote")
     if not path.is_file():
         raise ValueError(f"{directory} is not a quantized checkpoint, it has no {NAME}; convert a run into it first")
     try:

@@ -58,8 +58,11 @@ def reads(program: str) -> Any:
 
 @reads("python -m train")
 def _train(words: list[str]) -> None:
-    from train.__main__ import read_config
+    from train.__main__ import COMMANDS, read_config
 
+    if words[0] in COMMANDS:
+        _parsed_by("train.__main__")(words)
+        return
     read_config(words[0], [word for word in words[1:] if "=" in word])
 
 
@@ -103,8 +106,7 @@ def _parsed_by(module: str) -> Any:
     return read
 
 
-for _name in ("compare", "convert", "evaluate", "export", "import", "lines", "serve"):
-    READ_BY[f"scripts/{_name}.py"] = _parsed_by(f"scripts.{_name}")
+READ_BY["scripts/lines.py"] = _parsed_by("scripts.lines")
 READ_BY["python -m tests.gallery"] = _parsed_by("tests.gallery.__main__")
 
 UNREAD = (

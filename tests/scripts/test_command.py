@@ -17,6 +17,7 @@ from rich.table import Table
 from jaxquant import RECIPES, terminal
 from jaxquant.__main__ import main
 from jaxquant.aot.command import print_and_write
+from train.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 CI = Path(__file__).parents[2] / "configs/models/ci.yml"
@@ -89,12 +90,12 @@ for name, *words in json.loads(sys.argv[1]):
 
 
 def test_without_the_extras_every_command_has_help_and_names_what_to_install():
-    asked = [[command, "--help"] for command in [*SCRIPTS, *MODULES]]
+    asked = [[command, "--help"] for command in [*SCRIPTS, *MODULES]] + [["train", name, "--help"] for name in COMMANDS]
     refused = {"grain": ["benchmarks", "steps"], "filelock": ["train", str(CI)]}
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps([*asked, *refused.values()])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     fix = "is not installed; run pip install -e '.[train]' in the checkout of jaxquant\n"
-    expected = [[name, 0, ""] for name, _ in asked]
+    expected = [[words[0], 0, ""] for words in asked]
     expected += [[words[0], 2, f"error: {library} {fix}"] for library, words in refused.items()]
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected, done.stderr
 

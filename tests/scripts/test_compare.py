@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from scripts.compare import main
 from tests.scripts.synthetic import write_run
+from train.__main__ import main
 from train.report import (
     BYTES,
     HEALTH,
@@ -66,14 +66,14 @@ def test_a_run_quantized_by_rules_alone_is_no_baseline(tmp_path):
 
 
 def test_without_an_unquantized_run_the_gap_is_left_out_and_said(runs, tmp_path, capsys):
-    assert main([str(runs / "int8"), str(runs / "fp8"), "--out", str(tmp_path / "out/report.html")]) == 0
+    assert main(["compare", str(runs / "int8"), str(runs / "fp8"), "--out", str(tmp_path / "out/report.html")]) == 0
     assert "No unquantized run was given, so there is no gap and no ratio." in capsys.readouterr().out
     assert not any(about.startswith("Gap") for about in charts(load_runs([runs / "int8", runs / "fp8"])))
 
 
 def test_the_table_and_the_page_are_written(runs, tmp_path, capsys):
     out = tmp_path / "report.html"
-    assert main([*(str(runs / name) for name in ("float", "int8", "fp8")), "--out", str(out)]) == 0
+    assert main(["compare", *(str(runs / name) for name in ("float", "int8", "fp8")), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     for cell in ("held-out loss", "+0.40%", "0.80×", str(out)):
         assert cell in printed
@@ -133,7 +133,7 @@ def test_names_are_escaped(tmp_path):
 
 def test_runs_of_other_settings_are_named(runs, tmp_path, capsys):
     write_run(tmp_path / "other", "int8", learning_rate=0.1)
-    main([str(runs / "float"), str(tmp_path / "other"), "--out", str(tmp_path / "r.html")])
+    main(["compare", str(runs / "float"), str(tmp_path / "other"), "--out", str(tmp_path / "r.html")])
     assert "The runs differ in more than quantization: learning_rate." in capsys.readouterr().out
 
 
@@ -167,13 +167,13 @@ def test_equal_folder_names_are_told_apart_by_path(tmp_path):
 def test_a_damaged_run_is_an_error_that_names_the_file(runs, tmp_path, capsys, change, message):
     change(runs / "int8")
     out = tmp_path / "report.html"
-    assert main([str(runs / "float"), str(runs / "int8"), "--out", str(out)]) == 2
+    assert main(["compare", str(runs / "float"), str(runs / "int8"), "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
 
 
 def test_a_missing_or_repeated_folder_is_an_error(runs, capsys):
-    assert main([str(runs / "nowhere")]) == 2
+    assert main(["compare", str(runs / "nowhere")]) == 2
     assert f"error: run folder {runs / 'nowhere'} does not exist" in capsys.readouterr().err
-    assert main([str(runs / "int8"), str(runs / "int8")]) == 2
+    assert main(["compare", str(runs / "int8"), str(runs / "int8")]) == 2
     assert "name one folder twice" in capsys.readouterr().err

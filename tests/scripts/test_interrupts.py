@@ -9,30 +9,26 @@ from typing import Any
 import pytest
 
 from jaxquant import terminal
-from scripts import convert, evaluate, serve
-from train import __main__ as training
+from train.__main__ import main
 
-MAINS: dict[str, tuple[Any, str, list[str]]] = {
-    "convert": (convert.main, "scripts.convert.convert_run", ["--checkpoint", "a", "--out", "b"]),
-    "serve": (serve.main, "scripts.serve.open_served", ["a", "--prompt", "b"]),
-    "evaluate": (evaluate.main, "scripts.evaluate.contenders", ["a"]),
-    "train": (training.main, "train.__main__.read_config", ["a.yml"]),
+COMMANDS: dict[str, list[str]] = {
+    "train.conversion.convert_run": ["convert", "a", "--out", "b"],
+    "train.completing.open_served": ["serve", "a", "--prompt", "b"],
+    "train.serving.contenders": ["evaluate", "a"],
+    "train.__main__.read_config": ["a.yml"],
 }
 
 
-@pytest.mark.parametrize("name", MAINS)
-def test_neither_ctrl_c_nor_a_closed_output_is_a_traceback(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    main, place, words = MAINS[name]
-
+@pytest.mark.parametrize("place", COMMANDS)
+def test_neither_ctrl_c_nor_a_closed_output_is_a_traceback(place: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     def ended_by(error: type[BaseException]) -> int:
         monkeypatch.setattr(place, lambda *_, **__: (_ for _ in ()).throw(error))
-        return main(words)
+        return main(COMMANDS[place])
 
     assert ended_by(KeyboardInterrupt) == terminal.INTERRUPTED
     assert "interrupted" in capsys.readouterr().err
-    if name != "evaluate":
-        monkeypatch.setattr(sys, "stdout", io.StringIO())  # no file that could be closed for the tests after this
-        assert ended_by(BrokenPipeError) == 1
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # no file that could be closed for the tests after this
+    assert ended_by(BrokenPipeError) == 1
 
 
 def test_a_character_that_a_terminal_has_not_is_an_escape(monkeypatch: pytest.MonkeyPatch):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import serve
 from tests.train.conftest import CI_CONFIG, train
+from train import completing
+from train.__main__ import main
 from train.config import TrainConfig
 
 WORDS = ["--max-new-tokens", "4", "--slots", "2", "--prefill-chunk", "8"]
@@ -36,7 +37,7 @@ def files(folder: Path) -> list[tuple[str, int]]:
 def test_one_prompt_streams_and_leaves_the_run_as_it_was(run, capsys, monkeypatch):
     before, written = files(run), []
     monkeypatch.setattr("sys.stdout.write", lambda text: written.append(text), raising=False)
-    assert serve.main([str(run), "--prompt", "item", *WORDS]) == 0
+    assert main(["serve", str(run), "--prompt", "item", *WORDS]) == 0
     monkeypatch.undo()
     assert written[0].startswith("item")
     assert len(written) == 5  # four tokens, and what was held back with the end of the line
@@ -46,7 +47,7 @@ def test_one_prompt_streams_and_leaves_the_run_as_it_was(run, capsys, monkeypatc
 def test_prompts_come_in_order_and_refused_ones_last(run, tmp_path, capsys):
     # The second is done after one token, long before the first.
     (tmp_path / "prompts").write_text(f"item\n{'z' * 30}\n\n{'x' * 40}\nitem 2 of\n")
-    assert serve.main([str(run), "--prompts-file", str(tmp_path / "prompts"), "--kv-cache", "int4", *WORDS]) == 1
+    assert main(["serve", str(run), "--prompts-file", str(tmp_path / "prompts"), "--kv-cache", "int4", *WORDS]) == 1
     out, err = capsys.readouterr()
     assert [line for line in out.splitlines() if line.startswith("--- ")] == [
         f"--- {tmp_path}/prompts line {number}" for number in (1, 2, 5)
@@ -60,9 +61,9 @@ def test_prompts_come_in_order_and_refused_ones_last(run, tmp_path, capsys):
 
 def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"item\nitem 7")))
-    assert serve.main([str(run), "--prompts-file", "-", *WORDS]) == 0
+    assert main(["serve", str(run), "--prompts-file", "-", *WORDS]) == 0
     piped = capsys.readouterr().out
-    assert serve.main([str(run), "--prompt", "item", "--prompt", "item 7", *WORDS]) == 0
+    assert main(["serve", str(run), "--prompt", "item", "--prompt", "item 7", *WORDS]) == 0
     assert capsys.readouterr().out == piped.replace("standard input line", "prompt")
 
 
@@ -76,7 +77,7 @@ def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypa
     ],
 )
 def test_a_bad_option_is_an_error(run, words, message, capsys):
-    assert serve.main([str(run), "--prompt", "item", *words]) == 2
+    assert main(["serve", str(run), "--prompt", "item", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, message in err, err.count("\n")) == ("", True, 1)
 
@@ -84,20 +85,20 @@ def test_a_bad_option_is_an_error(run, words, message, capsys):
 def test_prompts_that_cannot_be_read_are_named(run, tmp_path, capsys):
     (tmp_path / "prompts").write_bytes(b"item\ncaf\xe9\n")
     absent = tmp_path / "absent"
-    assert serve.main([str(run), "--prompts-file", str(absent), *WORDS]) == 2
+    assert main(["serve", str(run), "--prompts-file", str(absent), *WORDS]) == 2
     assert capsys.readouterr().err == f"error: --prompts-file {absent} cannot be read: No such file or directory\n"
     for words, name in (
         (["--prompts-file", str(tmp_path / "prompts")], f"{tmp_path}/prompts line 2"),
         (["--prompt", os.fsdecode(b"caf\xe9")], "prompt 1"),
     ):
-        assert serve.main([str(run), *words, *WORDS]) == 2
+        assert main(["serve", str(run), *words, *WORDS]) == 2
         out, err = capsys.readouterr()
         assert (out, err) == ("", f"error: {name} is not UTF-8 (byte 3); write it in UTF-8\n")
 
 
 def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
     def told(folder: Path) -> str:
-        assert serve.main([str(folder), "--prompt", "item"]) == 2
+        assert main(["serve", str(folder), "--prompt", "item"]) == 2
         return capsys.readouterr().err
 
     assert "does not exist; give the folder of a run" in told(tmp_path / "absent")
@@ -112,7 +113,7 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
     assert "banana" in told(copy)
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    assert serve.main([str(run), "--prompts-file", str(empty)]) == 2
+    assert main(["serve", str(run), "--prompts-file", str(empty)]) == 2
     assert f"{empty} holds no prompt; write one a line" in capsys.readouterr().err
 
 
@@ -120,9 +121,9 @@ def test_a_reader_that_leaves_early_is_no_traceback(run, monkeypatch, capsys):
     def leave(*arguments, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr(serve._InOrder, "on_done", leave)
+    monkeypatch.setattr(completing.Printer, "on_done", leave)
     redirected = []
     monkeypatch.setattr(os, "dup2", lambda *files: redirected.append(files))
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
-    assert serve.main([str(run), "--prompt", "a", "--prompt", "b", *WORDS]) == 1
+    assert main(["serve", str(run), "--prompt", "a", "--prompt", "b", *WORDS]) == 1
     assert redirected

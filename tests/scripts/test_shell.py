@@ -56,7 +56,7 @@ def test_pins_are_exact_and_cover_what_is_declared(pins):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],
-        # What scripts/exchange.py loads has an environment of its own, which no test sets up.
+        # What validation/exchange.py loads has an environment of its own, which no test sets up.
         *(each for name, extra in project["optional-dependencies"].items() if name != "exchange" for each in extra),
     ]
     names = {name.split(">")[0].split("=")[0].split("[")[0].lower() for name in wanted}

@@ -15,7 +15,7 @@ from jaxquant.aot.plugin import PROGRAM
 from jaxquant.audit.coverage import coverage
 from tests.lowering import equations
 from tests.train.conftest import ROOT
-from tests.train.test_frameworks import POSITIONS, SEGMENTS, SHAPE, TOKENS, made
+from tests.train.decoder import POSITIONS, SEGMENTS, SHAPE, TOKENS, made
 from train.attention import attend, choose, visibility
 from train.config import TrainConfig
 from train.model import head_chunks
@@ -81,12 +81,12 @@ def test_cudnns_bias_hides_what_xlas_mask_hides_and_one_document_needs_none():
     assert visibility("cudnn", segments, None) is None
 
 
-@pytest.mark.parametrize(("framework", "tied"), [("linen", True), ("nnx", False)])
-def test_a_head_in_pieces_has_the_loss_and_gradients_of_the_whole(framework, tied):
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_pieces_has_the_loss_and_gradients_of_the_whole(tied):
     found = {}
     for n in (1, 4):
         shape = dataclasses.replace(SHAPE, logits_via_embedding=tied, head_chunks=n, vocab_size=80)
-        model = made(shape, framework, quantization="")
+        model = made(shape, quantization="")
         params, state = jax.jit(model.init)(jax.random.key(0))
 
         def losses(params, model=model, state=state):
@@ -103,7 +103,7 @@ def test_a_head_in_pieces_has_the_loss_and_gradients_of_the_whole(framework, tie
 
 def test_coverage_sees_the_head_in_pieces():
     shape = dataclasses.replace(SHAPE, logits_via_embedding=False, head_chunks=4)
-    model = made(shape, "linen", quantization="fp8")
+    model = made(shape, quantization="fp8")
     params, state = jax.eval_shape(model.init, jax.random.key(0))
 
     def loss(params, state):

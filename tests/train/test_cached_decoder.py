@@ -1,4 +1,4 @@
-"""Both decoders with a cache: prefill at once, in chunks and token by token give what the whole text at once gives."""
+"""The decoder with a cache: prefill at once, in chunks and token by token give what the whole text at once gives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import jaxquant
 from jaxquant.serving import kv_cache
 from tests.numerics import CACHED_LOGITS
+from tests.train.decoder import SHAPE, TOKENS, made
 from tests.train.test_experts import DEEPSEEK
-from tests.train.test_frameworks import SHAPE, TOKENS, made
 from train.model import empty_cache
 
 LENGTH = 16
@@ -31,9 +31,9 @@ IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unsca
 class Cached:
     """A decoder, its parameters, and a jitted step through its cache."""
 
-    def __init__(self, framework: str, fields, shape, **cache):
+    def __init__(self, fields, shape, **cache):
         self.shape = dataclasses.replace(SHAPE, **shape)
-        self.model = made(self.shape, framework, **fields)
+        self.model = made(self.shape, **fields)
         self.params, self.quant_state = jax.jit(self.model.init)(jax.random.key(0))
         if fields["quantization"] == "fp8":  # without a history a scale is that of the call's own tokens
             self.quant_state = jaxquant.state.update(self.quant_state, self._seen())
@@ -67,7 +67,7 @@ ONCE, CHUNKED, DECODED = (12,), (4, 8, 12), (4, *range(5, 13))
 
 @pytest.mark.parametrize(("fields", "shape"), SCHEMES, ids=IDS)
 def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
-    decoder = Cached("linen", fields, shape)
+    decoder = Cached(fields, shape)
     whole = decoder.whole()
     bound = CACHED_LOGITS[fields["quantization"]] * jnp.abs(whole).max()
     for cuts in (ONCE, CHUNKED, DECODED):
@@ -76,13 +76,8 @@ def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
         np.testing.assert_array_equal(logits.argmax(-1), whole.argmax(-1))
 
 
-def test_both_frameworks_give_the_same_bits():
-    results = [Cached(framework, *SCHEMES[2], kv_quant_dtype="int4").run(CHUNKED) for framework in ("linen", "nnx")]
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), *results)
-
-
 def test_a_cache_needs_positions():
-    decoder = Cached("linen", {"quantization": ""}, {})
+    decoder = Cached({"quantization": ""}, {})
     with pytest.raises(ValueError, match="positions of tokens that go into a KV cache must be given"):
         decoder.model.apply(decoder.params, decoder.quant_state, TOKENS, rngs=RNGS, cache=decoder.cache)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from pathlib import Path
 
 import jax
@@ -62,6 +61,10 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("quantization=int9", "int8"),
         ("dtype=float16", "dtype"),
         ("framework=linnen", "must be one of 'linen', 'nnx', got 'linnen'; did you mean 'linen'?"),
+        (
+            "framework=nnx",
+            "is not built by this program; leave framework out, and see examples/nnx_loop.py",
+        ),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
         ("head_dim=15", "head_dim must be even"),
         ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
@@ -104,22 +107,15 @@ def test_the_quantized_remat_policy_needs_the_native_backend():
             TrainConfig(remat_policy="quantized", **fields)
 
 
-COMMANDS = {
-    "train.__main__": [str(ROOT / "configs/models/ci.yml")],
-    "scripts.evaluate": ["x"],
-    "scripts.convert": ["--checkpoint", "x", "--out", "y"],
-    "scripts.export": ["--checkpoint", "x", "--out", "y", "--format", "hf"],
-    "scripts.serve": ["x", "--prompt", "a"],
-    "scripts.import": ["--checkpoint", "x", "--out", "y"],
-}
+COMMANDS = ([str(ROOT / "configs/models/ci.yml")], ["serve", "x", "--prompt", "a"])
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_a_platform_that_is_not_there_is_one_sentence(module: str, monkeypatch, capsys):
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_platform_that_is_not_there_is_one_sentence(words: list[str], monkeypatch, capsys):
     """The plug-in of a machine without GPUs ends in an assertion without a word."""
     for error in (RuntimeError("Unable to initialize backend 'cuda': no driver\nmore"), AssertionError()):
         monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
-        assert importlib.import_module(module).main(COMMANDS[module]) == 2
+        assert main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: JAX_PLATFORMS=cpu names no platform that JAX can start here (")
         assert line.endswith("); install its plug-in and driver, or set JAX_PLATFORMS=cpu")

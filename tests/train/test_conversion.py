@@ -22,12 +22,11 @@ from jaxquant import state as quantization_state
 from jaxquant.core.qtensor import INPUT_SCALE, is_tensor
 from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build, to_mapping
-from scripts import convert as script
 from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
+from train.__main__ import main
 from train.config import TrainConfig
 from train.conversion import Conversion, convert_run, converted_shapes, left_out, served_config
-from train.frameworks import make_model
 from train.model import Decoder
 from train.serving import Served, contenders, open_served
 from train.sums import DATA, seal, write_sums
@@ -35,12 +34,11 @@ from train.sums import DATA, seal, write_sums
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]
 SCHEMES = {
-    "fp8": ("native", "linen", "float8_e4m3fn"),
-    "int8": ("aqt", "linen", "int8"),
-    "fp8_full": ("qwix", "linen", "float8_e4m3fn"),
-    "fp8 nnx": ("native", "nnx", "float8_e4m3fn"),
+    "fp8": ("native", "float8_e4m3fn"),
+    "int8": ("aqt", "int8"),
+    "fp8_full": ("qwix", "float8_e4m3fn"),
 }
-NAMES = ["fp8", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_full", "fp8 nnx"))]
+NAMES = ["fp8", "int8", pytest.param("fp8_full", marks=pytest.mark.slow)]
 Logits = Callable[[Served], np.ndarray]
 
 
@@ -66,10 +64,9 @@ def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         if name in ("", "fp8"):
             return finished(name)
         if name not in folders:
-            string, _, framework = name.partition(" ")
             folder = tmp_path_factory.mktemp("run") / "run"
-            fields = {"quantization": string, "framework": framework or "linen", "quant_backend": SCHEMES[name][0]}
-            folders[name] = configured(finished("fp8" if string == "fp8" else ""), folder, **fields)
+            fields = {"quantization": name, "quant_backend": SCHEMES[name][0]}
+            folders[name] = configured(finished(""), folder, **fields)
         return folders[name]
 
     return get
@@ -131,11 +128,11 @@ def require(backend: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_served_from_disk_is_what_was_trained(name: str, converted: Any, logits: Logits):
-    backend, framework, _ = SCHEMES[name]
+    backend, _ = SCHEMES[name]
     require(backend)
     case = converted(name)
     trained, served = open_served(case.run), open_served(case.out)
-    assert (served.config.framework, served.config.resolved_backend) == (framework, backend)
+    assert served.config.resolved_backend == backend
     assert served.config == dataclasses.replace(trained.config, checkpoint_is_quantized=True)
     assert served.step == trained.step == case.made.step
     assert served.quant_state == {}
@@ -146,17 +143,13 @@ def test_what_is_served_from_disk_is_what_was_trained(name: str, converted: Any,
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tree_is_that_of_jaxquant_convert(name: str, converted: Any):
-    backend, framework, dtype = SCHEMES[name]
+    backend, dtype = SCHEMES[name]
     require(backend)
     case = converted(name)
     trained = open_served(case.run)
     tokens = jnp.zeros((1, 32), jnp.int32)
     variables = quantization_state.merge(trained.params, trained.quant_state)
-    if framework == "nnx":  # NNX names the ops otherwise; the files are those of Linen
-        linen = dataclasses.replace(trained.config, framework="linen")
-        expected = jaxquant.convert(variables, linen, tokens, model=Decoder(trained.shape))["params"]
-    else:
-        expected = jaxquant.convert(variables, trained.config, tokens, model=Decoder(trained.shape))["params"]
+    expected = jaxquant.convert(variables, trained.config, tokens, model=Decoder(trained.shape))["params"]
     found = serving.load(case.out)
     assert_same(found.params, expected)
     assert found.extra["step"] == trained.step
@@ -244,24 +237,11 @@ def test_a_step_is_chosen(runs: Any, tmp_path: Path):
     assert (made.step, open_served(tmp_path / "out").step) == (STEPS - 3, STEPS - 3)
 
 
-# Models on converted parameters.
-
-
-def test_make_model_runs_on_what_convert_gives(converted: Any, logits: Logits):
-    """The files of one framework serve in the other, to the same bits."""
-    case = converted("fp8")
-    served = open_served(case.out)
-    config = dataclasses.replace(served.config, framework="nnx")
-    model = make_model(config, served.shape, jnp.zeros((1, 32), jnp.int32))
-    np.testing.assert_array_equal(logits(dataclasses.replace(served, model=model)), logits(open_served(case.run)))
-
-
 # What is refused.
 
 
 def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--checkpoint", str(runs("fp8")), "--out", str(tmp_path / "out")]
-    assert script.main(words) == 0
+    assert main(["convert", str(runs("fp8")), "--out", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert [line for line in out.splitlines() if line.startswith("converted ")][-1].startswith("converted 11 of 11: ")
@@ -273,17 +253,16 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ("run", "words", "message"),
     [
         ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
-        ("", ["--quantization", "int7"], "int7"),
+        ("", ["quantization=int7"], "int7"),
         ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
         ("", ["banana"], "banana"),
-        ("", ["--quantization", "fp8", "--calibration-batches", "0"], "--calibration-batches 0 must be at least 1"),
+        ("", ["quantization=fp8", "--calibration-batches", "0"], "--calibration-batches 0 must be at least 1"),
         ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
         ("fp8", ["--out", "."], ". exists; choose another folder or remove it"),
-        ("fp8", ["--checkpoint", "absent"], "run folder absent does not exist"),
     ],
 )
 def test_command_refuses(run: str, words: list[str], message: str, runs: Any, tmp_path: Path, capsys: Any):
-    assert script.main(["--checkpoint", str(runs(run)), "--out", str(tmp_path / "out"), *words]) == 2
+    assert main(["convert", str(runs(run)), "--out", str(tmp_path / "out"), *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)
     assert not (tmp_path / "out").exists()

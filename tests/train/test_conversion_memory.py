@@ -59,7 +59,7 @@ def test_a_checkpoint_above_the_limit_is_converted_under_it(tmp_path: Path):
     assert floats > 1024 * LIMIT_KIB
     assert _limited("-c", READ_ALL, str(run)).returncode != 0, "the limit does not bite"
 
-    done = _limited("scripts/convert.py", "--checkpoint", str(run), "--out", str(out), "--quantization", "int8w")
+    done = _limited("-m", "train", "convert", str(run), "--out", str(out), "quantization=int8w")
     assert done.returncode == 0, done.stderr[-2000:]
     leaves = {leaf.path: leaf for leaf in serving.read_manifest(out).leaves}
     assert {leaf.dtype for leaf in leaves.values() if leaf.role == "quantized"} == {"int8"}

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts import evaluate as script
 from tests.numerics import EVALUATION_DIFFERENCE_RTOL, EVALUATION_LOSS_ATOL
+from train.__main__ import main
 from train.conversion import convert_run
 from train.data import make_iterators
 from train.serving import contenders, evaluate, open_served
@@ -100,7 +100,7 @@ def test_an_unquantized_run_has_no_row_of_a_trained_model(finished: Any):
 
 def test_command(run: Path, served: list[Path], rows: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "rows.json"
-    assert script.main([str(run), *map(str, served), "--out", str(out)]) == 0
+    assert main(["evaluate", str(run), *map(str, served), "--out", str(out)]) == 0
     names = ["float", "trained", *(f"served: {folder}" for folder in served)]
     assert [row["model"] for row in json.loads(out.read_text())] == names
     assert json.loads(out.read_text()) == list(rows.values())
@@ -118,6 +118,6 @@ def test_command_refuses(run: Path, served: list[Path], tmp_path: Path, capsys: 
         ([str(served[0])], "is a converted checkpoint; give the run that it was made of first"),
         ([str(run), str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
     ):
-        assert script.main(words) == 2
+        assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()
         assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)

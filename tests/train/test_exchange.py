@@ -1,9 +1,7 @@
 """A run becomes the checkpoints of others and comes back: the same parameters, the same bytes."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +15,7 @@ from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
 from tests.numerics import RECIPROCAL
+from train.__main__ import main
 from train.conversion import convert_run, open_parameters
 from train.exporting import export_run, open_source
 from train.importing import import_to_run, import_to_serve
@@ -147,9 +146,9 @@ def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
     shape, path = LlamaShape(len(words), 32, 64, 1, 2, 1, 16), tmp_path / "in" / "m.gguf"
     weights = {name: np.full(size, 0.5, np.float32) for name, size in shape.tensors().items()}
     export(Source(shape, weights.__getitem__), path, "gguf_q8_0")
-    main, rows = importlib.import_module("scripts.import").main, []
+    rows = []
     for more in ([], ["--serve"]):
-        assert main(["--checkpoint", str(path), "--out", str(tmp_path / "none"), *more]) == 2
+        assert main(["import", str(path), "--out", str(tmp_path / "none"), *more]) == 2
         assert "m.gguf has no tokenizer; give a tokenizer.json as tokenizer_path=FILE" in capsys.readouterr().err
     assert import_to_serve(path, tmp_path / "bytes", FIELDS | {"tokenizer_path": ""}, rows.append).tokenizer_path == ""
     assert rows[0][:2] == ("tokenizer", "bytes")
@@ -242,10 +241,9 @@ def test_what_does_not_map_is_refused(run, tmp_path, capsys):
         serving.save(tmp_path / message, {"kernel": np.ones((4, 4), np.float32)}, {}, extra=extra)
         with pytest.raises(ValueError, match=message):
             open_source(tmp_path / message)
-    write = importlib.import_module("scripts.export").main
-    assert write(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_w4a16"]) == 2
+    assert main(["export", str(run), "--out", str(tmp_path / "a"), "--format", "ct_w4a16"]) == 2
     assert "q_proj contracts 32 elements, no multiple of the 128 of a block of ct_w4a16" in capsys.readouterr().err
-    assert write(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_int8"]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "a"), "--format", "ct_int8"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight \(2\) +│ ct_int8 +│", shown)
     (tmp_path / "a/SHA256SUMS").unlink()  # the config is changed on purpose
@@ -258,7 +256,7 @@ def test_what_does_not_map_is_refused(run, tmp_path, capsys):
         ("quantization_config", {"quant_method": "gptq"}, "gptq"),
     ):
         (tmp_path / "a/config.json").write_text(json.dumps(config | {key: value}))
-        words = [sys.executable, "--checkpoint", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--serve"][1:]
-        assert importlib.import_module("scripts.import").main(words) == 2
+        words = ["import", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--serve"]
+        assert main(words) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "b").exists()

@@ -64,7 +64,6 @@ def test_experts_are_a_loop_over_tokens_and_their_experts():
         ({"rope_head_dim": 8}, "belong to latent attention, which kv_lora_rank 0 switches off"),
         (DEEPSEEK | {"num_kv_heads": 2}, "num_kv_heads must be num_query_heads 8 with kv_lora_rank 16"),
         (DEEPSEEK | {"rope_head_dim": 64, "num_kv_heads": 8}, "above 0 and below head_dim 64, got 64"),
-        ({"num_experts": 4, "framework": "nnx"}, "framework 'nnx' has no experts"),
     ],
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str):

@@ -98,7 +98,7 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
 
 
 def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfig):
-    config = dataclasses.replace(quantized(tiny, "fp8"), framework="nnx")
+    config = quantized(tiny, "fp8")
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from scripts.public.problem import Problem, classes, images, next_token, of_linen, tokens
+from validation.public.problem import Problem, classes, images, next_token, of_linen, tokens
 
 At = Callable[[str], str]
 """Returns the folder of a path in a checkout, such as "flax/examples/lm1b"."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxquant
-from scripts.public.problem import Loop, Problem, classes, images, next_token, of_nnx, of_nnx_model, tokens
+from validation.public.problem import Loop, Problem, classes, images, next_token, of_nnx, of_nnx_model, tokens
 
 At = Callable[[str], str]
 """Returns the folder of a path in a checkout, such as "flax/examples/gemma"."""

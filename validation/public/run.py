@@ -1,8 +1,8 @@
 """One public model, quantized in every way, trained and served: a JSON line for each recipe.
 
-    python -m scripts.public.run NAME MODULE RECIPES FACES STEPS NAME=FOLDER...
+    python -m validation.public.run NAME MODULE RECIPES FACES STEPS NAME=FOLDER...
 
-scripts/public_models.py starts it in the environment that the model needs.
+validation/public_models.py starts it in the environment that the model needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import jaxquant
-from scripts.public.problem import Batch, Loop, Problem, functional
+from validation.public.problem import Batch, Loop, Problem, functional
 
 
 def train(loop: Loop, batches: list[Batch], steps: int) -> tuple[Any, list[float]]:
@@ -135,16 +135,7 @@ def main(name: str, module: str, recipes: str, faces: str, steps: str, *checkout
         first, _, rest = path.partition("/")
         return str(pathlib.Path(folders[first], rest))
 
-    problem = getattr(importlib.import_module(f"scripts.public.{module}"), name)(at)
-
-    def show(recipe: str, row: dict[str, Any]) -> None:
-        print(
-            "ROW "
-            + json.dumps(
-                {"model": name, "recipe": recipe, "steps": int(steps), "seconds": round(time.process_time()), **row}
-            ),
-            flush=True,
-        )
+    problem = getattr(importlib.import_module(f"validation.public.{module}"), name)(at)
 
     for recipe in recipes.split(","):
         if recipe == "float":

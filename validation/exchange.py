@@ -334,7 +334,7 @@ def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare; 0 where every format is within its bound, 1 where one is not, 2 where nothing could be compared."""
-    parser = argparse.ArgumentParser(prog="scripts/exchange.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="validation/exchange.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="folder of a run whose contractions are multiples of 256")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are loaded here")
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")

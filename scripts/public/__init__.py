@@ -1,1 +1,0 @@
-"""What scripts/public_models.py runs, each model in a process of its own."""
