@@ -131,7 +131,8 @@ def _linen(config: Any) -> Row:
     def apply(params: Any, quant: Any, key: Any) -> jax.Array:
         return model.apply(state.merge(params, quant), X, rngs={"quant": key})
 
-    found, params, quant, trained = _train(apply, params, quant)
+    found, params, quant = _train(apply, params, quant)
+    trained = jax.jit(apply)(params, quant, LAST)
     converted = jaxquant.convert(state.merge(params, quant), config, X, model=models.Linen())
     serving = jaxquant.maybe_quantize_model(models.Linen(), {**config, "checkpoint_is_quantized": True}, X)
     served = jax.jit(lambda v: serving.apply(v, X, rngs={"quant": LAST}))(converted)
@@ -147,7 +148,8 @@ def _nnx(config: Any) -> Row:
         with state.by_hand():
             return nnx.merge(graph, params, quant, rest)(X)
 
-    found, params, quant, trained = _train(apply, params, quant)
+    found, params, quant = _train(apply, params, quant)
+    trained = jax.jit(apply)(params, quant, None)
     nnx.update(model, params, quant)
     converted = jaxquant.convert(model, config, X)
     served = nnx.jit(lambda model: model(X))(converted)
@@ -162,7 +164,8 @@ def _function(config: Any) -> Row:
     def apply(params: Any, quant: Any, key: Any) -> jax.Array:
         return fn(params, quant, X, key=key)
 
-    found, params, quant, trained = _train(apply, params, quant)
+    found, params, quant = _train(apply, params, quant)
+    trained = jax.jit(apply)(params, quant, LAST)
     converted = fn.convert(params, quant, X)
     return found | _served(converted, jax.jit(apply)(converted, {}, LAST), trained)
 
@@ -178,34 +181,29 @@ KEYS = {"params": jax.random.key(1), "quant": jax.random.key(2)}
 LAST = jax.random.key(9)
 
 
-def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any, jax.Array]:
-    """Take steps of gradient descent; return the row so far, parameters, quant state and the output with these.
-
-    The output is that of one more step. Coverage reads the program of a step and finds what the string asks for.
-    """
+def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
+    """Take steps of gradient descent, whose program is covered; return the row so far, parameters and quant state."""
 
     @jax.jit
     def step(params: Any, quant: Any, key: jax.Array) -> Any:
-        def loss(params: Any, quant: Any) -> Any:
-            out = apply(params, quant, key)
-            return jnp.mean(jnp.square(out.astype(jnp.float32) - 1)), out
+        def loss(params: Any, quant: Any) -> jax.Array:
+            return jnp.mean(jnp.square(apply(params, quant, key).astype(jnp.float32) - 1))
 
-        (value, out), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, quant)
+        value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, quant)
         old, seen = (nnx.to_pure_dict(t) if isinstance(t, nnx.State) else t for t in (quant, seen))
         new = state.update(old, seen) if old else old
         if isinstance(quant, nnx.State):
             nnx.replace_by_pure_dict(quant, new)
             new = quant
-        return value, grads, jax.tree.map(lambda p, g: p - RATE * g, params, grads), new, out
+        return value, grads, jax.tree.map(lambda p, g: p - RATE * g, params, grads), new
 
     _check(jaxquant.coverage(step, params, quant, LAST))
     losses, gradients = [], []
     for i in range(STEPS):
-        value, grads, params, quant, _ = step(params, quant, jax.random.key(i))
+        value, grads, params, quant = step(params, quant, jax.random.key(i))
         losses.append(float(value))
         gradients.append(digest(grads))
-    out = step(params, quant, LAST)[-1]
-    return {"losses": losses, "gradients": gradients, "state": digest(quant)}, params, quant, out
+    return {"losses": losses, "gradients": gradients, "state": digest(quant)}, params, quant
 
 
 def _check(found: Any) -> None:
