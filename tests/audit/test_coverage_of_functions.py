@@ -87,16 +87,6 @@ def experts():
     return gradient(fn, CURRENT, params, array(2, 5, dtype=jnp.int32), loss=lambda y: -y[..., 0].mean())
 
 
-def vmapped_experts():
-    def expert(params, x):
-        return jax.nn.relu(x @ params["wi"]) @ params["wo"]
-
-    def fn(params, x):
-        return jax.vmap(expert)(params["experts"], x)
-
-    return gradient(fn, FP8, {"experts": {"wi": array(4, 32, 16), "wo": array(4, 16, 32)}}, array(4, 8, 32))
-
-
 def scan_and_remat():
     def fn(params, x):
         def block(x, layer):
@@ -186,7 +176,7 @@ def train_state():
 
 
 FUNCTIONS = (
-    *(a_dictionary, tied_embedding, experts, vmapped_experts, scan_and_remat, shared_jits_and_remat),
+    *(a_dictionary, tied_embedding, experts, scan_and_remat, shared_jits_and_remat),
     *(ragged, convolutions, low_rank, training_loop, train_state),
 )
 

@@ -247,5 +247,3 @@ def test_gradients_of_other_layers_do_not_stand_for_one_that_is_missing(loss):
     found = found_in_dense(loss, without_gradient_of_b)
     assert found.missing == ("b drhs",)
     found.check(without=["b drhs"])
-
-
