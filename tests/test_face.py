@@ -17,7 +17,20 @@ from flax import linen as nn
 import jaxquant
 
 ROOT = Path(__file__).parents[1]
-LOADED = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+STAGES = """
+import json, sys
+loaded = lambda: sorted({name.partition(".")[0] for name in sys.modules})
+import jaxquant
+bare = loaded()
+[getattr(jaxquant, name) for name in jaxquant.__all__ if "serving" not in jaxquant._DEFINED_IN.get(name, name)]
+from jaxquant.backends import load
+load("native")
+training = loaded()
+import jaxquant.audit.health
+from jaxquant import *
+is_listed = all(name in dir(jaxquant) for name in jaxquant.__all__)
+print(json.dumps([bare, training, is_listed, callable(jaxquant.audit), jaxquant.audit.coverage.coverage.__name__]))
+"""
 
 
 def run(code: str, *flags: str) -> str:
@@ -27,31 +40,13 @@ def run(code: str, *flags: str) -> str:
     return done.stdout
 
 
-def loaded_by(code: str) -> set[str]:
-    return set(json.loads(run(f"{code}; {LOADED}")))
-
-
-def test_the_import_loads_nothing():
-    assert loaded_by("import jaxquant") & {"jax", "flax", "optax", "orbax", "tensorstore", "yaml"} == set()
-
-
-def test_quantized_training_needs_no_checkpoint_library():
-    names = [name for name in jaxquant.__all__ if "serving" not in jaxquant._DEFINED_IN.get(name, name)]
-    assert {"maybe_quantize_model", "state", "coverage", "audit", "save_quantized"} <= set(names)
-    load = "from jaxquant.backends import load; load('native')"
-    loaded = loaded_by(f"import jaxquant; [getattr(jaxquant, name) for name in {names}]; {load}")
-    assert {"jax", "flax"} <= loaded
-    assert loaded & {"orbax", "tensorstore", "aqt", "qwix"} == set()
-
-
-def test_every_public_name_is_there_and_none_warns():
-    code = "import jaxquant; from jaxquant import *; print(all(name in dir(jaxquant) for name in jaxquant.__all__))"
-    assert run(code, "-W", "error").strip() == "True"
-
-
-def test_audit_is_a_package_and_a_function():
-    code = "import jaxquant.audit.health, jaxquant as q; print(callable(q.audit), q.audit.coverage.coverage.__name__)"
-    assert run(code).split() == ["True", "coverage"]
+def test_the_import_loads_nothing_training_no_checkpoint_library_and_no_public_name_warns():
+    bare, training, is_listed, *audit = json.loads(run(STAGES, "-W", "error"))
+    assert not {"jax", "flax", "optax", "orbax", "tensorstore", "yaml"} & set(bare)
+    assert {"jax", "flax"} <= set(training)
+    assert not {"orbax", "tensorstore", "aqt", "qwix"} & set(training)
+    assert is_listed
+    assert audit == [True, "coverage"]  # a package and a function
 
 
 DISTRIBUTIONS = {"aqt": "aqtp", "google": "protobuf", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}

@@ -11,8 +11,9 @@ from benchmarks.on_chip import measure_strings
 from benchmarks.schemes import Scheme
 
 
-@pytest.mark.parametrize(("factors", "note"), [((1.02, 1.0), ""), ((1.0, 1.02), "WRONG: not what a CPU computes")])
-def test_a_device_that_computes_something_else_as_written_is_wrong(monkeypatch, factors, note):
+def test_a_device_that_computes_something_else_as_written_is_wrong(monkeypatch):
+    factors, note = (1.0, 1.02), "WRONG: not what a CPU computes"
+
     def pool(platform, workers):
         asked.append(platform)
         scales = factors if len(asked) == 1 else (1.0,)
