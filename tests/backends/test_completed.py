@@ -38,7 +38,7 @@ def recipe_of(config):
     return recipe
 
 
-@pytest.mark.parametrize("string", ["int8", "fp8_full", "fp8_e4m3", "aqt_fp8"])
+@pytest.mark.parametrize("string", ["int8", "aqt_fp8"])
 def test_auto_leaves_no_contraction_in_float(string):
     quantized = jaxquant.quantize(model, {"quantization": string})
     assert [row.recipe for row in quantized.report(PARAMS, X)] == [string] * 3
@@ -68,7 +68,7 @@ class _Groups(nn.Module):
         return jax.lax.ragged_dot(x, self.param("experts", nn.initializers.normal(), (3, 8, 6)), SIZES)
 
 
-@pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3"])
 def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
     """Trained: output and both gradients; and served to the same bits, with a kernel in 8 bits.
 
@@ -98,9 +98,8 @@ def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
 
 
 @pytest.mark.parametrize("backend", ["auto", "qwix"])
-@pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3"])
-def test_nothing_behind_the_last_group_reaches_a_number(string, backend):
-    q, grad = jaxquant.quantize(grouped, {"quantization": string, "quant_backend": backend}), normal(4, 12, 6)
+def test_nothing_behind_the_last_group_reaches_a_number(backend):
+    q, grad = jaxquant.quantize(grouped, {"quantization": "fp8_full", "quant_backend": backend}), normal(4, 12, 6)
 
     @jax.jit
     def run(x, grad):
@@ -111,15 +110,6 @@ def test_nothing_behind_the_last_group_reaches_a_number(string, backend):
     for value in (jnp.nan, 1e4):
         for found, each in zip(run(X.at[9:].set(value), grad.at[9:].set(value)), expected, strict=True):
             np.testing.assert_array_equal(found, each)
-
-
-def test_auto_computes_experts_natively_each_by_itself():
-    """Qwix's op has one scale for a column of all experts, and loses one whose weights are small."""
-    p = {"experts": PARAMS["experts"].at[2].multiply(1e-6)}
-    q = jaxquant.quantize(grouped, {"quantization": "fp8_e4m3"})
-    assert [row.backend for row in q.report(p, X)] == ["native"]
-    found, exact = q(p, {}, X)[5:9], grouped(p, X)[5:9]
-    assert jnp.linalg.norm(found - exact) < 0.05 * jnp.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +129,7 @@ def test_qwix_groups_whose_options_qwix_would_drop_are_float_with_the_option(opt
     assert f"Qwix's ragged_dot {text}" in row.reason
 
 
-@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+@pytest.mark.parametrize("backend", ["aqt"])
 def test_each_expert_is_quantized_by_itself(backend):
     """As under vmap, forward and backward, with a weight on either side; noise of no stream differs by step."""
     q = jaxquant.quantize(
@@ -157,7 +147,7 @@ def test_each_expert_is_quantized_by_itself(backend):
     assert not np.array_equal(grad(p, x, key=jax.random.key(1))["w"], grad(p, x, key=jax.random.key(2))["w"])
 
 
-LIBRARY_OPS = [("int8", "aqt"), ("int8", "qwix"), ("aqt_fp8", "aqt"), ("fp8_full", "qwix"), ("int8", "native")]
+LIBRARY_OPS = [("int8", "aqt"), ("fp8_full", "qwix"), ("int8", "native")]
 
 
 def loss_of(string, backend, fn=lambda p, x: jnp.tanh(x @ p["w"])):
@@ -182,13 +172,6 @@ def test_second_derivatives_are_refused_on_every_backend(string, backend):
     assert jax.eval_shape(jax.grad(dropped), p)["w"].shape == (8, 6)
 
 
-def test_second_derivatives_through_groups_are_refused():
-    loss = loss_of("fp8_full", "qwix", lambda p, x: grouped({"experts": p["w"]}, x))
-    penalty = lambda p: jnp.sum(jnp.square(jax.grad(loss, 1)(p, X)))  # noqa: E731
-    with pytest.raises(NotImplementedError, match="second derivatives through recipe 'fp8_full'"):
-        jax.eval_shape(jax.grad(penalty), {"w": PARAMS["experts"]})
-
-
 @pytest.mark.parametrize(("string", "backend"), LIBRARY_OPS)
 def test_no_rows_give_no_rows_and_a_gradient_of_zeros(string, backend):
     p, x = {"w": normal(0, 8, 6)}, normal(1, 5, 8)[:0]
@@ -202,9 +185,8 @@ def test_no_rows_give_no_rows_and_a_gradient_of_zeros(string, backend):
     np.testing.assert_array_equal(q({"w": p["w"][:0]}, {}, x), jnp.zeros((3, 6)))
 
 
-@pytest.mark.parametrize("backend", ["aqt", "qwix"])
-def test_no_rows_meet_a_converted_kernel(backend):
-    config, model, x = {"quantization": "int8", "quant_backend": backend}, nn.Dense(6), normal(1, 5, 8)
+def test_no_rows_meet_a_converted_kernel():
+    config, model, x = {"quantization": "int8", "quant_backend": "qwix"}, nn.Dense(6), normal(1, 5, 8)
     served = jaxquant.convert(model.init(jax.random.key(0), x), config, x, model=model)
     run = jaxquant.maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, x)
     assert run.apply(served, x[:0]).shape == (0, 6)
