@@ -16,6 +16,7 @@ from flax import nnx
 import jaxquant
 from jaxquant import state
 
+OPTIMIZED = False
 X = jax.random.normal(jax.random.key(0), (4, 8))
 FP8 = {"quantization": "fp8", "amax_history_length": 4}
 INT8 = {"quantization": "int8", "quant_backend": "native"}

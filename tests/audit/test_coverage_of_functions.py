@@ -268,17 +268,6 @@ def test_an_op_of_ones_own_is_no_fault_though_no_name_tells_its_gradients(wrap, 
     assert all(row.is_low for row in found.rows)
 
 
-def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():
-    step, args, _, config = convolutions()
-    rows = {(row.path, row.matmul): row for row in jaxquant.coverage(step, *args, config=config).rows}
-    assert rows["conv1", "fwd"].is_low
-    assert not rows["conv1", "drhs"].is_low
-    text = "a convolution multiplies float8_e4m3fn and float8_e5m2 as bfloat16: its operands have one type"
-    assert rows["conv1", "drhs"].reason == text
-    unasked = {(row.path, row.matmul): row.reason for row in jaxquant.coverage(step, *args).rows}
-    assert unasked["conv1", "drhs"] == text
-
-
 # -- a step is read whole ----------------------------------------------------------------------------------------------
 
 
@@ -344,13 +333,6 @@ def test_a_model_a_method_and_a_partial_function_are_read():
     ):
         found.check()
         assert {row.path for row in found.rows} == {"up", "down"}
-
-
-def test_what_a_function_changes_in_a_dictionary_is_read():
-    def step(params, batch):
-        batch["out"] = mlp(params, batch["x"])
-
-    assert {row.path for row in jaxquant.coverage(step, mlp_params(), {"x": array(8, 32)}).rows} == {"up", "down"}
 
 
 @pytest.mark.parametrize("function", [lambda p, x: x.sum(), lambda p, x: (x @ x.T).sum()], ids=["none", "activations"])

@@ -59,6 +59,7 @@ def spoiled(string: str) -> set[str]:
     return {tensor for tensor, values in found.items() if jnp.isnan(values).any()}
 
 
+OPTIMIZED = False
 KINDS = ("int8", "fp8", "fp8_current", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "quartet2", "int8w", "ggml_q4_k")
 
 

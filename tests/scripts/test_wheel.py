@@ -88,12 +88,6 @@ def test_what_reads_a_config_asks_for_a_checkout(site: Path, beside: Path, words
     assert done.stderr.count("\n") == 1
 
 
-def test_in_a_checkout_the_trainer_is_its_own(beside: Path):
-    done = command(beside, ROOT, "jaxquant", "coverage", "own.yml", "quantization=fp8")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("42 of 57 matmuls in at most 8 bits")
-
-
 def test_a_step_of_the_users_own_is_found_beside_them(site: Path, beside: Path):
     (beside / "mine.py").write_text(
         "import jax\n"
