@@ -26,9 +26,7 @@ def test_a_field_that_a_backend_has_not_heard_of_is_refused(name):
     newer = dataclasses.make_dataclass("TensorSpec", [("added", int, 0)], bases=(TensorSpec,), frozen=True)
     honours = {**backend.honours, newer: backend.honours[TensorSpec]}
     check_honoured(backend.row.title, honours, Recipe("mine", MatmulSpec(newer("int8"), INT8)))
-    with pytest.raises(
-        NotImplementedError, match=r"recipe 'mine' operand fwd_lhs: .* has no added 3"
-    ):
+    with pytest.raises(NotImplementedError, match=r"recipe 'mine' operand fwd_lhs: .* has no added 3"):
         check_honoured(backend.row.title, honours, Recipe("mine", MatmulSpec(newer("int8", added=3), INT8)))
 
 

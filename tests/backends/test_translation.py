@@ -85,7 +85,7 @@ def test_aqt_reuses_the_forward_qvalues(shards):
 
 def test_aqt_shards_that_do_not_divide():
     with pytest.raises(ValueError, match=r"quantization_local_shard_count 3 of 'int8' .* which has size 8; use"):
-        jax.grad(lambda w: aqt_dot(reusing(3), jnp.ones((8, 4)), w).sum())(jnp.ones((4, 2)))
+        jax.eval_shape(jax.grad(lambda w: aqt_dot(reusing(3), jnp.ones((8, 4)), w).sum()), jnp.ones((4, 2)))
 
 
 @pytest.mark.parametrize(("index", "changed"), [(0, {"y", "dx"}), (3, {"dx"}), (4, {"dw"})])
