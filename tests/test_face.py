@@ -15,6 +15,7 @@ import pytest
 from flax import linen as nn
 
 import jaxquant
+from jaxquant.compat import maxtext
 
 ROOT = Path(__file__).parents[1]
 STAGES = """
@@ -26,10 +27,10 @@ bare = loaded()
 from jaxquant.backends import load
 load("native")
 training = loaded()
-import jaxquant.audit.health
 from jaxquant import *
 is_listed = all(name in dir(jaxquant) for name in jaxquant.__all__)
-print(json.dumps([bare, training, is_listed, callable(jaxquant.audit), jaxquant.audit.coverage.coverage.__name__]))
+called = [name for name in jaxquant.__all__ if name not in jaxquant._DEFINED_IN and callable(getattr(jaxquant, name))]
+print(json.dumps([bare, training, is_listed, called]))
 """
 
 
@@ -41,12 +42,19 @@ def run(code: str, *flags: str) -> str:
 
 
 def test_the_import_loads_nothing_training_no_checkpoint_library_and_no_public_name_warns():
-    bare, training, is_listed, *audit = json.loads(run(STAGES, "-W", "error"))
+    bare, training, is_listed, called = json.loads(run(STAGES, "-W", "error"))
     assert not {"jax", "flax", "optax", "orbax", "tensorstore", "yaml"} & set(bare)
     assert {"jax", "flax"} <= set(training)
     assert not {"orbax", "tensorstore", "aqt", "qwix"} & set(training)
     assert is_listed
-    assert audit == [True, "coverage"]  # a package and a function
+    assert called == []  # a package is no function
+
+
+def test_a_public_name_is_a_function_a_class_or_a_subpackage():
+    packages = {name for name in jaxquant.__all__ if name not in jaxquant._DEFINED_IN}
+    assert packages == {"aot", "audit", "compat", "ops", "optim", "serving", "state"}
+    with pytest.raises(AttributeError, match=r"; it is jaxquant\.compat\.maxtext\.configure_quantization"):
+        jaxquant.configure_quantization  # noqa: B018
 
 
 DISTRIBUTIONS = {"aqt": "aqtp", "google": "protobuf", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
@@ -91,7 +99,7 @@ TAKERS = {
     "maybe_quantize_model": lambda config: jaxquant.maybe_quantize_model(nn.Dense(2), config),
     "quantize": lambda config: jaxquant.quantize(lambda p, x: x @ p, config),
     "coverage": lambda config: jaxquant.coverage(lambda x: x, 1.0, config=config),
-    "configure_quantization": lambda config: jaxquant.configure_quantization(config),
+    "configure_quantization": lambda config: maxtext.configure_quantization(config),
     "convert": lambda config: jaxquant.convert({"params": {}}, config, model=nn.Dense(2)),
 }
 REFUSED = [

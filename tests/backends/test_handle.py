@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import remove_quantized_params
+from jaxquant.compat.maxtext import remove_quantized_params
+from jaxquant.compat.maxtext.handle import (
+    QuantMode,
+    configure_quantization,
+    get_quant_mode,
+    in_convert_mode,
+    in_serve_mode,
+)
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.inject.handle import QuantMode, configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 from tests.serving.models import filled
@@ -231,6 +237,20 @@ def test_a_kernel_that_another_recipe_converted_is_refused(backend, converted, s
     serve = quantize(config | {"quantization": served}, "serve")
     with pytest.raises(ValueError, match=message):
         serve.apply(PARAMS | stored, X)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "name"), [("bd,dfg->bf", (8, 5, 2), "reduce_sum"), ("bd,ddf->bf", (8, 8, 5), "select_n")]
+)
+def test_an_einsum_that_changes_the_kernel_before_it_contracts_is_refused(equation, shape, name):
+    class Summing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            quant = configure_quantization({"quantization": "int8", "quant_backend": "native"}, "convert")
+            return quant.einsum()(equation, x, self.param("kernel", nn.initializers.normal(1.0), shape))
+
+    with pytest.raises(NotImplementedError, match=f"einsum '{equation}' applies {name} to its kernel"):
+        jax.eval_shape(Summing().init, jax.random.key(0), X)
 
 
 def frozen(variables, layer):

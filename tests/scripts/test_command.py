@@ -15,7 +15,7 @@ import pytest
 
 from jaxquant import RECIPES
 from jaxquant.__main__ import main
-from jaxquant.aot.__main__ import print_and_write
+from jaxquant.aot.command import print_and_write
 
 ROOT = Path(__file__).parents[2]
 CI = Path(__file__).parents[2] / "configs/models/ci.yml"
@@ -69,7 +69,7 @@ def test_coverage_that_is_not_as_asked_is_status_1(capsys, monkeypatch):
 
 
 SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
-MODULES = ("train", "benchmarks", "jaxquant", "jaxquant.audit", "jaxquant.aot")
+MODULES = ("train", "benchmarks", "jaxquant")
 
 
 WITHOUT_EXTRAS = """
