@@ -16,6 +16,7 @@ from flax import nnx
 import jaxquant
 from jaxquant import state
 
+OPTIMIZED = False
 X = jax.random.normal(jax.random.key(0), (4, 8))
 FP8 = {"quantization": "fp8", "amax_history_length": 4}
 INT8 = {"quantization": "int8", "quant_backend": "native"}
@@ -57,27 +58,17 @@ WHOLE = "params has the collection 'params', so it is the whole variables; save 
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
-    "state.update(state.pack(observation), state.pack(quant_state))": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
     "state.update(quant_state, None)": "its gradient " + ONE_TREE,
     "state.update(params, params)": "quant_state has no quant state, only ",
-    "state.update([quant_state], observation)": "quant state " + ONE_TREE,
-    "state.accumulate(quant_state, (observation,))": "what is added " + ONE_TREE,
-    "state.accumulate(None, observation)": "the total " + ONE_TREE,
     **{f"state.{name}(None)": ONE_TREE for name in ("strip_bins", "with_bins", "pack", "unpack", "warm")},
-    "state.strip_bins(MODEL)": ONE_TREE,
     "state.split(MODEL)": "variables " + ONE_TREE,
     **{f"state.merge({each}, quant_state)": PARTS for each in ("variables", "float_variables")},
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
-    "state.merge(params, [quant_state])": ONE_TREE,
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
-    "jaxquant.serving.save(next(places), variables, FP8)": WHOLE,
     "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*makes int4",
     "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "makes no quantized kernels",
     "jaxquant.calibrate(float_variables, FP8, X, model=PLAIN)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
-    "jaxquant.calibrate(nnx_model, FP8, X)": r"batches is ArrayImpl, .*pass \[x\]",
-    "jaxquant.calibrate(float_variables, FP8, {'x': X}, model=PLAIN)": "batches is dict",
-    "jaxquant.calibrate(float_variables, FP8, None, model=PLAIN)": "batches is NoneType",
     "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "the variables to calibrate have no collection 'params'",
     "jaxquant.calibrate(float_variables, FP8, [X], model=MODEL)": "quantized already, .*give the float model",
     **{f"jaxquant.quantize({x}, FP8)": f"got the Flax module {FLAX[x]}; .*maybe_quantize_model" for x in FLAX},
@@ -92,27 +83,22 @@ MISTAKES = {
     "jaxquant.describe_layers(loss, '', X)": r"got function; for a function there is jaxquant\.quantize\(...\)\.report",
     "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is quantized already, with 'fp8'; give the float model",
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is quantized already",
-    "jaxquant.describe_layers(MODEL, FP8, X)": "quantized already, .*give the float model",
-    "jaxquant.describe_layers(MODEL, '', X)": "quantized already, .*give the float model",
-    "jaxquant.describe_layers(nn.Sequential([PLAIN]), FP8)": "Sequential is called with inputs",
     "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear is called with inputs; pass .* 'fp8' gets its quant state",
     "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
     "jaxquant.convert(nnx_model, INT8)": "Linear is called with inputs; pass examples of them$",
-    "jaxquant.describe_layers(nnx_model, '')": "Linear is called with inputs; pass examples of them$",
     "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "Linear itself raised this, in float, called with the inputs",
     "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
     "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",
     "jaxquant.TrainState": "no attribute 'TrainState'; it is jaxquant.state.TrainState",
     "jaxquant.save": "it is jaxquant.serving.save",
-    "jaxquant.nothing": "no attribute 'nothing'$",
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_an_error_that_names_the_argument(mistake, given):
-    with pytest.raises((TypeError, ValueError, AttributeError, NotImplementedError), match=MISTAKES[mistake]):
-        eval(mistake, dict(given))
+def test_a_mistake_is_an_error_that_names_the_argument(given):
+    for mistake, told in MISTAKES.items():
+        with pytest.raises((TypeError, ValueError, AttributeError, NotImplementedError), match=told):
+            eval(mistake, dict(given))
 
 
 def test_params_may_have_names_that_quant_state_has(given):
@@ -127,9 +113,9 @@ def test_params_may_have_names_that_quant_state_has(given):
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3), "steps": optax.MultiSteps(optax.adam(1e-3), 2)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tx", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["jit", "eager", "scan"])
+@pytest.mark.parametrize(
+    ("way", "tx", "dtype"), [("jit", "adamw", "float32"), ("eager", "sgd", "bfloat16"), ("scan", "steps", "float32")]
+)
 def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, dtype, given):
     tx, variables = (
         OPTIMIZERS[tx],
@@ -146,7 +132,7 @@ def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, dtype, giv
         run((variables, tx.init(variables)))
 
 
-@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("size", [1.0, 100.0])
 def test_calibration_with_inputs_of_another_size_warns_at_conversion(size, given, recwarn):
     calibrated = jaxquant.calibrate(given["float_variables"], FP8, [size * X], model=PLAIN)
     jaxquant.convert(calibrated, FP8, X, model=PLAIN)

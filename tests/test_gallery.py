@@ -1,7 +1,7 @@
-"""Every string on every backend computes what it computed when the gallery was made.
+"""Every string computes what it computed when the gallery was made, and its step has the matmuls that it asks for.
 
-A third of the rows: each string and backend in one of Linen, NNX and a plain function, in turn. ``python -m
-tests.gallery --against COMMIT`` computes them all, and compares them with another commit's.
+Each string runs in one of Linen, NNX and a plain function, in turn. ``python -m tests.gallery --against COMMIT``
+computes every string on every backend in all three, and compares the rows with another commit's.
 """
 
 from __future__ import annotations

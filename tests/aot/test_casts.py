@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from jaxquant.aot.topology import environment
-from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.rounding import hold
 
 ROOT = Path(__file__).parents[2]
-STRINGS = ("fp8_block", "mxfp8", "mxfp4", "fp4", "fp8_e5m2", "mxfp4w", "nvfp4w", "fp8_blockw")
+STRINGS = ("fp8_block", "mxfp4", "fp4", "fp8_e5m2", "nvfp4w")
 """Whose matmuls take values of narrow floats in wider ones, or in another one, all rounded to nearest."""
 
 
@@ -35,7 +34,7 @@ def test_every_cast_of_a_layer_and_of_an_update_is_in_the_program_of_an_absent_h
         assert all(compiled.get(name, 0) >= count for name, count in asked.items()), (string, asked, compiled)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ELEMENTS.items() if kind.kind == "float"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_holding_changes_no_number(name):
     dtype = np.dtype(getattr(ml_dtypes, name))
     codes = np.arange(16 if "4_" in name else 256, dtype=np.uint8).view(dtype)

@@ -16,9 +16,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import jaxquant
 from jaxquant.aot import command, topology, worker
 from jaxquant.aot.chips import chip
-from jaxquant.core.qtensor import QTensor
-from jaxquant.ops import block_scaled
-from jaxquant.ops.dimensions import Dimensions
 
 ROOT = Path(__file__).parents[2]
 STRINGS = ("fp8", "fp8_current", "fp8_full", "int8")
@@ -130,14 +127,6 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path):
     assert "## Assumptions" in (tmp_path / "out" / "audit-tiny-fp8-h200-8.md").read_text()
 
 
-@pytest.mark.aot
-def test_the_extras_leave_an_ordinary_start_quiet():
-    pytest.importorskip("nvidia.cuda_runtime", reason="nvidia-cuda-runtime-cu12 (extra audit-gpu) is not installed")
-    words = [sys.executable, "-c", "import jax; jax.devices()"]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_a_program_of_another_libtpu_is_an_error_that_names_the_right_one(monkeypatch):
     class Step:
         def lower(self):
@@ -189,22 +178,3 @@ def test_a_gpu_compiler_of_another_version_than_jaxlib_is_refused(monkeypatch, c
 def test_a_topology_of_another_kind_is_refused(target, topology_text):
     with pytest.raises(ValueError, match=rf"topology '{topology_text}' does not fit target '{target}'; give "):
         topology.devices(chip(target), topology_text)
-
-
-def test_a_config_is_needed():
-    with pytest.raises(SystemExit):
-        command.main(["--target", "h200"])
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(("element", "runs_on"), [("float8_e4m3fn", "f8e4m3fn in blocks"), ("float4_e2m1fn", "bf16")])
-def test_the_compiler_for_b200_has_no_matmul_of_mxfp4(monkeypatch, element, runs_on):
-    """When the second case fails, ``block_scaled.SIZES`` should have e2m1 with E8M0 scales."""
-    monkeypatch.setitem(block_scaled.SIZES, (element, "float8_e8m0fnu"), 32)
-
-    def product(x, w, x_scale, w_scale):
-        dims = Dimensions((1,), (1,), (), (), 2, 2)
-        return block_scaled.multiply(QTensor(x, x_scale), QTensor(w, w_scale), dims, "bfloat16")
-
-    codes, scales = jax.ShapeDtypeStruct((256, 256), element), jax.ShapeDtypeStruct((256, 8), "float8_e8m0fnu")
-    assert jaxquant.aot.audit(product, codes, codes, scales, scales, target="b200").counts == {runs_on: 1}

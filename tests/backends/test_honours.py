@@ -15,67 +15,20 @@ from jaxquant.backends.honours import check_honoured
 from jaxquant.compat import maxtext
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 
 INT8 = TensorSpec("int8")
-LIBRARIES = ("aqt", "qwix")
 X = jnp.ones((8, 16))
 
 
-def with_new_field(kind):
-    """The class as it would be with one more field."""
-    return dataclasses.make_dataclass(kind.__name__, [("added", int, 0)], bases=(kind,), frozen=True)
-
-
-def recipe_with(kind, **fields):
-    """A recipe of int8 whose activation is quantized by, or holds, a value of a class with one more field."""
-    newer = with_new_field(kind)
-    if kind is Recipe:
-        return newer("mine", MatmulSpec(INT8, INT8), **fields), newer
-    if kind is MatmulSpec:
-        return Recipe("mine", newer(INT8, INT8, **fields)), newer
-    if kind is Calibration:
-        return Recipe("mine", MatmulSpec(dataclasses.replace(INT8, calibration=newer(**fields)), INT8)), newer
-    return Recipe("mine", MatmulSpec(newer("int8", **fields), INT8)), newer
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        (Recipe, "'mine': {} has no added 3"),
-        (MatmulSpec, "'mine' matmul fwd: {} has no added 3"),
-        (TensorSpec, "'mine' operand fwd_lhs: {} has no added 3"),
-        (Calibration, "'mine' operand fwd_lhs: {} has no calibration.added 3"),
-    ],
-)
-def test_a_field_that_nobody_has_heard_of(name, kind, place):
+@pytest.mark.parametrize("name", ["aqt", "qwix"])
+def test_a_field_that_a_backend_has_not_heard_of_is_refused(name):
     backend = load(name)
-    for value in (0, 3):
-        recipe, newer = recipe_with(kind, added=value)
-        honours = {**backend.honours, newer: backend.honours[kind]}
-        if value == 0:
-            check_honoured(backend.row.title, honours, recipe)
-            continue
-        with pytest.raises(
-            NotImplementedError, match=f"recipe {place.format(backend.row.title)}; use quant_backend 'na"
-        ):
-            check_honoured(backend.row.title, honours, recipe)
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_class_of_spec_that_nobody_has_heard_of(name):
-    """A spec of another class is no spec that a backend knows, whatever its fields."""
-    recipe, _ = recipe_with(TensorSpec)
-    with pytest.raises(NotImplementedError, match=r"recipe 'mine' matmul fwd: .* has no lhs TensorSpec"):
-        load(name).check(recipe)
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_delayed_scaling_that_no_operand_asks_for(name):
-    with pytest.raises(NotImplementedError, match=r"recipe 'mine'.* has no delayed"):
-        load(name).check(Recipe("mine", MatmulSpec(INT8, INT8), delayed=DelayedSpec()))
+    newer = dataclasses.make_dataclass("TensorSpec", [("added", int, 0)], bases=(TensorSpec,), frozen=True)
+    honours = {**backend.honours, newer: backend.honours[TensorSpec]}
+    check_honoured(backend.row.title, honours, Recipe("mine", MatmulSpec(newer("int8"), INT8)))
+    with pytest.raises(NotImplementedError, match=r"recipe 'mine' operand fwd_lhs: .* has no added 3"):
+        check_honoured(backend.row.title, honours, Recipe("mine", MatmulSpec(newer("int8", added=3), INT8)))
 
 
 def test_a_model_is_refused_before_it_runs():
@@ -90,7 +43,7 @@ def test_a_model_is_refused_before_it_runs():
             refuse()
 
 
-@pytest.mark.parametrize("case", ["int8 native", "int8 auto", "int8 aqt", "int8 qwix", "aqt_fp8 auto"])
+@pytest.mark.parametrize("case", ["int8 native", "int8 aqt", "int8 qwix"])
 def test_float16_is_right_or_refused(case):
     """Sums of 960 products of int8 are above 65504; the scales of weights are below the root of its smallest number."""
     x = jax.random.normal(jax.random.key(0), (4, 960), jnp.float16)
@@ -102,20 +55,13 @@ def test_float16_is_right_or_refused(case):
             model.apply(variables, x)
         return
     out, wanted = model.apply(variables, x), layer.apply(variables, x)
-    assert jnp.linalg.norm(out - wanted) < {"int8": 0.02, "aqt_fp8": 0.05}[string] * jnp.linalg.norm(wanted)
-
-
-def test_what_a_backend_has_not_is_said():
-    assert set(BACKENDS) == {"aqt", "qwix", "native"}
-    for name, row in BACKENDS.items():
-        backend = load(name)
-        assert (backend.name, backend.row) == (name, row)
+    assert jnp.linalg.norm(out - wanted) < 0.02 * jnp.linalg.norm(wanted)
 
 
 # -- shards of Qwix ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "fits"), [(1, True), (4, True), (8, True), (5, False), (3, False), (16, False)])
+@pytest.mark.parametrize(("count", "fits"), [(4, True), (5, False)])
 def test_qwix_shards_that_do_not_divide(count, fits):
     """Of 5 shards over 8 rows Qwix made 4 blocks, and 16 failed in words of its own."""
     config = {"quantization": "fp8_e4m3", "quant_backend": "qwix", "quantization_local_shard_count": count}

@@ -25,7 +25,6 @@ from jaxquant.config.rules import Rule
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, SparsitySpec, TensorSpec
 from jaxquant.ops.dimensions import Product
-from tests.lowering import dot_operand_types
 from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
 X = jax.random.normal(jax.random.key(0), (4, 7, 32))
@@ -56,7 +55,7 @@ def quantize(x, axis):
     return np.clip(np.round(x * (1 / scale)), -127, 127), scale
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("shards", [1, 2])
 def test_aqt_reuses_the_forward_qvalues(shards):
     rows, depth, columns = 8, 16, 6
     x, w, g = (
@@ -87,18 +86,10 @@ def test_aqt_reuses_the_forward_qvalues(shards):
 
 def test_aqt_shards_that_do_not_divide():
     with pytest.raises(ValueError, match=r"quantization_local_shard_count 3 of 'int8' .* which has size 8; use"):
-        jax.grad(lambda w: aqt_dot(reusing(3), jnp.ones((8, 4)), w).sum())(jnp.ones((4, 2)))
+        jax.eval_shape(jax.grad(lambda w: aqt_dot(reusing(3), jnp.ones((8, 4)), w).sum()), jnp.ones((4, 2)))
 
 
-def test_aqt_tile_that_does_not_divide():
-    tiled = TensorSpec("int8", "per_tile", tile_size=5, tiling="each_axis")
-    with pytest.raises(ValueError, match="tile_size 5 of 'intmp' does not divide contraction axis 1 of size 8"):
-        aqt_dot(Recipe("intmp", MatmulSpec(None, tiled)), jnp.ones((2, 8)), jnp.ones((8, 3)))
-
-
-@pytest.mark.parametrize(
-    ("index", "changed"), list(enumerate([{"y", "dx"}, {"y", "dw"}, {"dx"}, {"dx"}, {"dw"}, {"dw"}]))
-)
+@pytest.mark.parametrize(("index", "changed"), [(0, {"y", "dx"}), (3, {"dx"}), (4, {"dw"})])
 def test_each_constant_bound_reaches_its_operand(index, changed):
     """A small bound clips that operand; a forward one also stops the gradient of what it clips."""
     x = jax.random.normal(jax.random.key(0), (8, 16))
@@ -130,7 +121,7 @@ class Einsum(nn.Module):
         return quant.einsum()(self.equation, x, w)
 
 
-@pytest.mark.parametrize("equation", ["bsd,df->bsf", "bsd,fd->fbs", "bsd,edf->ebsf", "bsd,bdf->bsf"])
+@pytest.mark.parametrize("equation", ["bsd,fd->fbs", "bsd,bdf->bsf"])
 def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
     """An int4 weight and an int8 activation, whichever way the einsum is turned into a matmul."""
     x = np.asarray(jax.random.normal(jax.random.key(0), (3, 5, 8)))
@@ -205,28 +196,17 @@ def test_stochastic_rounding_follows_the_stream(backend):
 # -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "option"),
-    [
-        (functools.partial(nn.Dense, 5, precision="highest"), "precision"),
-        (functools.partial(nn.DenseGeneral, (2, 3), precision="highest"), "precision"),
-        (
-            functools.partial(nn.Einsum, (32, 3), "bsd,df->bsf", preferred_element_type=jnp.bfloat16),
-            "preferred_element_t",
-        ),
-    ],
-)
-def test_qwix_refuses_options_that_it_drops(make, option):
+def test_qwix_refuses_options_that_it_drops():
     class Model(nn.Module):
         last: str
 
         @nn.compact
         def __call__(self, x):
-            return make(name=self.last)(nn.Dense(32, name="first")(x))
+            return nn.Dense(5, precision="highest", name=self.last)(nn.Dense(32, name="first")(x))
 
     config = {"quantization": "fp8_e4m3", "quant_backend": "qwix"}
     quantized = jaxquant.maybe_quantize_model(Model("wo"), config, X)
-    with pytest.raises(NotImplementedError, match=rf"{option}.* dropped by Qwix; use quant_backend 'native'"):
+    with pytest.raises(NotImplementedError, match=r"precision.* dropped by Qwix; use quant_backend 'native'"):
         jax.eval_shape(quantized.init_with_output, jax.random.key(0), X)
     native = jaxquant.maybe_quantize_model(Model("wo"), config | {"quant_backend": "native"}, X)
     jax.eval_shape(native.init_with_output, jax.random.key(0), X)
@@ -245,40 +225,16 @@ SPARSE = SparsitySpec(2, 4, 0, 1)
 BOTH = functools.partial(Recipe, "mine")
 REFUSED = [
     ("aqt", BOTH(MatmulSpec(FP4, FP4)), r"fwd_lhs: AQT has no element type float4_e2m1fn"),
-    ("aqt", BOTH(MatmulSpec(INT8, MINMAX)), r"fwd_rhs: AQT has no calibration minmax"),
-    ("aqt", BOTH(MatmulSpec(RMS, INT8)), r"fwd_lhs: AQT has no calibration rms,4"),
     ("aqt", BOTH(MatmulSpec(DELAYED, DELAYED)), r"fwd_lhs: AQT has no delayed scaling"),
     ("aqt", BOTH(MatmulSpec(E4M3, E4M3), sparsity=SPARSE), r"fwd_rhs: AQT has no N:M sparsity"),
     ("aqt", BOTH(MatmulSpec(E4M3, E4M3), MatmulSpec(NOISY_FP8, E4M3)), r"dlhs_lhs: AQT has no stochastic rounding"),
-    ("aqt", BOTH(MatmulSpec(TILED, INT8)), r"fwd_lhs: AQT has no tile size that differs"),
-    ("aqt", BOTH(MatmulSpec(TILED, TILED), MatmulSpec(INT8, INT8)), r"dlhs_lhs: AQT has no quantized backward of a ti"),
-    ("aqt", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(TILED, FORWARD)), r"dlhs_lhs: AQT has no tiles in a backward"),
-    ("aqt", BOTH(MatmulSpec(E4M3, E4M3, "int32")), r"fwd_lhs: AQT has no int32 accumulation"),
-    ("aqt", BOTH(MatmulSpec(INT8, INT8, shards=2)), r"fwd_lhs: AQT has no shards in the forward"),
-    (
-        "aqt",
-        BOTH(MatmulSpec(INT8, INT8), drhs=MatmulSpec(*[TensorSpec("int8", "per_tensor")] * 2, shards=2)),
-        r"drhs_rhs: AQT has no per-tensor scale within shards",
-    ),
-    ("aqt", BOTH(MatmulSpec(INT8, None), MatmulSpec(INT8, FORWARD)), r"dlhs_rhs: AQT has no reuse of a forward opera"),
     ("qwix", BOTH(MatmulSpec(E4M3, E4M3), sparsity=SPARSE), r"fwd_rhs: Qwix has no scheduled N:M sparsity"),
-    ("qwix", BOTH(MatmulSpec(DELAYED, DELAYED)), r"fwd_lhs: Qwix has no delayed scaling"),
     ("qwix", BOTH(MatmulSpec(TILED, TILED)), r"fwd_lhs: Qwix has no tiles along every contraction axis"),
     (
         "qwix",
         BOTH(MatmulSpec(E4M3, E4M3), MatmulSpec(NOISY_FP8, FORWARD), MatmulSpec(FORWARD, NOISY_FP8)),
         r"dlhs_lhs: Qwix has no stochastic rounding to float8_e5m2",
     ),
-    ("qwix", BOTH(MatmulSpec(NOISY, INT8)), r"fwd_lhs: Qwix has no stochastic rounding of other than gradients"),
-    (
-        "qwix",
-        BOTH(MatmulSpec(MINMAX, INT8), MatmulSpec(INT8, FORWARD), MatmulSpec(FORWARD, INT8)),
-        r"fwd_lhs: Qwix has no asymmetric calibration minmax beside",
-    ),
-    ("qwix", BOTH(MatmulSpec(INT8, None)), r"fwd_rhs: Qwix has no recipe with a float weight"),
-    ("qwix", BOTH(MatmulSpec(E4M3, E4M3, "bfloat16")), r"fwd_lhs: Qwix has no choice of the accumulator"),
-    ("qwix", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, FORWARD)), r"drhs_lhs: Qwix has no backward matmul that r"),
-    ("qwix", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, INT8, shards=2)), r"dlhs_lhs: Qwix has no shards outside"),
 ]
 
 
@@ -289,20 +245,6 @@ def test_refusal_names_recipe_operand_and_way_out(backend, recipe, match):
     translate = aqt_config.to_aqt if backend == "aqt" else qwix.to_qwix
     with pytest.raises(NotImplementedError, match=f"recipe 'mine' operand {match}.*; (use|give) "):
         translate(recipe)
-
-
-def test_qwix_without_a_quantized_weight_gradient():
-    """Shard count 0 keeps the weight gradient float: with int8 that reuses its weight, Qwix cannot."""
-    recipe = QuantConfig(quantization="int8", quant_backend="qwix", quantization_local_shard_count=0).recipe()
-    with pytest.raises(NotImplementedError, match="use quant_backend 'native'"):
-        qwix.to_qwix(recipe)
-    own = dataclasses.replace(recipe, dlhs=dataclasses.replace(recipe.dlhs, rhs=INT8))
-    config = QuantConfig(quant_backend="qwix", rules=(Rule(".*", own),))
-    model = jaxquant.maybe_quantize_model(nn.Dense(5), config, X)
-    params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
-    loss = lambda params, x: model.apply({"params": params}, x, rngs={"quant": jax.random.key(1)}).sum()  # noqa: E731
-    dots = dot_operand_types(jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, X).as_text())
-    assert ["i8" in types for types in dots].count(True) == 2
 
 
 @pytest.mark.parametrize(

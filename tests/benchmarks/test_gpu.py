@@ -8,7 +8,6 @@ import pytest
 from benchmarks import gemms, gpu
 from benchmarks.__main__ import main
 from benchmarks.gpu_kernels import CASES
-from benchmarks.on_chip import priced, target_of
 from benchmarks.timing import Prepared
 
 OPTIMIZED = False
@@ -55,10 +54,3 @@ def test_figures_survive_a_part_that_fails_ctrl_c_and_the_limit(monkeypatch, tmp
     main(["gpu", "--small", "--out", str(tmp_path), "--limit", "0.1"])
     assert codes == [1]
     assert {"part": "slow", "row": "limit", "error": "stopped after 0.1 s"} in lines_of(tmp_path)
-
-
-def test_predictions_are_those_of_the_chip():
-    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA H200 NVL": "h200-nvl", "cpu": ""}
-    assert {kind: target_of(kind) for kind in names} == names
-    assert priced("NVIDIA H100 80GB HBM3")["fp8"]["us"] > priced("NVIDIA H200")["fp8"]["us"]
-    assert priced("cpu") == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 
@@ -111,14 +110,6 @@ def test_options_of_a_row_that_gives_another_matmul_than_they_change_are_refused
             of(reading, **unread)
 
 
-def test_every_group_changes_every_row_that_reads_it():
-    """What a composition reads is found by this change."""
-    for name, row in RECIPES.items():
-        for group in row.options:
-            if options.GROUPS[group].change is not None:
-                assert options.apply(row.recipe, {group}, options.PROBE) != row.recipe, (name, group)
-
-
 def test_explained():
     text = explain(MAPPING)
     assert text == explain(TEXT)
@@ -129,12 +120,3 @@ def test_explained():
     assert "Kept for the backward pass: the input as the forward matmul reads it, the weight" in explain("fp8")
     own = explain({"fwd": "fp8_current", "drhs": "mxfp8"})
     assert "the input as the weight's gradient reads it, the weight in float" in own
-
-
-def test_nothing_of_a_row_is_lost():
-    """A field that is added to recipes is taken from the forward, if it is not one of a matmul."""
-    recipe = of(MAPPING).recipe()
-    assert recipe is not None
-    for field in dataclasses.fields(recipe):
-        if field.name not in ("name", "dlhs", "drhs"):
-            assert getattr(recipe, field.name) == getattr(of("fp8_current").recipe(), field.name)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import HEADS, Decision, Rule
@@ -59,13 +58,6 @@ def test_the_whole_path_must_match():
     assert decide("mlp/wo", 8).recipe is not None
 
 
-def test_rules_read_the_options_of_their_recipe():
-    decide = resolver((".*/wo", "int4"), quant_backend="native", quantization_local_shard_count=2)
-    assert decide("a/wo", 8).recipe.drhs.shards == 2
-    decide = resolver((".*/wo", "fp8_full"), quant_backend="native", weight_quantization_calibration_method="fixed,224")
-    assert str(decide("a/wo", 8).recipe.fwd.rhs.calibration) == "fixed,224"
-
-
 def test_rules_without_a_base():
     config = QuantConfig(rules=(Rule("a", "int8"),))
     assert config.resolved_backend == "native"
@@ -75,12 +67,6 @@ def test_rules_without_a_base():
     assert QuantConfig(rules=(Rule("a", "int8"), Rule("b", "int4"))).resolved_backend == "native"
     with pytest.raises(ValueError, match=r"'auto' is ambiguous for rules with 'int8', 'aqt_fp8'.*'aqt' or 'native'"):
         QuantConfig(rules=(Rule("a", "int8"), Rule("b", "aqt_fp8")))
-
-
-def test_rules_over_intmp():
-    decide = resolver((".*/wo", None), quantization="intmp", quant_cfg_path="configs/intmp/int8_weight_only.json")
-    assert decide("a/wo", 8).recipe is None
-    assert decide("a/wi_0", 8).recipe.fwd.rhs.dtype == "int8"
 
 
 def test_check_used():
@@ -148,18 +134,3 @@ def test_the_backend_of_a_recipe_of_ones_own():
         ({"quant_backend": "qwix"}, "qwix")
     ]:
         assert QuantConfig(rules=(Rule(".*", MINE),), **fields).resolved_backend == backend
-
-
-def test_a_config_file_has_strings_alone(tmp_path):
-    path = tmp_path / "config.yml"
-    path.write_text(
-        "rules:\n- {path: a, recipe: int8}\n- {path: b/.*, recipe: {name: mine, fwd: {lhs: {dtype: int8}}}}\n"
-    )
-    with pytest.raises(ValueError, match=r"recipe of rule 'b/\.\*' has no field 'name'; known ones are fwd, dlhs, drh"):
-        QuantConfig.from_any(load_yaml(path))
-
-
-def test_every_decision_says_which_implementation():
-    decide = resolver(("a", "fp8"), ("b", None), quantization="fp8", implementation="xla")
-    assert [decide(path, 8).implementation for path in ("a", "c")] == ["xla", "xla"]
-    assert resolver(quantization="fp8")("a", 8).implementation is None

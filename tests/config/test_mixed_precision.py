@@ -64,20 +64,6 @@ def test_inheritance_and_last_match(tmp_path):
     assert decide("y/logits_dense", 8).recipe is None  # a default exclusion comes before the file's default
 
 
-def test_hard_defaults(tmp_path):
-    decide = resolver(write(tmp_path, {".*/query": {"w_bits": 4}}))
-    assert decide("a/query", 8).recipe == Recipe("intmp", MatmulSpec(None, weight(4)))
-    assert decide("a/key", 8).recipe is None
-    assert "default of" in decide("a/key", 8).reason
-
-
-def test_a_scale_of_one_or_more_does_not_clip(tmp_path):
-    path = write(tmp_path, {"__default__": {"w_bits": 8, "a_bits": 8, "w_scale": 1.5, "a_scale": 1}})
-    assert QuantConfig(quantization="intmp", quant_cfg_path=path).recipe().fwd == MatmulSpec(
-        spec(8), weight(8), "int32"
-    )
-
-
 def test_yaml_is_the_same(tmp_path):
     text = "__default__: {w_bits: 8}\n.*/query: {w_scale: 9e-1}\n"
     as_json = write(tmp_path, {"__default__": {"w_bits": 8}, ".*/query": {"w_scale": 0.9}})

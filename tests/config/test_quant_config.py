@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 import re
 import types
 import warnings
@@ -9,10 +10,8 @@ import warnings
 import jax
 import pytest
 
-import jaxquant
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.typed import build
 
 MAXTEXT_DEFAULTS = {
     "quantization": "", "use_qwix_quantization": False, "quantization_local_shard_count": -1,
@@ -38,27 +37,6 @@ def test_fields_and_defaults():
     assert (config.resolved_backend, config.recipe(), config.resolver()) == (None, None, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.quantization = "int8"
-
-
-def test_reading_a_config_does_not_start_jax(monkeypatch):
-    def fail():
-        raise AssertionError("asked for devices")
-
-    monkeypatch.setattr(jax, "local_device_count", fail)
-    assert QuantConfig(quantization="int8").recipe() is not None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training(QuantConfig):
-    steps: int = 10
-
-
-def test_subclasses():
-    config = build(Training, {"quantization": None, "steps": 3, "constant_bound_config": None})
-    assert (config.quantization, config.steps) == ("", 3)
-    assert QuantConfig.from_any(config) is config
-    with pytest.raises(ValueError, match=r"Training has no field 'step'; did you mean 'steps'\?"):
-        build(Training, {"step": 3})
 
 
 def maxtext(**fields):
@@ -88,13 +66,12 @@ def test_a_shard_count_that_maxtext_has_resolved():
         QuantConfig.from_any(maxtext(quantization="fp8", quantization_local_shard_count=77))
 
 
-@pytest.mark.parametrize("error", [AttributeError, KeyError, ValueError])
-def test_objects_that_know_few_names(error):
+def test_objects_that_know_few_names():
     class Config:
         def __getattr__(self, name):
             if name == "quantization":
                 return "int8"
-            raise error(name)
+            raise KeyError(name)
 
     assert QuantConfig.from_any(Config()) == QuantConfig(quantization="int8")
 
@@ -148,17 +125,6 @@ def test_switches_of_maxtext_quantize_what_is_float_by_default():
             QuantConfig(**{name: True})
 
 
-@pytest.mark.parametrize(("switch", "layer"), [("quantize_router_proj", "gate"), ("quantize_logits_proj", "logits")])
-def test_the_switches_reach_routers_and_heads_that_the_trace_finds(switch, layer):
-    def model(params, x):
-        x = x * jax.lax.top_k(x @ params["gate"], 1)[0]
-        return jax.nn.softmax((x @ params["wi"]) @ params["logits"])
-
-    params = {name: jax.ShapeDtypeStruct((8, 8), "float32") for name in ("gate", "wi", "logits")}
-    rows = jaxquant.quantize(model, {"quantization": "int8", switch: True}).report(params, params["wi"]).rows
-    assert {row.path for row in rows if row.recipe} == {"wi", layer}
-
-
 def test_maxtexts_calibrations_of_one_operand():
     methods = {"drhs_grad_quantization": "fixed,1", "logits_proj_quant": "fixed,2"}
     methods = {f"{name}_calibration_method": method for name, method in methods.items()}
@@ -169,22 +135,14 @@ def test_maxtexts_calibrations_of_one_operand():
         assert [str(spec.calibration) for spec in specs] == [activation, activation, "absmax", "fixed,1"]
 
 
-def test_maxtexts_strings_of_no_recipe():
-    assert QuantConfig.from_any(maxtext(quantization="te_no_quant")) == QuantConfig()
-    for string in ("te_no_quant", "serve_fp8_weight"):
-        with pytest.raises(NotImplementedError, match=f"quantization '{string}' .* MaxText's"):
-            QuantConfig(quantization=string)
+def test_from_any_refuses():
+    for thing in (None, 3, ["int8"], QuantConfig):
+        with pytest.raises(TypeError, match=r"must be a QuantConfig, a mapping, a config string, .*, got \w+$"):
+            QuantConfig.from_any(thing)
 
 
-@pytest.mark.parametrize("thing", [None, 3, ["int8"], b"int8", object(), QuantConfig])
-def test_from_any_refuses(thing):
-    with pytest.raises(TypeError, match=r"must be a QuantConfig, a mapping, a config string, the path of .*, got \w+$"):
-        QuantConfig.from_any(thing)
-
-
-@pytest.mark.parametrize("name", ["c.yml", "c.yaml", "c.json"])
-def test_a_path_is_read_as_a_file(name, tmp_path):
-    path = tmp_path / name
+def test_a_path_is_read_as_a_file(tmp_path):
+    path = tmp_path / "c.yml"
     path.write_text('{"quantization": "fp8", "amax_margin": 1}')
     wanted = QuantConfig(quantization="fp8", amax_margin=1)
     assert QuantConfig.from_any(str(path)) == QuantConfig.from_any(path) == wanted
@@ -201,8 +159,6 @@ BOUNDED = {"quantization": "aqt_fp8_full", "constant_bound_config": [1] * 6}
 ACT = "act_quantization_calibration_method"
 REFUSED = [
     ({"quantisation": "int8"}, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
-    ({"quantization": 8}, "QuantConfig.quantization must be str, got 8 (int)"),
-    ({"quantization": "fp8", "rules": {"path": "a"}}, "rules must be a list of rules, got {'path': 'a'}"),
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
     (
         {"quantization": "int8", "use_qwix_quantization": True, "quant_backend": "aqt"},
@@ -217,24 +173,14 @@ REFUSED = [
         BOUNDED | {"constant_bound_config": "1,2,3,4,5"},
         f"constant_bound_config needs six bounds ({BOUNDS}) or none, got 5",
     ),
-    ({"constant_bound_config": "1,2,a,4,5,6"}, "constant_bound_config '1,2,a,4,5,6' must be six comma"),
     (BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]}, "constant_bound_config dlhs_lhs must be a finite bou"),
-    ({"constant_bound_config": "1,1,1,1,inf,-2"}, "constant_bound_config drhs_lhs must be a finite"),
-    ({"per_tensor_scales": [True]}, f"per_tensor_scales needs six flags ({BOUNDS}) or none, got 1"),
     (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect beside constant_bound_c"),
-    ({"quantization_local_shard_count": -2}, "quantization_local_shard_count must be -1 (the devices"),
-    ({"amax_history_length": 0}, "amax_history_length must be at least 1, got 0"),
-    ({"amax_init": "cold"}, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),
     ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
-    ({"kv_quant_axis": "dkv"}, "kv_quant_axis 'dkv' has no effect without quantize_kvcache true; set that"),
-    ({"kv_quant_dtype": "int4"}, "kv_quant_dtype 'int4' has no effect without quantize_kvcache true"),
     ({"weight_sparsity_n": 2}, "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None"),
     (
         {"quantization": "fp8_full", "weight_sparsity_n": 4, "weight_sparsity_m": 2},
         "weight_sparsity_n must be above 0 and below weight_sparsity_m, got 4 of 2",
     ),
-    ({"weight_sparsity_n": 2, "weight_sparsity_m": 2}, "got 2 of 2"),
-    ({"weight_sparsity_update_step": 0}, "weight_sparsity_update_step must be at least 1, got 0"),
     (
         {"quantization": "fp8_full", "weight_sparsity_start_step": 5},
         "weight_sparsity_start_step 5 has no effect without weight_sparsity_n and weight_sparsity_m",
@@ -242,11 +188,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_refusals(fields, message):
-    kind = TypeError if " must be str" in message or " must be a list" in message else ValueError
-    with pytest.raises(kind, match=re.escape(message)):
-        QuantConfig.from_any(fields)
+def test_refusals():
+    for fields, message in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            QuantConfig.from_any(fields)
 
 
 OPTION_VALUES = {
@@ -257,26 +202,18 @@ OPTION_VALUES = {
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
     "four_over_six": True, "scale_fmt": "ue8m0", "activation_scale_ub": 4.0, "square_weight_blocks": True,
 }  # fmt: skip
-STRINGS = [name for name in RECIPES if name != "intmp"]
 
 
-@pytest.mark.parametrize("option", OPTION_VALUES)
-def test_an_option_is_read_or_refused(option):
-    for name in STRINGS:
-        fields = {"quantization": name, option: OPTION_VALUES[option]}
+def test_an_option_is_read_or_refused():
+    for name, (option, value) in itertools.product(RECIPES, OPTION_VALUES.items()):
+        if name == "intmp":
+            continue
+        fields = {"quantization": name, option: value}
         if option in RECIPES[name].fields:
             config = QuantConfig(**fields)
             # Placement of stored scales and a flag at its default change no numbers.
             if option not in ("replicate_quant_scale", "per_tensor_scales"):
                 assert config.recipe() != QuantConfig(quantization=name).recipe(), name
         else:
-            unread = f"{option} .* is not read by quantization '{name}'; it is an option of "
-            with pytest.raises(ValueError, match=unread):
+            with pytest.raises(ValueError, match=f"{option} .* is not read by quantization '{name}'"):
                 QuantConfig(**fields)
-
-
-def test_other_unread_options():
-    with pytest.raises(ValueError, match=r"weight_sparsity_n 2 is not read by quantization 'int8'.* of 'fp8_full'"):
-        QuantConfig(quantization="int8", weight_sparsity_n=2, weight_sparsity_m=4)
-    with pytest.raises(ValueError, match=r"quant_cfg_path 'a\.json' is not read by quantization 'int8'.* of 'intmp'"):
-        QuantConfig(quantization="int8", quant_cfg_path="a.json")

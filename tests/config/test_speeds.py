@@ -11,16 +11,15 @@ import jax
 import pytest
 
 import jaxquant
-from benchmarks.speeds import page, table_text
+from benchmarks.speeds import table_text
 from jaxquant.config import speeds
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/results"
 
 
-def test_the_table_and_the_page_are_those_of_the_benchmark():
+def test_the_table_is_that_of_the_benchmark():
     rows = json.loads((FOLDER / "strings-speed.json").read_text())
     assert table_text(rows) == speeds.TABLE
-    assert page(rows) == (FOLDER / "strings-speed.md").read_text()
     assert speeds.speeds_on(list(rows[0])[1])[rows[0]["quantization"]] == list(rows[0].values())[1]
 
 
@@ -28,10 +27,7 @@ def test_the_table_and_the_page_are_those_of_the_benchmark():
     ("kind", "string", "backend", "told"),
     [
         ("TPU v6 lite", "fp8_full", "auto", "'fp8_full' trains .* 0.79 times .* on one TPU v6 lite, .*; 'fp8' at 1.02"),
-        ("TPU v6 lite", "int8", "auto", "'int8' trains .*; 'int8_delayed' at 1.22 times"),
         ("TPU v6 lite", "int8", "qwix", None),
-        ("TPU v6 lite", "fp8", "auto", None),
-        ("TPU v5 lite", "fp8", "auto", "'fp8' trains an MLP at 0.9 .* no string of the table is faster"),
         ("cpu", "int8", "auto", None),
     ],
 )

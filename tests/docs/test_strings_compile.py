@@ -12,7 +12,6 @@ from flax import linen as nn
 
 import jaxquant
 from benchmarks.__main__ import main
-from benchmarks.strings import STRINGS, page
 from tests.docs.test_blocks import ROOT
 
 OPTIMIZED = True  # as users compile for chips
@@ -80,16 +79,8 @@ def test_the_table_names_every_chip_that_has_a_compiler():
     assert [param.id for param in table()] == list(CHIPS.values())
 
 
-def test_the_committed_table_has_every_string_and_is_written_from_its_rows():
-    rows = committed()
-    assert list(rows) == STRINGS
-    assert (ROOT / "benchmarks/results/strings-chips.md").read_text() == page(list(rows.values()))
-
-
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    ("target", "strings"), [("h200", ["fp4", "mxfp4", "int4"]), ("b200", ["mxfp8", "fp4"]), ("v6e", ["int8"])]
-)
+@pytest.mark.parametrize(("target", "strings"), [("h200", ["fp4", "mxfp4", "int4"]), ("b200", ["mxfp8", "fp4"])])
 def test_a_sample_of_the_committed_table_is_what_the_compilers_say(tmp_path, target: str, strings: list[str]):
     assert main(["strings", "--target", target, "--out", str(tmp_path), "--only", *strings]) == 0
     found = json.loads((tmp_path / "strings-chips.json").read_text())

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
-from jaxquant import RECIPES, terminal
+from jaxquant import RECIPES
 from jaxquant.__main__ import main
 from jaxquant.aot.command import print_and_write
 from train.__main__ import COMMANDS
@@ -113,22 +112,3 @@ def test_an_output_of_ascii_alone_takes_every_table(monkeypatch, tmp_path):
     assert "int8 x int8" in text
     assert "e4m3 x e5m2" in text
     assert r"\u2264 8" in text
-
-
-@pytest.mark.parametrize("columns", ["", "60", "1000"])
-def test_a_table_of_figures_keeps_every_word(columns, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", columns)
-    table = Table()
-    cells = {
-        "run": "runs/quickstart-int8-aqt-of-a-long-name",
-        "backend": "native",
-        "bytes": "123,456",
-        "note": "as [it] is",
-    }
-    for name in cells:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row(*cells.values())
-    terminal.show(table)
-    out = capsys.readouterr().out
-    assert all(word in out for cell in cells.values() for word in (*cell.split("/")[-1].split(), *cells))
-    assert ("runs/quick" in out) == (columns != "60")
