@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.core.paths import join_path
 from jaxquant.state.optimizer import have_stepped, multi_steps
+from jaxquant.state.table import rows_of
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, hold_observation, update, with_waiting
 from jaxquant.state.watch import by_hand
 
@@ -202,5 +202,4 @@ def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:
 
 
 def _first_path(tree: Mapping[Any, Any]) -> str:
-    path, _ = jax.tree.leaves_with_path(tree)[0]
-    return join_path(path[:-2])  # without the op's and the variable's names
+    return next(iter(rows_of(tree))).rpartition("/")[0].rpartition("/")[0]
