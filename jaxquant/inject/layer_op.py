@@ -89,8 +89,8 @@ class LayerOp(nn.Module):
         is_there = self.has_variable(OVERWRITE_WITH_GRADIENT, ENTRY)
         if not is_there and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             raise ValueError(
-                f"{missing_state(recipe.name, self.layer, next(iter(initial)))}; where the layer is under nn.scan, give "
-                f"it variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
+                f"{missing_state(recipe.name, self.layer, next(iter(initial)))}; where the layer is under nn.scan, "
+                f"give it variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
             )
         state: Any = self.variable(OVERWRITE_WITH_GRADIENT, ENTRY, make_state, initial).value
         refuse_trained(state)

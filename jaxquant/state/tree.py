@@ -99,8 +99,8 @@ def refuse_optimized(params: Any) -> None:
     for table in tables_of(params):
         raise ValueError(
             f"the optimizer updates quant state, as at {table.rows[0]!r}, which is not a parameter: the next loss "
-            "would be NaN; give the optimizer parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState "
-            "or Optimizer"
+            "would be NaN; give the optimizer parameters alone (jaxquant.state.split), or use "
+            "jaxquant.state.TrainState or Optimizer"
         )
 
 
