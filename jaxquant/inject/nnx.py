@@ -101,7 +101,8 @@ def _misfit(path: str, field: str, has: tuple[int, ...], wanted: tuple[int, ...]
     if len(has) == len(wanted) + 1:
         return (
             f"{layer_name(path)} has quant state of {has[0]} layers in the call of one: nnx.scan and nnx.vmap must map "
-            "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
+            "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({(nnx.Param, jaxquant.state.QuantState): 0, "
+            "...: None})"
         )
     return f"{layer_name(path)} has quant state {field!r} of shape {has}, and this call needs {wanted}"
 

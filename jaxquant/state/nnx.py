@@ -40,10 +40,6 @@ class QuantState(_Overwritten):
     """
 
 
-TRAINED = (nnx.Param, QuantState)
-"""Filter of what a training step differentiates, and so of what nnx.scan and nnx.vmap map together."""
-
-
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Gradients:
@@ -195,7 +191,7 @@ def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[s
 
 def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:
     if isinstance(argnums, int):
-        return nnx.DiffState(argnums, TRAINED)
+        return nnx.DiffState(argnums, (nnx.Param, QuantState))
     if isinstance(argnums, nnx.DiffState):
         return nnx.DiffState(argnums.argnum, (argnums.filter, QuantState))
     return tuple(_with_state(each) for each in argnums)  # pyright: ignore[reportReturnType]

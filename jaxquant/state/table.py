@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import serialization
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
 
 from jaxquant.core import delayed
 from jaxquant.core.paths import join_path
@@ -119,14 +121,15 @@ def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
                 "jaxquant.state.split returned, and state of flax or of an earlier version through "
                 "jaxquant.state.from_flax"
             )
-        keys = [key for key in path if getattr(key, "key", None) != ENTRY]
+        # Without the attribute under which a variable of NNX holds its value.
+        keys = [key for key in path if not isinstance(key, GetAttrKey) and getattr(key, "key", None) != ENTRY]
         yield f"{join_path(keys)}/" if keys else "", each
 
 
 def rows_of(quant_state: Any) -> dict[str, Fields]:
     """Return the fields of every tensor, by the path of its layer's state and its name.
 
-    ``rows_of(quant_state)["Dense_0/Fp8DotGeneralOp_0/input"]["amax_history"]`` is one array.
+    ``rows_of(quant_state)["Dense_0/Fp8DirectDotGeneralOp_0/input"]["amax_history"]`` is one array.
 
     Args:
       quant_state: of a Linen model, an NNX model (``nnx.to_pure_dict``) or a function; or what was observed of it.
@@ -135,22 +138,43 @@ def rows_of(quant_state: Any) -> dict[str, Fields]:
       TypeError: not quant state.
       ValueError: arrays with further axes in front, as of an ensemble.
     """
-    found: dict[str, Fields] = {}
+    return {name: row for name, row, _ in _rows_in(quant_state)}
+
+
+def warm_rows(quant_state: Any) -> dict[str, Fields]:
+    """Return the rows as ops take them: the bins of a tensor that ``state.warm`` marked are those of a warm one."""
+    rows = {}
+    for name, row, is_warm in _rows_in(quant_state):
+        rows[name] = row | ({BINS: delayed.fit_bins(row[BINS], is_warm=True)} if is_warm else {})
+    return rows
+
+
+def _rows_in(quant_state: Any) -> Iterator[tuple[str, Fields, bool]]:
     for prefix, state in named_tables(quant_state):
         for table in state.tables:
             if table.axis:
                 way = "read an ensemble inside of jax.vmap" if table.axis > 0 else "make each member inside of jax.vmap"
                 raise ValueError(f"quant state has {table.axis:+d} axes beside those that it was made with; {way}")
-            fields = dict(table.fields)
-            if all(table.warm):
-                fields[BINS] = delayed.fit_bins(fields[BINS], is_warm=True)
-            parts = {field: _unstack(stack) for field, stack in fields.items()}
-            for number, name in enumerate(table.rows):
-                row = {field: part[number] for field, part in parts.items()}
-                if table.warm[number] and not all(table.warm):
-                    row[BINS] = delayed.fit_bins(row[BINS], is_warm=True)
-                found[prefix + name] = row
-    return found
+            parts = {field: _unstack(stack) for field, stack in table.fields.items()}
+            for number, (name, is_warm) in enumerate(zip(table.rows, table.warm, strict=True)):
+                yield prefix + name, {field: part[number] for field, part in parts.items()}, is_warm
+
+
+def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
+    """Return tables of rows by name, as ``flax.serialization`` stores them, in the layout of others."""
+    if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
+        raise ValueError(
+            f"quant state {different[0]!r} is stored or the model's, not both; restore it into its own model"
+        )
+
+    def fill(table: Table) -> Table:
+        fields = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
+        return dataclasses.replace(table, fields=fields)
+
+    return Tables(tuple(map(fill, like.tables)))
+
+
+serialization.register_serialization_state(Tables, rows_of, _restore)
 
 
 def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:

@@ -75,7 +75,8 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     """
     leaves = jax.tree.leaves(quant_state, is_leaf=is_tables)
     names = list(params) if isinstance(params, Mapping) else type(params).__name__
-    if tables_of(params) or not all(map(is_tables, leaves)) or (leaves and names == ["params"]):
+    of_function = any(row.startswith("params/") for table in tables_of(quant_state) for row in table.rows)
+    if tables_of(params) or not all(map(is_tables, leaves)) or (leaves and names == ["params"] and not of_function):
         has = list(quant_state) if isinstance(quant_state, Mapping) else type(quant_state).__name__
         raise ValueError(
             f"params has {names} and quant_state has {has}: they are swapped, or one of them is the whole variables; "

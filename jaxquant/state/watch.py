@@ -97,7 +97,7 @@ STATELESS = (
 NNX = Watch(
     f"take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients; {STATELESS}",
     "its gradient is taken outside jaxquant.state.value_and_grad, where an optimizer would drop it without a word; use "
-    "that and jaxquant.state.apply_gradients, or hold jaxquant.state.watch.by_hand() and hand the gradient of the "
+    "that and jaxquant.state.apply_gradients, or hold jaxquant.state.by_hand() and hand the gradient of the "
     "state to jaxquant.state.update or advance (MaxText's pre-training advances it itself from version 0.2.5 on)",
 )
 

@@ -25,7 +25,7 @@ from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
-from jaxquant.state.table import Tables, make_state, rows_of
+from jaxquant.state.table import Tables, make_state, warm_rows
 from jaxquant.state.tree import refuse_trained
 from jaxquant.state.watch import NOT_TRAINED, refuse_gradient
 from jaxquant.trace import contract, converted, kernels, paths
@@ -176,7 +176,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, leaves, self.backend)
         fields = contract.kernel_fields
-        states = decisions.read_states(analysis.plan, rows_of(quant_state), self.dialect, served, fields_of=fields)
+        states = decisions.read_states(analysis.plan, warm_rows(quant_state), self.dialect, served, fields_of=fields)
         for text in kernels.far_examples(analysis, jax.tree.leaves(self._marked(params, args)[1]), states):
             warnings.warn(text, stacklevel=3)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
@@ -311,7 +311,7 @@ class Engine:
         if self.resolver is None and instead is None:
             return _Call(not self.dialect.is_model)(fn, params, args)
         prefix, is_whole, skips = place
-        rows = rows_of(quant_state)
+        rows = warm_rows(quant_state)
         traced = self._trace(fn, params, args, prefix, is_kept)
         analysis, consts, arrays = traced.analysis, traced.closed.consts, [*traced.leaves, *jax.tree.leaves(args)]
         if instead is not None:
