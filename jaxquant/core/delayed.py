@@ -59,9 +59,9 @@ def initial_state(spec: DelayedSpec) -> TensorState:
     return state if spec.amax_init == "flax" else state | {"amax_bins": empty_bins()}
 
 
-def empty_bins(leading: tuple[int, ...] = ()) -> Float[Array, "*leading 1 bins"]:
+def empty_bins() -> Float[Array, "1 bins"]:
     """Make the bins of a state, all zeros, with the column of a warm one or without."""
-    return jnp.zeros((*leading, 1, BINS), jnp.float32)
+    return jnp.zeros((1, BINS), jnp.float32)
 
 
 def fit_bins(bins: Float[Array, "*leading 1 width"], is_warm: bool) -> Float[Array, "*leading 1 bins"]:

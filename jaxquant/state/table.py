@@ -164,7 +164,7 @@ def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
     """Return tables of rows by name, as ``flax.serialization`` stores them, in the layout of others."""
     if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
         raise ValueError(
-            f"quant state {different[0]!r} is stored or the model's, not both; restore it into its own model"
+            f"quant state {different[0]!r} is stored or the model's, not both; restore its own model"
         )
 
     def fill(table: Table) -> Table:
