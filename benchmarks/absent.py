@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks import layer_audits, speeds, strings
 from benchmarks.schedules import tpu_dump
 from jaxquant.aot import report
-from jaxquant.aot.__main__ import print_and_write
 from jaxquant.aot.chips import CHIPS, chip
+from jaxquant.aot.command import print_and_write
 from jaxquant.aot.topology import environment, require_compiler
 from jaxquant.config.recipes import RECIPES
 

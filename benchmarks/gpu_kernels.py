@@ -28,14 +28,14 @@ from jaxquant.kernels.quantize import reference as quantize_reference
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 CASTS = tuple(
-    casts.Case(shape, dtype, x_dtype, noisy=noisy, transposed=transposed)
+    casts.Case(shape, dtype, x_dtype, transposed=transposed)
     for shape in ((1024, 512), (15872, 4096))
-    for dtype, x_dtype, noisy, transposed in (
-        (E4M3, "bfloat16", False, True),
-        (E5M2, "bfloat16", False, True),
-        (E4M3, "float32", False, True),
-        ("int8", "bfloat16", False, False),
-        ("int8", "bfloat16", True, True),
+    for dtype, x_dtype, transposed in (
+        (E4M3, "bfloat16", True),
+        (E5M2, "bfloat16", True),
+        (E4M3, "float32", True),
+        ("int8", "bfloat16", False),
+        ("int8", "bfloat16", True),
     )
 )
 PRODUCTS = tuple(
@@ -97,9 +97,8 @@ def _cast(case: casts.Case) -> Pair:
     if why := gpu.refusal(case.shape, case.x_dtype, **kinds, capability=capability_of()):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
-    seeds = jax.random.bits(jax.random.key(1), (2,), jnp.uint32) if case.noisy else None
     options: dict[str, Any] = {"dtype": case.dtype, "transposed": case.transposed, "compute_dtype": case.compute_dtype}
-    args = x, jnp.full((1, 1), 0.0123, jnp.float32), {"seeds": seeds}
+    args = x, jnp.full((1, 1), 0.0123, jnp.float32), {}
     return _compared(row, (gpu.quantize, quantize_reference.quantize), args, options)
 
 

@@ -93,7 +93,7 @@ def rows(target: str, folder: Path) -> list[Row]:
     """
     compiler = Compiler(target, folder)
     found = [_product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
-    found += [_cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
+    found += [_cast(compiler, dtype) for dtype in DTYPES]
     return found + [_block_cast(compiler, *each) for each in CASTS.items()]
 
 
@@ -206,15 +206,13 @@ def _product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row
     }
 
 
-def _cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
+def _cast(compiler: Compiler, dtype: str) -> Row:
     x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
-    given: dict[str, Any] = {"dtype": dtype, "transposed": transposed}
-    compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, **given), x, scale)
+    compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, dtype=dtype), x, scale)
     made = read_schedule(compiler.folder, quantize_reference.NAME)
-    tile = quantize_tuning.blocks_for(CAST, transposed), quantize_tuning.LANES if transposed else quantize_tuning.ROWS
-    cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, **given), x, scale)
-    name = "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else "")
-    return _cast_row(compiler, name, dtype, made, *tile, round(cycles / 1e3), 1 + transposed)
+    tile = quantize_tuning.blocks_for(CAST), quantize_tuning.ROWS
+    cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, dtype=dtype), x, scale)
+    return _cast_row(compiler, "quantize {}×{}".format(*CAST), dtype, made, *tile, round(cycles / 1e3), 1)
 
 
 if __name__ == "__main__":

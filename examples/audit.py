@@ -37,7 +37,7 @@ def main(targets: tuple[str, ...] = ("h200",), width: int = 1024, quantization: 
     found.check()  # raises where the traced step is not what was asked
     print(found.text())
     for target in targets:
-        print(jaxquant.audit(step, state, x, target=target).to_markdown())
+        print(jaxquant.aot.audit(step, state, x, target=target).to_markdown())
     return found.summary()
 
 

@@ -11,6 +11,7 @@ import optax
 from flax import linen as nn
 
 import jaxquant
+from jaxquant.compat import maxtext
 
 
 class DenseGeneral(nn.Module):
@@ -22,7 +23,7 @@ class DenseGeneral(nn.Module):
     @nn.compact
     def __call__(self, x):
         shape = (x.shape[-1], self.features)
-        if jaxquant.in_serve_mode(self.quant):
+        if maxtext.in_serve_mode(self.quant):
             kernel = jnp.zeros(shape, x.dtype)  # the op reads the converted one
         else:
             kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
@@ -45,7 +46,7 @@ def main(steps: int = 100, quantization: str = "int8") -> float:
     config = jaxquant.QuantConfig(quantization=quantization, quant_backend="native")
     x = jax.random.normal(jax.random.key(0), (32, 16))
     y = jnp.tanh(x[:, :8])
-    quant = jaxquant.configure_quantization(config)
+    quant = maxtext.configure_quantization(config)
     model = Model(quant)
     state = jaxquant.state.TrainState.create(
         apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-2)
@@ -64,10 +65,10 @@ def main(steps: int = 100, quantization: str = "int8") -> float:
         state, value = step(state, jax.random.key(i))
     print(f"loss {value:.4f}")
 
-    convert = Model(jaxquant.configure_quantization(config, "convert"))
+    convert = Model(maxtext.configure_quantization(config, "convert"))
     _, made = jax.jit(lambda variables: convert.apply(variables, x, mutable=["aqt"]))(state.params)
-    served = {"params": jaxquant.remove_quantized_params(state.params["params"], made["aqt"]), "aqt": made["aqt"]}
-    serve = Model(jaxquant.configure_quantization(config, "serve"))
+    served = {"params": maxtext.remove_quantized_params(state.params["params"], made["aqt"]), "aqt": made["aqt"]}
+    serve = Model(maxtext.configure_quantization(config, "serve"))
     same = jnp.array_equal(jax.jit(serve.apply)(served, x), jax.jit(model.apply)(state.params, x))
     print(f"served as trained, bit for bit: {bool(same)}")
     assert jnp.isfinite(value), f"the loss is {value}"

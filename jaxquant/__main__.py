@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["audit"]:
-        return importlib.import_module("jaxquant.aot.__main__").main(given[1:], "python -m jaxquant audit")
+        return importlib.import_module("jaxquant.aot.command").main(given[1:])
     return terminal.run(lambda: _command(given), also=(ImportError,), interrupted="interrupted")
 
 

@@ -3,7 +3,6 @@
 
 scripts/lines.py           the rooms of the working tree, beside their budgets in pyproject.toml
 scripts/lines.py FOLDER    of another checkout
-scripts/lines.py --files   the files of package, program and commands, as docs/about/house.md lists them
 """
 
 from __future__ import annotations
@@ -51,17 +50,6 @@ def count(root: Path = ROOT) -> dict[str, int]:
     return dict(sorted(rooms.items()))
 
 
-def describe_files(root: Path = ROOT) -> str:
-    """List the files of package, program and commands with the first sentence of their docstrings, as Markdown."""
-    listed = ["git", "ls-files", "jaxquant/*.py", "train/*.py", "scripts/*.py", "validation/*.py"]
-    tracked = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
-    lines = []
-    for path in tracked.stdout.splitlines():
-        if (root / path).is_file() and (about := ast.get_docstring(ast.parse((root / path).read_text()))):
-            lines.append(f"- `{path}`: {' '.join(about.partition(chr(10) * 2)[0].split())}")
-    return "\n".join(lines)
-
-
 def budgets(root: Path = ROOT) -> dict[str, int]:
     """Return the most lines that a room may have, from pyproject.toml."""
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["house"]["lines"]
@@ -69,13 +57,8 @@ def budgets(root: Path = ROOT) -> dict[str, int]:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Count the lines of code of every room.")
-    parser.add_argument("--files", action="store_true", help="list the files instead")
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="a checkout; default: this")
-    options = parser.parse_args(words)
-    root = options.root
-    if options.files:
-        print(describe_files(root))
-        return 0
+    root = parser.parse_args(words).root
     rooms, most = count(root), budgets()
     for room, lines in rooms.items():
         print(f"{lines:7,}  {most.get(room, 0):7,}  {room}")

@@ -15,6 +15,7 @@ import pytest
 from flax import linen as nn
 
 import jaxquant
+from jaxquant.compat import maxtext
 
 ROOT = Path(__file__).parents[1]
 LOADED = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
@@ -49,10 +50,16 @@ def test_every_public_name_is_there_and_none_warns():
     assert run(code, "-W", "error").strip() == "True"
 
 
-@pytest.mark.parametrize("first", ["jaxquant.audit.health", "jaxquant.aot.compile"])
-def test_audit_is_a_package_and_a_function_whichever_module_comes_first(first):
-    code = f"import {first}, jaxquant; print(callable(jaxquant.audit), jaxquant.audit.coverage.coverage.__name__)"
-    assert run(code).split() == ["True", "coverage"]
+def test_a_public_name_is_a_function_a_class_or_a_subpackage():
+    packages = {name for name in jaxquant.__all__ if name not in jaxquant._DEFINED_IN}
+    assert packages == {"aot", "audit", "compat", "ops", "optim", "serving", "state"}
+    assert len(jaxquant.__all__) - len(packages) <= 16
+    assert not any(callable(getattr(jaxquant, name)) for name in packages)
+
+
+def test_a_name_of_a_subpackage_is_found_there():
+    with pytest.raises(AttributeError, match=r"; it is jaxquant\.compat\.maxtext\.configure_quantization"):
+        jaxquant.configure_quantization  # noqa: B018
 
 
 def test_the_audit_of_what_ran_does_not_load_that_of_what_will_run():
@@ -115,7 +122,7 @@ class Nnx(nnx.Module):
 reveal_type(maybe_quantize_model(Linen(), "fp8"))
 reveal_type(jaxquant.maybe_quantize_model(Nnx(), {"quantization": "fp8"}))
 reveal_type(quantize(lambda p, x: x @ p, "fp8"))
-reveal_type(jaxquant.audit)
+reveal_type(jaxquant.aot.audit)
 jaxquant.state.TrainState, jaxquant.serving.save, jaxquant.ops
 jaxquant.maybe_quantise_model
 jaxquant.maybe_quantize_model(lambda x: x, "fp8")
@@ -143,9 +150,9 @@ TAKERS = {
     "quantize": lambda config: jaxquant.quantize(lambda p, x: x @ p, config),
     "describe_layers": lambda config: jaxquant.describe_layers(nn.Dense(2), config),
     "coverage": lambda config: jaxquant.coverage(lambda x: x, 1.0, config=config),
-    "configure_quantization": lambda config: jaxquant.configure_quantization(config),
-    "configure_kv_quant": lambda config: jaxquant.configure_kv_quant(config),
-    "get_quantization_rule": lambda config: jaxquant.get_quantization_rule(config),
+    "configure_quantization": lambda config: maxtext.configure_quantization(config),
+    "configure_kv_quant": lambda config: maxtext.configure_kv_quant(config),
+    "get_quantization_rule": lambda config: maxtext.get_quantization_rule(config),
     "convert": lambda config: jaxquant.convert({"params": {}}, config, model=nn.Dense(2)),
     "calibrate": lambda config: jaxquant.calibrate({"params": {}}, config, [], model=nn.Dense(2)),
 }
@@ -165,4 +172,5 @@ def test_whatever_takes_a_config_refuses_it_alike_and_says_so(name: str):
         with pytest.raises(kind, match=message) as refused:
             TAKERS[name](config)
         assert type(refused.value) is kind
-    assert "TypeError, ValueError, NotImplementedError: the config, as" in getattr(jaxquant, name).__doc__
+    taker = getattr(jaxquant if name in jaxquant.__all__ else maxtext, name)
+    assert "TypeError, ValueError, NotImplementedError: the config, as" in taker.__doc__

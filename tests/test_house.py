@@ -13,7 +13,7 @@ SLACK = 60
 READ_EQUATIONS = {
     "audit/dataflow.py",
     "inject/linen.py",
-    "ops/conv.py",
+    "ops/evaluate.py",
     "optim/parts.py",
     "trace/analysis.py",
     "trace/plan.py",

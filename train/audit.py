@@ -1,4 +1,4 @@
-"""What ``python -m jaxquant.audit`` compiles: the training step of a configuration, on devices that may be absent."""
+"""What ``python -m jaxquant audit`` compiles: the training step of a configuration, on devices that may be absent."""
 
 from __future__ import annotations
 

@@ -161,11 +161,11 @@ def shimmed() -> Iterator[None]:
     """Replace MaxText's functions by jaxquant's within a context."""
     from maxtext.layers import quantizations
 
-    import jaxquant
+    from jaxquant.compat import maxtext as ours
 
     own = {name: getattr(quantizations, name) for name in NAMES}
     for name in NAMES:
-        setattr(quantizations, name, getattr(jaxquant, name))
+        setattr(quantizations, name, getattr(ours, name))
     try:
         yield
     finally:
@@ -297,6 +297,7 @@ def fields_of_config(asked: argparse.Namespace) -> str:
     from maxtext.layers import quantizations
 
     import jaxquant
+    from jaxquant.compat import maxtext as ours
 
     def program(**fields: Any) -> Any:
         return theirs.MaxTextConfig.model_construct(**{"quantization_local_shard_count": 1} | fields)
@@ -305,7 +306,7 @@ def fields_of_config(asked: argparse.Namespace) -> str:
     rows = []
     for member in theirs.QuantizationType:
         try:
-            handle = jaxquant.configure_quantization(program(quantization=member))
+            handle = ours.configure_quantization(program(quantization=member))
         except (NotImplementedError, ValueError) as error:
             rows.append([f"`{member.value}`", f"refused: {str(error)[:110].replace('|', '/')}"])
             continue

@@ -60,11 +60,11 @@ def shim() -> None:
     """Replace MaxText's functions by jaxquant's."""
     from maxtext.layers import quantizations
 
-    import jaxquant
+    from jaxquant.compat import maxtext as ours
 
     for name in NAMES:
         assert hasattr(quantizations, name), f"MaxText has no {name}"
-        setattr(quantizations, name, getattr(jaxquant, name))
+        setattr(quantizations, name, getattr(ours, name))
 
 
 def main() -> int:

@@ -3,12 +3,11 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_MODULES = ("cost", "coverage", "function_health", "health", "statistics")
+_MODULES = ("cost", "coverage", "health", "statistics")
 
 if TYPE_CHECKING:  # at run time ``__getattr__`` loads these
     from jaxquant.audit import cost as cost
     from jaxquant.audit import coverage as coverage
-    from jaxquant.audit import function_health as function_health
     from jaxquant.audit import health as health
     from jaxquant.audit import statistics as statistics
 else:

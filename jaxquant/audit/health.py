@@ -153,7 +153,7 @@ class HealthMonitor(Monitor):
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"HealthMonitor taps the layers of a Linen module, got {type(model).__name__}; "
-                "function_health.FunctionHealth measures any function of jaxquant.quantize, NNX models' too"
+                "FunctionHealth measures any function of jaxquant.quantize, NNX models' too"
             )
         face = quantized_with(model)
         is_float = face is None

@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxquant.backends._aqt import aqt_dot_general, aqt_tensor, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends.aqt_config import HONOURS, tile_size, tiling_fn, to_aqt
-from jaxquant.backends.base import LibraryBackend, Op
+from jaxquant.backends.base import LibraryBackend
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey, jax_key, operands_key
@@ -50,7 +50,7 @@ def _dot_converted(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers:
     # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
     translated = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None, _SERVE)
     translated.apply_custom_vjp_on_jax = False
-    frozen = _frozen(recipe, weight, numbers[0][1])
+    frozen = freeze(recipe, weight, numbers[0][1])
     standin = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
 
     def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
@@ -65,7 +65,7 @@ def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> li
     return [part for axis, (size, n) in each for part in ((n, size // n) if axis in axes else (size,))]
 
 
-def _frozen(recipe: Recipe, weight: ConvertedKernel, axes: Sequence[int]) -> aqt_tensor.QTensor:
+def freeze(recipe: Recipe, weight: ConvertedKernel, axes: Sequence[int]) -> aqt_tensor.QTensor:
     """Return AQT's form of a converted kernel; with tiles a contraction axis becomes (tiles, tile)."""
     qvalue, scale = weight.tensor.qvalue, weight.tensor.scale.astype(weight.dtype)
     axes = () if tile_size(recipe) is None else axes
@@ -78,7 +78,7 @@ def _frozen(recipe: Recipe, weight: ConvertedKernel, axes: Sequence[int]) -> aqt
     )
 
 
-def _thawed(stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
+def thaw(stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
     """Return the tensor of AQT's form of a kernel."""
     (scale,) = stored.scale
 
@@ -99,7 +99,7 @@ def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
     quantizer.init_calibration()
     inner = [axis + sum(other <= axis for other in cut) for axis in axes]
     tensor, _ = quantizer.quant(weight.reshape(_cut(cut, weight.shape, counts)), calibration_axes=inner)
-    return _thawed(tensor, weight.ndim, axes)
+    return thaw(tensor, weight.ndim, axes)
 
 
 class AqtBackend(LibraryBackend):
@@ -110,26 +110,8 @@ class AqtBackend(LibraryBackend):
         "float16": "brings sums to float16 before their scales, and they overflow",
         "float64": "takes no float64 operands",
     }
-    op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsum"}
-    einsum_holds = "AqtDotGeneral_0"
     translate, train = staticmethod(to_aqt), staticmethod(_dot)
     serve, convert = staticmethod(_dot_converted), staticmethod(_convert)
-
-    def forward_config(self, recipe: Recipe) -> Any:
-        """Return AQT's own config of a recipe; see ``Backend.forward_config``."""
-        return to_aqt(recipe)
-
-    def freeze(
-        self, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
-    ) -> tuple[Any, Sequence[str | None]]:
-        """Return AQT's own tensor; see ``Backend.freeze``. A tiled axis keeps its name on the part inside the tile."""
-        cut = () if tile_size(recipe) is None else axes
-        inner = [part for axis, name in enumerate(names) for part in ((None, name) if axis in cut else (name,))]
-        return _frozen(recipe, kernel, axes), inner
-
-    def thaw(self, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
-        """Return the tensor that AQT's own stands for; see ``Backend.thaw``."""
-        return _thawed(stored, ndim, axes)
 
 
 BACKEND = AqtBackend("aqt")

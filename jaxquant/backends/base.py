@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.arguments import QuantState
@@ -28,7 +26,6 @@ from jaxquant.ops.pieces import with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
-Op = Literal["dot_general", "einsum"]
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
 
@@ -61,12 +58,7 @@ class Backend:
     Attributes:
       name: key of ``BACKENDS``.
       row: what is known of it without its library.
-      op_names: names of the Linen modules of its ops in layers; Linen names variables after them.
-      einsum_holds: name of the ``dot_general`` that a layer's einsum holds, "" where the einsum itself is one.
     """
-
-    op_names: ClassVar[Mapping[Op, str]] = {}
-    einsum_holds: str = ""
 
     def __init__(self, name: BackendName) -> None:
         self.name: BackendName = name
@@ -82,20 +74,6 @@ class Backend:
           NotImplementedError: names the recipe, the operand, the field and what would do.
         """
         raise NotImplementedError
-
-    def forward_config(self, recipe: Recipe) -> Any:
-        """Describe the forward operands as AQT's configs do, in ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
-
-        MaxText's experts read there what their grouped matmul casts to: ``get_dtype()``, None for float.
-        """
-        sides = {
-            side: types.SimpleNamespace(numerics=_numerics(recipe.resolve("fwd", side))) for side in ("lhs", "rhs")
-        }
-        return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=types.SimpleNamespace(**sides)))
-
-    def op_name(self, op: Op, recipe: Recipe | None) -> str:
-        """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
-        return self.op_names[op]
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why a contraction of a traced function does not run a recipe; "" where it does.
@@ -186,23 +164,6 @@ class Backend:
         """
         raise NotImplementedError
 
-    def freeze(
-        self, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
-    ) -> tuple[Any, Sequence[str | None]]:
-        """Return a converted kernel as models store it that plumb quantization by hand, and the names of its axes.
-
-        Args:
-          recipe: all numbers.
-          kernel: the kernel.
-          axes: its contraction axes.
-          names: of all of its axes.
-        """
-        return kernel.tensor, names
-
-    def thaw(self, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
-        """Return the kernel of rank ``ndim`` with contraction axes ``axes`` that ``freeze`` gave."""
-        return stored
-
 
 class LibraryBackend(Backend):
     """A backend whose numbers are another library's: what the library would drop is refused, sides have one dtype.
@@ -214,7 +175,6 @@ class LibraryBackend(Backend):
       train: contracts, of (recipe, activation, weight, dimension numbers, random key or None).
       serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
       convert: quantizes a weight, of (recipe, weight, contraction axes).
-      groups: contracts groups of rows with weights, converted or not, of (recipe, rows, weights, sizes).
     """
 
     honours: ClassVar[Honours]
@@ -223,7 +183,6 @@ class LibraryBackend(Backend):
     train: ClassVar[Any]
     serve: ClassVar[Any]
     convert: ClassVar[Any]
-    groups: ClassVar[Any]
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -258,31 +217,22 @@ class LibraryBackend(Backend):
     ) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
         check_implementation(self.name, given.how.implementation)
-        free = (0,) if group_sizes is not None else Dimensions.of(product.numbers, lhs.ndim, rhs.ndim).lhs_free
-        recipe = with_shards(given.recipe, lhs, free if self.row.shards_batch else free[::-1])
-        given = dataclasses.replace(given, recipe=recipe)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, given.how)
-        if why := self.lacks("dot_general", given.recipe, dtype.name):
+        if why := self.lacks(product.operation, given.recipe, dtype.name):
             raise NotImplementedError(f"recipe {given.recipe.name!r}: {why}")
+        dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
+        recipe = with_shards(given.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
         lhs = lhs.astype(dtype)
         rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
         if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
             rhs = dequantize(rhs.tensor, dtype.name) if isinstance(rhs, ConvertedKernel) else rhs
-            if group_sizes is not None:
-                return jax.lax.ragged_dot(lhs, rhs, group_sizes)
             return jax.lax.dot_general(lhs, rhs, product.numbers)
-        name = given.recipe.name
-        if group_sizes is not None:
-            run = functools.partial(self.groups, given.recipe)
-            is_converted = isinstance(rhs, ConvertedKernel)
-            return run(lhs, rhs, group_sizes) if is_converted else once(name, run, lhs, rhs, (group_sizes,))
-        dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
         if isinstance(rhs, ConvertedKernel):
-            serve = functools.partial(self.serve, given.recipe, numbers=dims.numbers)
+            serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
-        run = lambda lhs, rhs, key: self.train(given.recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
-        return once(name, run, lhs, rhs, (given.key,))
+        run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
+        return once(recipe.name, run, lhs, rhs, (given.key,))
 
     def quantize_weight(
         self,
@@ -293,8 +243,8 @@ class LibraryBackend(Backend):
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
-        """Quantize the weight of a contraction, that of a ragged one with a scale a column, which all groups share."""
-        return self.convert(recipe, weight, (0, 1) if operation == "ragged_dot_general" else axes), None
+        """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
+        return self.convert(recipe, weight, axes), None
 
     def _input_gradient(self, lhs: Array, rhs: ConvertedKernel, dims: Dimensions) -> Any:
         """Return the activation's gradient as a function: that of the dequantized kernel."""
@@ -322,10 +272,3 @@ class LibraryBackend(Backend):
                 raise NotImplementedError(
                     f"{name} {value} of a contraction is dropped by {self.row.title}; {NATIVE_INSTEAD}"
                 )
-
-
-def _numerics(spec: TensorSpec | None) -> Any:
-    """Return what an operand is cast to, under the names of AQT's numerics."""
-    dtype = None if spec is None else jnp.dtype(spec.dtype)
-    bits = None if spec is None else element(spec.dtype).bits
-    return types.SimpleNamespace(dtype=dtype, bits=bits, get_dtype=lambda: dtype)

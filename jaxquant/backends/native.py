@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxquant import ops
-from jaxquant.backends.base import Backend, Given, Op
+from jaxquant.backends.base import Backend, Given
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -25,8 +25,6 @@ _UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated"
 class NativeBackend(Backend):
     """The ops of ``jaxquant.ops``."""
 
-    op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "DotGeneral", "einsum": "Einsum"}
-
     def check(self, recipe: Recipe) -> None:
         """Refuse the one field that the ops do not read; see ``Backend.check``."""
         for name in ("fwd", "dlhs"):
@@ -35,10 +33,10 @@ class NativeBackend(Backend):
                     self.row.title, recipe, f"{name}_lhs", "shards outside the weight gradient", "use tile_size"
                 )
 
-    def op_name(self, op: Op, recipe: Recipe | None) -> str:
+    def op_name(self, op: Literal["dot_general", "einsum"], recipe: Recipe | None) -> str:
         """Return the name of a layer's op: flax's for delayed scaling, so that checkpoints of its ops load."""
         if recipe is None or recipe.delayed is None:
-            return self.op_names[op]
+            return {"dot_general": "DotGeneral", "einsum": "Einsum"}[op]
         if op == "einsum":
             return "Fp8Einsum"
         is_fnuz = isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")

@@ -7,12 +7,12 @@ What Qwix does in its own way, under every recipe:
 - It maps the amax of an integer weight to qmax + 0.5 and rounds no scale, so ``TensorSpec.keeps_grid`` has no effect.
 - ``MatmulSpec.shards`` cuts the **last** contraction axis of the weight gradient (of a batch of sequences: the
   sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
-  matmul. ``qwix.ragged_dot`` cuts nothing.
+  matmul.
 - Both backward matmuls round with the same noise.
 - ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
   refused.
-- The weights of a ragged matmul have one scale for each column, which all groups share, so that experts with small
-  weights lose them.
+- The weights of its ragged matmul have one scale for each column, which all groups share, so that experts with small
+  weights lose them. It is not used: ragged matmuls are native, or stay in float.
 - An operand of the same shape as a parameter counts as a weight. ``_train`` gives the kernel more axes than
   any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
@@ -33,13 +33,12 @@ import jax.numpy as jnp
 from jaxquant.backends._versions import require
 from jaxquant.backends.base import Given, LibraryBackend
 from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
-from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, ragged_lack, to_qwix
+from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, to_qwix
 from jaxquant.config.backends import BACKENDS
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, noise, operands_key
 from jaxquant.core.sharding import device_kind_of, platform_of
-from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Product
 
 require(BACKENDS["qwix"])
@@ -50,7 +49,7 @@ Array = jax.Array
 
 
 def _rule(pattern: str, fields: Mapping[str, Any]) -> qwix.QtRule:
-    return qwix.QtRule(module_path=pattern, op_names=("dot_general", "einsum", "ragged_dot"), **fields)
+    return qwix.QtRule(module_path=pattern, op_names=("dot_general", "einsum"), **fields)
 
 
 class _Provider(qwix.QtProvider):
@@ -90,29 +89,16 @@ class _Contraction(nn.Module):
 
     Attributes:
       shape: of the kernel, which may be stored with more axes.
-      numbers: dimension numbers of the matmul; None for a ragged one.
+      numbers: dimension numbers of the matmul.
     """
 
     shape: tuple[int, ...]
-    numbers: Any = None
+    numbers: Any
 
-    def __call__(self, lhs: jax.Array, group_sizes: jax.Array | None = None) -> jax.Array:
+    def __call__(self, lhs: jax.Array) -> jax.Array:
         kernel = self.get_variable("params", "kernel")
         assert kernel is not None
-        if group_sizes is not None:
-            return jax.lax.ragged_dot(lhs, kernel, group_sizes)
         return jax.lax.dot_general(lhs, kernel.reshape(self.shape), self.numbers)
-
-
-def _run(contraction: _Contraction, provider: qwix.QtProvider, *operands: Array) -> Array:
-    """Compute a contraction of (lhs, kernel, *rest) as Qwix trains, in a jit of its own."""
-    quantized = qwix.quantize_model(contraction, provider)
-
-    @jax.jit
-    def run(lhs: Array, kernel: Array, *rest: Array) -> Array:
-        return quantized.apply({"params": {"kernel": kernel}}, lhs, *rest)  # pyright: ignore[reportReturnType]
-
-    return run(*operands)
 
 
 def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | None) -> Array:
@@ -123,12 +109,14 @@ def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey 
     matmul a jit of its own, in which that way can be followed.
     """
     kernel = rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape)
-    return _run(_Contraction(rhs.shape, numbers, parent=None), _Provider(_rule("", to_qwix(recipe)), key), lhs, kernel)
+    contraction = _Contraction(rhs.shape, numbers, parent=None)
+    quantized = qwix.quantize_model(contraction, _Provider(_rule("", to_qwix(recipe)), key))
 
+    @jax.jit
+    def run(lhs: Array, kernel: Array) -> Array:
+        return quantized.apply({"params": {"kernel": kernel}}, lhs)  # pyright: ignore[reportReturnType]
 
-def _train_groups(recipe: Recipe, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    provider = qwix.QtProvider([_rule("", to_qwix(recipe))])
-    return _run(_Contraction(rhs.shape, parent=None), provider, lhs, rhs, group_sizes)
+    return run(lhs, kernel)
 
 
 # -- converted kernels -------------------------------------------------------------------------------------------------
@@ -156,33 +144,13 @@ def _serve(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers: Any) ->
     return qwix.dot_general(activation, _qarray(weight), numbers)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _serve_groups(recipe: Recipe, lhs: Array, weight: ConvertedKernel, sizes: Array) -> Array:
-    return qwix.ragged_dot(_quantize(lhs, recipe.fwd.lhs, (1,)), _qarray(weight), sizes)
-
-
-@jax.jit
-def _groups_gradient(grad: Array, weight: ConvertedKernel, sizes: Array) -> Array:
-    kernel = dequantize(weight.tensor, grad.dtype.name).swapaxes(1, 2)
-    precision = "highest" if grad.dtype == jnp.float32 else None  # as in ``ops.ragged``
-    out = jax.lax.ragged_dot(grad, kernel, sizes, precision=precision)
-    return jnp.where(jnp.arange(len(grad))[:, None] < sizes.sum(), out, 0)
-
-
-def _contract_groups(recipe: Recipe, lhs: Array, rhs: Array | ConvertedKernel, sizes: Array) -> Array:
-    in_group = (jnp.arange(len(lhs)) < sizes.sum())[:, None]
-    if not isinstance(rhs, ConvertedKernel):  # no scale of a gradient takes in the rows behind the last group
-        return jnp.where(in_group, _train_groups(recipe, jnp.where(in_group, lhs, 0), rhs, sizes), 0)
-    return straight_through(functools.partial(_serve_groups, recipe), _groups_gradient, lhs, rhs, sizes)
-
-
 class QwixBackend(LibraryBackend):
     """Qwix's rules on a module of one matmul, and its op on converted kernels."""
 
     honours = HONOURS
     dtype_faults = {"float16": "replaces scales below 0.008 by 1 in float16, and most weights by zeros"}  # noqa: RUF012
     translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
-    serve, groups = staticmethod(_serve), staticmethod(_contract_groups)
+    serve = staticmethod(_serve)
 
     def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
         """Make Qwix's rules of regexes and recipes, for ``qwix.quantize_model``; None is float.
@@ -196,18 +164,12 @@ class QwixBackend(LibraryBackend):
         """Make Qwix's provider of its rules."""
         return qwix.QtProvider(list(rules))
 
-    def lacks(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
-        """Explain why Qwix does not run an operation; see ``LibraryBackend.lacks``."""
-        if operation != "ragged_dot_general":
-            return super().lacks(operation, recipe, dtype, is_split)
-        return super().lacks("dot_general", recipe, dtype, is_split) or ragged_lack(recipe)
-
     def contract(
         self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
     ) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
         dtypes = {spec.dtype for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)}
-        if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS and group_sizes is None:
+        if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS:
             return self._contract_wide(lhs, rhs, product, given)
         if platform_of(lhs) == "gpu" and "float4_e2m1fn" in dtypes:
             what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"

@@ -75,44 +75,8 @@ HONOURS: Honours = {
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }
 """The fields of a recipe that Qwix honours, alone. ``to_qwix`` refuses what does not go together."""
-_RAGGED_HONOURS: Honours = {
-    Recipe: {"name": any_value},
-    # It cuts no gradient, which the default of -1 leaves open.
-    MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": only(-1)},
-    # 4 bits do not compile for CPUs.
-    TensorSpec: {"dtype": only("int8", *_FP8), "reciprocal": any_value, "keeps_grid": any_value},
-    Calibration: {},
-}
-
-
 FOUR_BITS = frozenset({"int4", "float4_e2m1fn"})
 """Elements that XLA for CPUs multiplies only where it reshapes an operand first."""
-
-
-def ragged_lack(recipe: Recipe) -> str:
-    """Explain why ``qwix.ragged_dot``, trained, does not have the numbers of a recipe; "" where it has.
-
-    It takes the dtypes of a rule alone, of one gradient, and quantizes per channel by the largest absolute value
-    whatever else the rule asks. Without a quantized gradient its backward pass reads the quantized operands.
-
-    Args:
-      recipe: one that ``to_qwix`` takes.
-    """
-    grads = (recipe.dlhs.lhs, recipe.drhs.rhs)
-    try:
-        check_honoured("Qwix's ragged_dot", _RAGGED_HONOURS, recipe)
-        if recipe.fwd.lhs is None or None in grads:
-            raise _ragged_refusal(recipe, "fwd_lhs" if recipe.fwd.lhs is None else "dlhs_lhs", "float operand")
-        if grads[0] != grads[1]:
-            raise _ragged_refusal(recipe, "drhs_rhs", "gradient other than that of dlhs")
-        if (recipe.dlhs.rhs, recipe.drhs.lhs) != (FORWARD, FORWARD):
-            raise _ragged_refusal(recipe, "dlhs_rhs", "backward operand other than the forward's")
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
-_ragged_refusal = functools.partial(refuse, "Qwix's ragged_dot")
 
 
 def _has_quantized_backward(recipe: Recipe) -> bool:

@@ -54,7 +54,7 @@ class QuantConfig(options.Options):
         (MaxText's multi-token prediction) are quantized too where no rule decides; by default they stay in float.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each with its own scales: -1 the
         devices that share the batch in the computation (1 where nothing is sharded; see ``docs/guide/meshes.md``), 0 a
-        float weight gradient. A positive count must divide the batch.
+        float weight gradient. A positive count must divide the batch; above 1 convolutions stay in float.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
       per_tensor_scales: six flags in the same order: one scale a tensor (true, the default) or a channel.
       weight_quantization_calibration_method: calibration of weights.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -122,7 +122,7 @@ def seed_of(key: RandomKey) -> Seed:
 def fold(key: RandomKey, *numbers: Array | int) -> Seed:
     """Return another seed for each number, two rounds of ``hash_bits``.
 
-    The second half of a seed is mixed without the first one, which meets it where noise is drawn (``noise_seeds``).
+    The second half of a seed is mixed without the first one, which meets it where noise is drawn (``_drawn``).
     Were each mixed with the other, as in Feistel's network, the programs of compilers that write out what is read twice
     would double with every round (XLA for CPUs took 40 s for two weights).
 
@@ -199,11 +199,6 @@ def _noise(seed: Seed, shape: tuple[int, ...], start: UInt32[Array, ""] | None) 
     return uniform(index, *seed)
 
 
-def noise_seeds(key: RandomKey) -> UInt32[Array, " 2"]:
-    """Return the numbers of a seed, which ``uniform`` hashes with an element's index, as kernels take them."""
-    return jnp.stack(_drawn(key))
-
-
 @jax.jit
 def _drawn(key: RandomKey) -> Seed:
     seed = seed_of(key)
@@ -223,7 +218,7 @@ def uniform(
 
     Args:
       index: of the elements, in the row-major order of the whole tensor.
-      first, second: from ``noise_seeds``.
+      first, second: the two numbers of a seed, from ``_drawn``.
     """
     # By way of int32, which 24 bits fit: TPUs convert no unsigned numbers.
     return (hash_bits(index ^ first, second) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
@@ -240,7 +235,17 @@ def stochastic_cast(x: jax.Array, element: Element, key: RandomKey) -> jax.Array
       element: to round to.
       key: random key.
     """
-    return stochastic_round(x, noise(key, x.shape), element)
+    u = noise(key, x.shape)
+    x = x.astype(jnp.float32)
+    if element.kind == "int":
+        return _clip(jnp.floor(x + u), element.max).astype(element.name)
+    # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.
+    exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
+    exponent = jnp.maximum(exponent, element.min_exponent) - element.mantissa_bits
+    ulp = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    rounded = jnp.floor(x / ulp + u) * ulp
+    # floor() keeps a NaN or an infinity, and the clip that follows is the saturating one.
+    return _clip(rounded, element.max).astype(element.name)
 
 
 def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None) -> jax.Array:
@@ -268,29 +273,6 @@ def needed_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
     if key is None:
         raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
     return key
-
-
-def stochastic_round(
-    x: jax.Array, u: jax.Array, element: Element, floor: Callable[[jax.Array], jax.Array] = jnp.floor
-) -> jax.Array:
-    """Round as ``stochastic_cast`` does, with noise that is given.
-
-    Args:
-      x: real numbers, in units of the scale.
-      u: from ``noise``, of x's shape.
-      element: to round to.
-      floor: computes the floor, in kernels whose compiler has none.
-    """
-    x = x.astype(jnp.float32)
-    if element.kind == "int":
-        return _clip(floor(x + u), element.max).astype(element.name)
-    # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.
-    exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
-    exponent = jnp.maximum(exponent, element.min_exponent) - element.mantissa_bits
-    ulp = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    rounded = floor(x / ulp + u) * ulp
-    # floor() keeps a NaN or an infinity, and the clip that follows is the saturating one.
-    return _clip(rounded, element.max).astype(element.name)
 
 
 def content_key(x: jax.Array) -> Seed:

@@ -1,18 +1,16 @@
-"""Shared by the Linen and NNX faces: classes of models that know their face, refusals, the outputs of an einsum."""
+"""Shared by the Linen and NNX faces: classes of models that know their face, and refusals."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jaxquant.backends import RANDOM_STREAM
-from jaxquant.ops.einsum import plan_einsum
 
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """Random streams that an example call of a Linen model gets."""
@@ -98,11 +96,3 @@ def wrap_methods(
     methods = {name: value for cls in own for name, value in vars(cls).items()}
     public = {name: value for name, value in methods.items() if name == "__call__" or not name.startswith("_")}
     return {name: wrapped(name) for name, value in public.items() if is_method(name, value)}
-
-
-def einsum_out_features(equation: str, lhs_ndim: int, rhs_shape: Sequence[int]) -> int:
-    """Count the outputs of an einsum with a weight: the product of the weight's axes that the activation has not."""
-    plan = plan_einsum(equation, lhs_ndim, len(rhs_shape))
-    (_, contract), (_, batch) = plan.dimension_numbers
-    kept = [size for axis, size in enumerate(rhs_shape) if axis not in plan.rhs_sum]
-    return math.prod(size for axis, size in enumerate(kept) if axis not in (*contract, *batch))

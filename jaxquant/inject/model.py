@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -11,10 +10,9 @@ from flax import nnx
 from jaxquant.config.quant_config import QuantConfig, is_program_config, refuse_fields
 from jaxquant.config.speeds import warn_if_slow
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject import linen, maxtext
+from jaxquant.inject import linen
 from jaxquant.inject import nnx as nnx_face
 from jaxquant.inject.faces import refuse_twice
-from jaxquant.inject.handle import QuantMode, refuse_accumulation
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
 from jaxquant.trace.report import Row
@@ -29,16 +27,13 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     with state (delayed scaling, sparsity) adds the collection ``_overwrite_with_gradient`` in Linen and variables of
     type ``jaxquant.state.QuantState`` in NNX; see ``jaxquant.state``.
 
-    Of the config of a whole program, such as MaxText's, the example inputs are its batch's shapes, and what it says of
-    caches and checkpoints is the program's own part. A model that holds the handle of ``configure_quantization`` comes
-    back as it is in the handle's modes "convert" and "serve". In "train" it is quantized like any other, on the
-    handle's backend, and the handle's ops in it are float.
+    MaxText calls ``jaxquant.compat.maxtext.maybe_quantize_model``.
 
     Args:
       model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back,
         which is of a subclass of its class. With ``quantization: ""`` the model itself comes back.
       config: a QuantConfig, a mapping, a config string such as "fp8", the path of a YAML file, or an object with the
-        fields, such as MaxText's config; see ``QuantConfig.from_any``.
+        fields; see ``QuantConfig.from_any``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
         them the rules are checked now, without them at the first call. A recipe that keeps state requires them for an
         NNX model.
@@ -46,28 +41,26 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     Raises:
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
       NotImplementedError: a recipe that the backend does not honour, or a setting of serving.
-      TypeError: something that is no model, or an NNX model without the example inputs that it requires.
+      TypeError: something that is no model, an NNX model without the example inputs that it requires, or MaxText's
+        config.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
 
     Warns:
       UserWarning: the string is known to be slower than bfloat16 on the first device; once for each string.
     """
-    if is_program_config(config):
-        if not (example_inputs or example_kwargs):
-            example_inputs, example_kwargs = maxtext.example_of(model, config)
-        program, config = config, QuantConfig.from_any(config)
-        handle = maxtext.handle_of(model) if isinstance(model, (nn.Module, nnx.Module)) else None
-        if handle is not None:
-            if handle.quant_mode is not QuantMode.TRAIN:
-                return model
-            if handle.backend != config.resolved_backend:
-                config = dataclasses.replace(config, quant_backend=handle.backend)
-            model = maxtext.without_op_state(model) if isinstance(model, nnx.Module) else model
-        if (resolver := config.resolver()) is not None:
-            refuse_accumulation(program, resolver)
-    else:
-        config = QuantConfig.from_any(config)
+    if is_program_config(config) and hasattr(config, "micro_batch_size_to_train_on"):
+        raise TypeError(
+            "config is MaxText's, which also decides about its handle, batch and accumulation; call "
+            "jaxquant.compat.maxtext.maybe_quantize_model(model, config)"
+        )
+    program, config = config, QuantConfig.from_any(config)
+    if not is_program_config(program):
         refuse_fields(config, _NOT_OF_MODELS)
+    return quantize_model(model, config, *example_inputs, **example_kwargs)
+
+
+def quantize_model(model: Model, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Model:
+    """Return a quantized model, for a config that is read; see ``maybe_quantize_model``."""
     resolver = config.resolver()
     if resolver is None:
         return model
@@ -113,16 +106,6 @@ def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **exam
     return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}
 
 
-def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
-    """List the linear layers of a model without computing anything: ``describe_layers`` of no quantization.
-
-    Args:
-      model: a Linen module that is not bound, or an NNX module.
-      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
-    """
-    return describe_layers(model, QuantConfig(), *example_inputs, **example_kwargs)
-
-
 def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
     """Report what a config makes of every linear layer of a model, float ones with the reason.
 
@@ -130,8 +113,8 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
 
     Args:
       model: the model, before quantization.
-      config: anything that ``QuantConfig.from_any`` takes.
-      example_inputs, example_kwargs: as in ``linear_layers``.
+      config: anything that ``QuantConfig.from_any`` takes; "" lists the layers only.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
       ValueError: a rule that matches no layer, float blocks of a model that has none, or a Linen model that is already

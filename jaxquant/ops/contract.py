@@ -307,8 +307,6 @@ def _multiply(
         a, b = _alike(a, b)
         sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
         place = fit_sizes(out_sharding, sizes)
-        if min(jax.dtypes.itemsize_bits(a.dtype), jax.dtypes.itemsize_bits(b.dtype)) < 8:
-            return _dot_sub_byte(a, b, dims, precision, dtype, place)
         kept = {"precision": precision, "preferred_element_type": dtype, "out_sharding": place}
         return byte_dot(a, b, dims, **kept, copies=copies)
 
@@ -325,13 +323,16 @@ def _multiply(
 
 
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Give operands a dtype that has a matmul: a float operand's, int8 for int4 on GPUs, e4m3 for e2m1."""
+    """Give operands a dtype that has a matmul: a float operand's, int8 for int4 except on TPUs, e4m3 for e2m1.
+
+    XLA:CPU fails on products of 4-bit operands (jax 0.10 and 0.12), XLA:GPU widens them to 32 bits.
+    """
     widths = [jax.dtypes.itemsize_bits(each.dtype) for each in (a, b)]
     if max(widths) > 8:
         wide = (a, b)[widths.index(max(widths))].dtype
         return a.astype(wide), b.astype(wide)
     if jnp.issubdtype(a.dtype, jnp.signedinteger):
-        is_native = a.dtype == b.dtype and platform_of(a) != "gpu"  # whose compilers widen int4 to 32 bits
+        is_native = a.dtype == b.dtype and platform_of(a) not in ("cpu", "gpu")
         return (a, b) if is_native else (a.astype(jnp.int8), b.astype(jnp.int8))
     return _held(a), _held(b)
 
@@ -339,32 +340,6 @@ def _alike(a: Array, b: Array) -> tuple[Array, Array]:
 def _held(x: Array) -> Array:
     """Return float elements in a type of eight bits."""
     return x if jax.dtypes.itemsize_bits(x.dtype) == 8 else x.astype(element(x.dtype.name).held_by)
-
-
-def _dot_sub_byte(
-    a: Array, b: Array, dims: Dimensions, precision: Precision, dtype: str, place: NamedSharding | None
-) -> Array:
-    """Multiply 4-bit operands with two free axes or more on the left and one on the right, of size 1 where missing.
-
-    XLA:CPU fails on a plain product of matrices or vectors of 4-bit types ("does not support custom element sizes", jax
-    0.10 and 0.12) and takes the same product where it has to be reshaped first. The axes cost nothing.
-    """
-    added, last = max(1, 2 - len(dims.lhs_free)), int(not dims.rhs_free)
-    up = lambda axes: tuple(axis + added for axis in axes)  # noqa: E731
-    numbers = ((up(dims.lhs_contract), dims.rhs_contract), (up(dims.lhs_batch), dims.rhs_batch))
-    batch = len(dims.lhs_batch)
-    if place is not None:
-        entries = [*place.spec[:batch], *[None] * added, *place.spec[batch:], *[None] * last]
-        place = NamedSharding(place.mesh, PartitionSpec(*entries))
-    out = jax.lax.dot_general(
-        jnp.expand_dims(a, range(added)),
-        b[..., None] if last else b,
-        numbers,
-        precision=precision,
-        preferred_element_type=dtype,
-        out_sharding=place,
-    )
-    return out.squeeze((*range(batch, batch + added), *([out.ndim - 1] if last else [])))
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:

@@ -20,20 +20,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn
 from jax.lax import ConvDimensionNumbers
 
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import RandomKey, fold
+from jaxquant.core.rounding import RandomKey
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops import pieces
 from jaxquant.ops.arguments import QuantState, check_float, check_state
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.pieces import eight_bits, scaled, shard_size
+from jaxquant.ops.evaluate import evaluate
+from jaxquant.ops.pieces import eight_bits, scaled
 from jaxquant.ops.prepared import Prepared, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
@@ -73,10 +74,10 @@ def conv_general_dilated(
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
 
     Raises:
-      ValueError: missing state, or shards of the weight gradient that do not divide the examples.
+      ValueError: missing state.
       TypeError: operands that are not float.
-      NotImplementedError: tiles, asymmetric ranges or sparsity in the recipe, a batch_group_count, or an explicit mesh
-        in the operands' types.
+      NotImplementedError: tiles, shards, asymmetric ranges or sparsity in the recipe, a batch_group_count, or an
+        explicit mesh in the operands' types.
     """
     _check(lhs, rhs, recipe, batch_group_count)
     numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
@@ -91,7 +92,7 @@ def conv_general_dilated(
         rhs,
         precision,
         preferred_element_type,
-        recipe=pieces.with_shards(recipe, lhs, numbers.lhs_spec[:1]),
+        recipe=pieces.with_shards(recipe, lhs, ()),  # a count of -1 cuts no convolution
         strides=tuple(window_strides),
         padding=tuple((int(low), int(high)) for low, high in padding),
         lhs_dilation=tuple(lhs_dilation or ones),
@@ -113,6 +114,7 @@ def unsupported(recipe: Recipe) -> str:
         return "operands that are quantized per channel again for the backward pass"
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     reasons = {
+        f"quantization_local_shard_count {recipe.drhs.shards}": recipe.drhs.shards > 1,
         "tiles or blocks": any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs),
         "the blocks of a tensor format": any(spec.codec is not None for spec in specs),
         "rounded scales": any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs),
@@ -191,31 +193,6 @@ class _Conv(Operation):
         return out.astype(self.out_dtype)
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key) -> Array:
-        recipe, count = self.recipe, self.recipe.drhs.shards
-        if name == "dlhs" or count == 1 or not isinstance(recipe.drhs.rhs, TensorSpec):
-            return self._gradient(name, grad, shared, residual, key)
-        # The weight's gradient is that of the examples of each shard by themselves, added in float32.
-        size = shard_size(recipe, self.lhs.shape[self.batch], "examples of its convolution")
-        cut = lambda x, axis, n: jax.lax.slice_in_dim(x, n * size, (n + 1) * size, axis=axis)  # noqa: E731
-        shape = tuple(size if axis == self.batch else n for axis, n in enumerate(self.lhs.shape))
-        shard = dataclasses.replace(self, lhs=dataclasses.replace(self.lhs, shape=shape))
-        examples = self.numbers.out_spec[0]
-        total = jnp.zeros(())
-        for n in range(count):
-            if isinstance(residual, QTensor):
-                scale = residual.scale
-                scale = scale if scale.shape[self.batch] == 1 else cut(scale, self.batch, n)
-                kept = QTensor(cut(residual.qvalue, self.batch, n), scale)
-            else:
-                kept = cut(residual, self.batch, n)
-            own = None if shared is None else QTensor(cut(shared.qvalue, examples, n), shared.scale)
-            own_key = None if key is None else fold(key, n)
-            total = total + shard._gradient(name, cut(grad, examples, n), own, kept, own_key).astype(jnp.float32)
-        return total.astype(self.out_dtype)
-
-    def _gradient(
-        self, name: Gradient, grad: Array, shared: QTensor | None, residual: QTensor | Array, key: RandomKey | None
-    ) -> Array:
         """Convolve the output's gradient with what was kept of an operand."""
         examples, features = self.numbers.out_spec[:2]
         # The axis of the residual along which its scale may vary, its place in the output's gradient, the axis of that
@@ -258,19 +235,16 @@ class _Conv(Operation):
             forward = (lambda x: self.convolve(x, other)) if of_lhs else (lambda x: self.convolve(other, x))
             return jax.linear_transpose(forward, like(self.lhs if of_lhs else self.rhs))(grad)[0]
 
-        jaxpr = jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr
-        known: dict[Any, Any] = dict(zip(jaxpr.invars, (grad, other), strict=True))
-        for eqn in jaxpr.eqns:
-            ins = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
-            if eqn.primitive.name == "conv_general_dilated":
-                options: dict[str, Any] = dict(eqn.params)
-                options["preferred_element_type"] = accumulator_dtype(accumulator, self.out_dtype)
-                options["precision"] = jax.lax.Precision.HIGHEST if self.precision is None else self.precision
-                options.pop("out_sharding", None)
-                known[eqn.outvars[0]] = jax.lax.conv_general_dilated(*ins, **options)
-            else:
-                known[eqn.outvars[0]] = eqn.primitive.bind(*ins, **eqn.params)
-        return known[jaxpr.outvars[0]]
+        def compute(eqn: JaxprEqn, values: list[Any]) -> Array:
+            if eqn.primitive.name != "conv_general_dilated":
+                return eqn.primitive.bind(*values, **eqn.params)
+            options: dict[str, Any] = dict(eqn.params)
+            options["preferred_element_type"] = accumulator_dtype(accumulator, self.out_dtype)
+            options["precision"] = jax.lax.Precision.HIGHEST if self.precision is None else self.precision
+            options.pop("out_sharding", None)
+            return jax.lax.conv_general_dilated(*values, **options)
+
+        return evaluate(jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr, (grad, other), compute)
 
 
 def _others(ndim: int, axis: int) -> tuple[int, ...]:

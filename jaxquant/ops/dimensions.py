@@ -94,6 +94,12 @@ class Dimensions:
             self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch, self.rhs_ndim, self.lhs_ndim
         )
 
+    @property
+    def order_of_swapped(self) -> tuple[int, ...]:
+        """Return the transposition that turns the result of the exchanged operands into this contraction's result."""
+        batch, last = len(self.lhs_batch), len(self.lhs_batch) + len(self.rhs_free)
+        return (*range(batch), *range(last, self.out_ndim), *range(batch, last))
+
     def of_element(self) -> Dimensions:
         """Return the contraction of one batch element."""
         lhs, rhs = (

@@ -23,7 +23,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import RandomKey, content_key, fold, needed_key, noise_seeds
+from jaxquant.core.rounding import RandomKey, content_key, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
@@ -201,14 +201,15 @@ def _cast(
             return refusal
         if spec.reciprocal or spec.scale_rounding != "exact" or spec.scale_dtype != "float32":
             return "the quantize kernel divides by scales in float32, and not by rounded ones or a reciprocal"
+        if spec.rounding != "nearest":
+            return f"the quantize kernel rounds to nearest, and recipe operands here have rounding {spec.rounding!r}"
         return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
 
     pays = None if cut is None else STORED_CASTS_PAY
     if settle("quantize", implementation, refused, pays).name == "xla":
         tensor = row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute))
         return tensor, tensor, None
-    seeds = noise_seeds(needed_key(spec, key)) if spec.rounding == "stochastic" else None
-    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute, cut=cut)
+    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
     return QTensor(q, scale), QTensor(copy, scale), amax.astype(x.dtype)
 
 

@@ -39,21 +39,6 @@ def with_shards(recipe: Recipe, lhs: Array, axes: Sequence[int]) -> Recipe:
     return dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=count))
 
 
-def shard_size(recipe: Recipe, size: int, what: str) -> int:
-    """Return how many rows or examples of a contraction one block of the weight gradient has.
-
-    Raises:
-      ValueError: ``quantization_local_shard_count`` does not divide them.
-    """
-    count = recipe.drhs.shards
-    if size % count:
-        raise ValueError(
-            f"quantization_local_shard_count {count} of recipe {recipe.name!r} does not divide the {size} {what}; use "
-            "a divisor, or 1"
-        )
-    return size // count
-
-
 def unsupported(recipe: Recipe) -> str:
     """Explain why a recipe's numbers make no sense without a plain matrix product, "" where they do."""
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]

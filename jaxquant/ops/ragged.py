@@ -63,7 +63,7 @@ from jaxquant.ops.groups import (
 )
 from jaxquant.ops.implementation import choose_implementation, settle
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, shown
-from jaxquant.ops.pieces import eight_bits, scaled, shard_size
+from jaxquant.ops.pieces import eight_bits, scaled
 from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
 
@@ -262,8 +262,13 @@ class _Ragged(Operation):
         if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
             return self._drhs(grad, shared, residual, groups, key)
         # The rows of each shard by themselves, added in float32.
-        step, (ids, sizes) = shard_size(self.recipe, grad.shape[0], "rows of its ragged matmul"), groups
-        total = jnp.zeros(())
+        count, (ids, sizes) = self.recipe.drhs.shards, groups
+        if grad.shape[0] % count:
+            raise ValueError(
+                f"quantization_local_shard_count {count} of recipe {self.recipe.name!r} does not divide the "
+                f"{grad.shape[0]} rows of its ragged matmul; use a divisor, or 1"
+            )
+        total, step = jnp.zeros(()), grad.shape[0] // count
         for start in range(0, grad.shape[0], step):
             first, last = (jnp.clip(x - start, 0, step) for x in (groups.starts, groups.starts + sizes))
             rows = slice(start, start + step)

@@ -204,9 +204,7 @@ def contract(
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
     order = tuple(range(dims.out_ndim))
     if site.side == 0:
-        dims, operands, groups = dims.swap(), operands[::-1], len(dims.lhs_batch)
-        cut = groups + len(dims.lhs_free)
-        order = (*order[:groups], *order[cut:], *order[groups:cut])
+        dims, operands, order = dims.swap(), operands[::-1], dims.order_of_swapped
     inner = dims if recipe.shares_experts else dims.of_element()
     place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))

@@ -14,8 +14,7 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
-from jaxquant.aot import __main__ as command
-from jaxquant.aot import topology, worker
+from jaxquant.aot import command, topology, worker
 from jaxquant.aot.chips import chip
 from jaxquant.core.qtensor import QTensor
 from jaxquant.ops import block_scaled
@@ -68,7 +67,7 @@ def test_every_matmul_of_every_layer_is_in_8_bits(target):
                 found.append(each(*args))
         return found
 
-    found = jaxquant.audit(step, shapes, target=target)
+    found = jaxquant.aot.audit(step, shapes, target=target)
     assert found.outcome.fell_back == []
     assert found.is_low_precision
     assert sum(found.outcome.asked.values()) == sum(found.counts.values()) == 12 * len(STRINGS)
@@ -87,17 +86,17 @@ def test_every_matmul_of_every_layer_is_in_8_bits(target):
 def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_answer():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     step, (params, state, x) = gradients("fp8_current", NamedSharding(mesh, PartitionSpec("data")))
-    found = jaxquant.audit(jax.jit(step, donate_argnums=0), params, state, x, target="h200", topology="8")
+    found = jaxquant.aot.audit(jax.jit(step, donate_argnums=0), params, state, x, target="h200", topology="8")
     assert found.devices == 8
     assert {row["kind"] for row in found.collectives} == {"all-reduce"}
     assert found.outcome.removed == found.outcome.fell_back == []
     assert found.memory["peak"] < found.memory["capacity"]
     step, shapes = gradients("int8_delayed", NamedSharding(mesh, PartitionSpec("data")))
-    sent = jaxquant.audit(jax.jit(step, donate_argnums=0), *shapes, target="h200", topology="8").collectives
+    sent = jaxquant.aot.audit(jax.jit(step, donate_argnums=0), *shapes, target="h200", topology="8").collectives
     assert {row["dtype"] for row in sent} <= {"bf16", "f32", "s8"}, sent
 
     huge = jax.ShapeDtypeStruct((400_000, 200_000), jnp.bfloat16)
-    found = jaxquant.audit(lambda x: x @ x.T[:, :8], huge, target="h200")
+    found = jaxquant.aot.audit(lambda x: x @ x.T[:, :8], huge, target="h200")
     assert not found.fits
     assert "DOES NOT FIT" in str(found)
 
@@ -107,7 +106,17 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path):
     config = tmp_path / "tiny.yml"
     config.write_text("emb_dim: 128\nmlp_dim: 256\nnum_layers: 2\nnum_query_heads: 2\nnum_kv_heads: 2\nhead_dim: 64\n")
     words = [str(config), "quantization=fp8", "batch_size=8", "sequence_length=64", "--target", "h200"]
-    command_line = [sys.executable, "-m", "jaxquant.audit", *words, "--topology", "8", "--out", str(tmp_path / "out")]
+    command_line = [
+        sys.executable,
+        "-m",
+        "jaxquant",
+        "audit",
+        *words,
+        "--topology",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert "All 21 matmuls asked for in 8 bits are 8-bit ones" in done.stdout
@@ -156,7 +165,7 @@ def test_a_program_of_another_libtpu_is_an_error_that_names_the_right_one(monkey
 def test_without_its_compiler_a_target_is_an_error_that_says_what_to_install(monkeypatch, capsys, target, extra):
     monkeypatch.setitem(topology.NEEDED, chip(target).platform, (extra, "a_compiler_of_nowhere"))
     with pytest.raises(ModuleNotFoundError, match=rf"{target}.* a_compiler_of_nowhere.*pip install -e '\.\[{extra}\]'"):
-        jaxquant.audit(lambda x: x, jnp.zeros(3), target=target)
+        jaxquant.aot.audit(lambda x: x, jnp.zeros(3), target=target)
     assert command.main(["configs/quickstart.yml", "--target", target]) == 2
     told = capsys.readouterr().err
     assert f"pip install -e '.[{extra}]'" in told

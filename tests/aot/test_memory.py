@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxquant.aot import __main__ as command
-from jaxquant.aot import memory, report
+from jaxquant.aot import command, memory, report
 
 
 class State(NamedTuple):

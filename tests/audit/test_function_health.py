@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxquant
-from jaxquant.audit.function_health import FunctionHealth
-from jaxquant.audit.health import HealthMonitor
+from jaxquant.audit.health import FunctionHealth, HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
 from tests.models import Scanned
 from tests.numerics import REROUNDED_RTOL

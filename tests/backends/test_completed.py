@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import qwix
 
 import jaxquant
 from jaxquant import ops
-from jaxquant.backends.qwix_config import to_qwix
 from jaxquant.config.quant_config import QuantConfig
 from tests.trace.functions import normal
 
@@ -62,45 +60,9 @@ def test_a_backend_that_was_asked_for_is_not_left(backend):
         jaxquant.quantize(model, {"quantization": "int8", "quant_backend": backend, "rules": rules}).init(PARAMS, X)
 
 
-class _Groups(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return jax.lax.ragged_dot(x, self.param("experts", nn.initializers.normal(), (3, 8, 6)), SIZES)
-
-
-@pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3", "fp8_e5m2"])
-def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
-    """Trained: output and both gradients; and served to the same bits, with a kernel in 8 bits.
-
-    Rows behind the last group are zeros for Qwix, whose scales of gradients take them in.
-    """
-    config = {"quantization": string, "quant_backend": "qwix"}
-    rule = qwix.QtRule(module_path=".*", op_names=("ragged_dot",), **to_qwix(recipe_of(config)))
-    theirs = qwix.quantize_model(_Groups(), qwix.QtProvider([rule]))
-    ours = jaxquant.quantize(grouped, config)
-
-    def results(run):
-        out, pull = jax.vjp(run, PARAMS["experts"], X)
-        return out, *pull(normal(4, *out.shape))
-
-    found = jax.jit(lambda: results(lambda w, x: ours({"experts": w}, {}, x)))()
-    masked = lambda rows: jnp.where(jnp.arange(12)[:, None] < SIZES.sum(), rows, 0)  # noqa: E731
-    their = lambda w, x: masked(theirs.apply({"params": {"experts": w}}, masked(x)))  # noqa: E731
-    expected = jax.jit(lambda: results(their))()
-    for mine, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(mine, other)
-    served = ours.convert({"experts": PARAMS["experts"]}, {}, X)
-    assert served["experts"].tensor.scale.shape == (1, 1, 6)
-    np.testing.assert_array_equal(jax.jit(ours)(served, {}, X), found[0])
-    gradient = jax.grad(lambda x: jnp.sum(ours(served, {}, x)))(X)
-    assert np.all(gradient[9:] == 0)
-    assert np.any(gradient[:9])
-
-
-@pytest.mark.parametrize("backend", ["auto", "qwix"])
 @pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3"])
-def test_nothing_behind_the_last_group_reaches_a_number(string, backend):
-    q, grad = jaxquant.quantize(grouped, {"quantization": string, "quant_backend": backend}), normal(4, 12, 6)
+def test_nothing_behind_the_last_group_reaches_a_number(string):
+    q, grad = jaxquant.quantize(grouped, {"quantization": string}), normal(4, 12, 6)
 
     @jax.jit
     def run(x, grad):
@@ -114,29 +76,12 @@ def test_nothing_behind_the_last_group_reaches_a_number(string, backend):
 
 
 def test_auto_computes_experts_natively_each_by_itself():
-    """Qwix's op has one scale for a column of all experts, and loses one whose weights are small."""
+    """One whose weights are small keeps them, beside large ones."""
     p = {"experts": PARAMS["experts"].at[2].multiply(1e-6)}
     q = jaxquant.quantize(grouped, {"quantization": "fp8_e4m3"})
     assert [row.backend for row in q.report(p, X)] == ["native"]
     found, exact = q(p, {}, X)[5:9], grouped(p, X)[5:9]
     assert jnp.linalg.norm(found - exact) < 0.05 * jnp.linalg.norm(exact)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"quantization": "int8"}, "has no rounding 'stochastic'"),
-        (
-            {"quantization": "fp8_full", "weight_quantization_calibration_method": "fixed,-2,2"},
-            "has no granularity 'per_tensor'",
-        ),
-        ({"quantization": "fp8_full", "act_quantization_calibration_method": "rms,3"}, "has no calibration.method"),
-    ],
-)
-def test_qwix_groups_whose_options_qwix_would_drop_are_float_with_the_option(options, text):
-    (row,) = jaxquant.quantize(model, options | {"quant_backend": "qwix"}).report(PARAMS, X).rows[:1]
-    assert row.recipe is None
-    assert f"Qwix's ragged_dot {text}" in row.reason
 
 
 @pytest.mark.parametrize("backend", ["aqt", "qwix"])
@@ -183,7 +128,7 @@ def test_second_derivatives_are_refused_on_every_backend(string, backend):
 
 
 def test_second_derivatives_through_groups_are_refused():
-    loss = loss_of("fp8_full", "qwix", lambda p, x: grouped({"experts": p["w"]}, x))
+    loss = loss_of("fp8_full", "native", lambda p, x: grouped({"experts": p["w"]}, x))
     penalty = lambda p: jnp.sum(jnp.square(jax.grad(loss, 1)(p, X)))  # noqa: E731
     with pytest.raises(NotImplementedError, match="second derivatives through recipe 'fp8_full'"):
         jax.eval_shape(jax.grad(penalty), {"w": PARAMS["experts"]})

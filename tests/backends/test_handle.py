@@ -12,9 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import remove_quantized_params
+from jaxquant.compat.maxtext import remove_quantized_params
+from jaxquant.compat.maxtext.handle import (
+    QuantMode,
+    configure_quantization,
+    get_quant_mode,
+    in_convert_mode,
+    in_serve_mode,
+)
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.inject.handle import QuantMode, configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 from tests.serving.models import filled
@@ -238,14 +244,18 @@ def test_a_kernel_that_another_recipe_converted_is_refused(backend, converted, s
         serve.apply(PARAMS | stored, X)
 
 
-def test_native_einsum_that_sums_its_kernel_is_refused():
+@pytest.mark.parametrize("backend", ["aqt", "native"])
+@pytest.mark.parametrize(
+    ("equation", "shape", "name"), [("bd,dfg->bf", (8, 5, 2), "reduce_sum"), ("bd,ddf->bf", (8, 8, 5), "select_n")]
+)
+def test_an_einsum_that_changes_the_kernel_before_it_contracts_is_refused(backend, equation, shape, name):
     class Summing(nn.Module):
         @nn.compact
         def __call__(self, x):
-            quant = configure_quantization({"quantization": "int8", "quant_backend": "native"}, "convert")
-            return quant.einsum()("bd,dfg->bf", x, self.param("kernel", nn.initializers.normal(1.0), (8, 5, 2)))
+            quant = configure_quantization({"quantization": "int8", "quant_backend": backend}, "convert")
+            return quant.einsum()(equation, x, self.param("kernel", nn.initializers.normal(1.0), shape))
 
-    with pytest.raises(NotImplementedError, match="einsum 'bd,dfg->bf' sums axes of its kernel only"):
+    with pytest.raises(NotImplementedError, match=f"einsum '{equation}' applies {name} to its kernel"):
         jax.eval_shape(Summing().init, jax.random.key(0), X)
 
 

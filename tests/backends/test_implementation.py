@@ -10,6 +10,7 @@ import pytest
 import jaxquant
 from jaxquant import QuantConfig
 from jaxquant.backends import native
+from jaxquant.compat import maxtext
 
 X = jnp.ones((2, 8))
 
@@ -59,7 +60,7 @@ def linen_served(config):
 
 
 def handle(config, mode="train"):
-    model = Handed(jaxquant.configure_quantization(config, mode))
+    model = Handed(maxtext.configure_quantization(config, mode))
     jax.eval_shape(model.init, jax.random.key(0), X)
 
 

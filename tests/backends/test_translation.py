@@ -18,6 +18,7 @@ import jaxquant
 from jaxquant.backends import aqt_config, load, qwix
 from jaxquant.backends._versions import require
 from jaxquant.backends.base import Given
+from jaxquant.compat import maxtext
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
@@ -125,7 +126,7 @@ class Einsum(nn.Module):
 
     @nn.compact
     def __call__(self, x, w):
-        quant = jaxquant.configure_quantization(QuantConfig(quant_backend="aqt", rules=(Rule(".*", self.recipe),)))
+        quant = maxtext.configure_quantization(QuantConfig(quant_backend="aqt", rules=(Rule(".*", self.recipe),)))
         return quant.einsum()(self.equation, x, w)
 
 
@@ -146,9 +147,12 @@ def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
     np.testing.assert_allclose(y, np.einsum(equation, qx * sx, qw * sw), SMALL_SUM_RTOL, SMALL_SUM_ATOL)
 
 
-def test_aqt_einsum_that_is_no_matmul():
-    with pytest.raises(NotImplementedError, match="'bb,bd->bd' takes a diagonal"):
-        Einsum(reusing(), "bb,bd->bd").apply({}, jnp.ones((2, 2)), jnp.ones((2, 3)))
+@pytest.mark.parametrize("equation", ["bb,bd->bd", "bd,ddf->bf"])
+def test_aqt_einsum_contracts_the_diagonal_of_a_repeated_label(equation):
+    labels = equation.partition("->")[0].split(",")
+    x, w = (jnp.ones([{"b": 2, "d": 3, "f": 4}[label] for label in each]) for each in labels)
+    y = Einsum(reusing(), equation).apply({}, x, w)
+    np.testing.assert_allclose(y, jnp.einsum(equation, x, w), rtol=2**-6)
 
 
 @pytest.mark.parametrize(

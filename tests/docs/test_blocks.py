@@ -71,14 +71,10 @@ def _jaxquant(words: list[str]) -> None:
         assert main(words) == 0
     elif words[0] == "coverage":
         _train([word for word in words[1:] if not word.startswith("--")])
+    elif words[0] == "audit":
+        from jaxquant.aot.command import _parse
 
-
-@reads("python -m jaxquant.audit")
-def _audit(words: list[str]) -> None:
-    from jaxquant.aot.__main__ import _parse
-
-    options = _parse(words)
-    if options.config:
+        options = _parse(words[1:])
         _train([options.config, *options.overrides])
 
 

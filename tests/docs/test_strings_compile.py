@@ -49,7 +49,7 @@ def audit(strings: list[str], target: str) -> Any:
     rules = [{"path": string, "recipe": string} for string in strings]
     model = jaxquant.maybe_quantize_model(Layers(tuple(strings)), {"rules": rules, "quant_backend": "native"}, x)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    return jaxquant.audit(jax.grad(model.apply), variables, x, target=target)
+    return jaxquant.aot.audit(jax.grad(model.apply), variables, x, target=target)
 
 
 def committed() -> dict[str, dict[str, str]]:

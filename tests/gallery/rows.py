@@ -8,7 +8,8 @@ Digests changed on purpose since 8e3721d: ``int8w``, ``int4w`` and ``intmp`` on 
 that is quantized alone multiply the product, where they multiplied the weight; the plain function under strings with
 tiles, because its ragged matmul, which stayed in float, is quantized; ``int8`` and ``int8_delayed`` everywhere, from
 the first gradient on, because their rounding at random draws from another hash. The plain function under ``int4`` and
-``fp4`` on Qwix has digests, because it compiles.
+``fp4`` on Qwix has digests, because it compiles. The plain function on Qwix, because its ragged matmul is float there:
+the bits are those that a rule for that matmul, to float, gave before.
 
 Every row names its backend, so ``quant_backend: auto`` is no row: it selects the native one, and AQT's for ``aqt_fp8``
 and ``aqt_fp8_full``. Until 8a9d4c7 it selected AQT's for ``int8`` and ``intmp`` and Qwix's for ``int4``, ``fp4``,

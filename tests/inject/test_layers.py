@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import describe_layers, linear_layers
-from jaxquant.inject.faces import einsum_out_features
+from jaxquant import describe_layers
+from jaxquant.compat.maxtext.handle import _einsum_out_features
 
 X = jnp.ones((2, 4))
 
@@ -36,7 +36,7 @@ def test_a_layer_tells_its_options_and_the_shapes_that_meet_in_it():
             dense = nn.Dense(4, precision="high", name="mix")
             return dense(dense(x)[0])
 
-    (layer,) = linear_layers(Twice(), X)
+    (layer,) = describe_layers(Twice(), "", X)
     assert dict(layer.parameter_shapes) == {"kernel": (4, 4), "bias": (4,)}
     assert layer.input_shapes == ((2, 4), (4,))
     assert layer.precision == (jax.lax.Precision.HIGH, jax.lax.Precision.HIGH)
@@ -71,4 +71,4 @@ def test_outputs_of_an_einsum(equation, lhs, rhs):
     """Outputs are the axes of the result that it has beyond the activation's."""
     shape = np.einsum(equation, np.ones(lhs), np.ones(rhs)).shape
     rows = math.prod(lhs) // rhs[-2 if rhs[0] == 3 else 0]  # all axes of the activation but the contracted one
-    assert einsum_out_features(equation, len(lhs), rhs) == math.prod(shape) // rows
+    assert _einsum_out_features(equation, rhs) == math.prod(shape) // rows

@@ -15,8 +15,9 @@ from flax import nnx
 from flax.nnx import bridge
 
 import jaxquant
-from jaxquant.inject.handle import QuantMode
-from jaxquant.inject.maxtext import LAYERS, KVQuant, example_of, handle_of
+from jaxquant.compat import maxtext
+from jaxquant.compat.maxtext.handle import QuantMode
+from jaxquant.compat.maxtext.program import LAYERS, KVQuant, example_of, handle_of
 from jaxquant.state import QuantState
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -61,10 +62,10 @@ class Layer(nnx.Module):
 
 
 def test_the_mode_of_a_handle_can_be_set_and_nothing_else():
-    quant = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
+    quant = maxtext.configure_quantization({"quantization": "int8", "quant_backend": "native"})
     before = hash(quant)
-    quant.quant_mode = jaxquant.get_quant_mode("convert")
-    assert jaxquant.in_convert_mode(quant)
+    quant.quant_mode = maxtext.get_quant_mode("convert")
+    assert maxtext.in_convert_mode(quant)
     assert hash(quant) != before
     # AQT's enum has the same names and other values.
     theirs = enum.Enum("QuantMode", {"TRAIN": 1, "CONVERT": 2, "SERVE": 3})
@@ -80,15 +81,20 @@ def test_the_mode_of_a_handle_can_be_set_and_nothing_else():
 
 @pytest.mark.parametrize("fields", [{}, {"replicate_quant_scale": True}, {"quantization": None, "fp": 1}])
 def test_options_of_a_program_that_quantizes_nothing_are_nobodys(fields):
-    assert jaxquant.configure_quantization(program(**fields)) is None
-    assert jaxquant.maybe_quantize_model(model := Block(), program(**fields)) is model
+    assert maxtext.configure_quantization(program(**fields)) is None
+    assert maxtext.maybe_quantize_model(model := Block(), program(**fields)) is model
     with pytest.raises(ValueError, match="replicate_quant_scale True is not read"):
         jaxquant.QuantConfig.from_any({"quantization": "", "replicate_quant_scale": True})
 
 
+def test_maxtexts_config_goes_to_maxtexts_function():
+    with pytest.raises(TypeError, match=r"call jaxquant\.compat\.maxtext\.maybe_quantize_model"):
+        jaxquant.maybe_quantize_model(Block(), program(quantization="int8"), X)
+
+
 @pytest.mark.parametrize("string", ["int8", "fp8", "fp8_full", "fp8_gpu", "fp8_nanoo"])
 def test_of_a_config_that_asks_for_qwix_the_model_is_quantized_and_there_is_no_handle(string):
-    assert jaxquant.configure_quantization(program(quantization=string, use_qwix_quantization=True)) is None
+    assert maxtext.configure_quantization(program(quantization=string, use_qwix_quantization=True)) is None
 
 
 def test_maxtexts_strings_on_qwix_mean_what_they_mean_there():
@@ -102,7 +108,7 @@ def test_maxtexts_strings_on_qwix_mean_what_they_mean_there():
 
 
 def test_the_handle_of_a_model_is_found():
-    quant = jaxquant.configure_quantization(program(quantization="fp8"))
+    quant = maxtext.configure_quantization(program(quantization="fp8"))
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     assert handle_of(layer) is handle_of(Block()) is None
     layer.quant = quant
@@ -114,8 +120,8 @@ def test_the_handle_of_a_model_is_found():
 @pytest.mark.parametrize("mode", ["convert", "serve"])
 def test_a_model_with_a_handle_that_does_not_train_comes_back_as_it_is(mode):
     config = program(quantization="fp8")
-    model = Block(jaxquant.configure_quantization(config, mode))
-    assert jaxquant.maybe_quantize_model(model, config) is model
+    model = Block(maxtext.configure_quantization(config, mode))
+    assert maxtext.maybe_quantize_model(model, config) is model
 
 
 class Layers(nnx.Module):
@@ -140,10 +146,10 @@ def low(model):
 def test_the_trace_takes_the_place_of_the_ops_of_a_handle_and_honours_rules(string):
     rules = [{"path": "wo", "recipe": None}]
     config = program(quantization=string, quant_backend="native", rules=rules)
-    plain = Layers(jaxquant.configure_quantization(config), nnx.Rngs(0))
+    plain = Layers(maxtext.configure_quantization(config), nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match="rule 'wo' cannot be honoured"):
         plain.wi(X)
-    model = jaxquant.maybe_quantize_model(plain, config, X)
+    model = maxtext.maybe_quantize_model(plain, config, X)
     assert low(model) == {"wi", "experts"}
     rest = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
     states = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -154,8 +160,8 @@ def test_the_trace_takes_the_place_of_the_ops_of_a_handle_and_honours_rules(stri
 @pytest.mark.parametrize("inputs", [(X,), ()], ids=["with example inputs", "at the first call"])
 def test_rules_reach_the_layers_of_an_nnx_model_in_a_linen_one(inputs):
     config = program(quantization="fp8", rules=[{"path": "wo", "recipe": None}])
-    plain = bridge.ToLinen(Layers, kwargs=nn.FrozenDict(quant=jaxquant.configure_quantization(config)))
-    model = jaxquant.maybe_quantize_model(plain, config, *inputs)
+    plain = bridge.ToLinen(Layers, kwargs=nn.FrozenDict(quant=maxtext.configure_quantization(config)))
+    model = maxtext.maybe_quantize_model(plain, config, *inputs)
     variables = model.init(jax.random.key(0), X)
     rows = jaxquant.coverage(lambda v: model.apply(v, X), variables).rows
     assert {row.path for row in rows if str(row.dtypes) != "float"} == {"wi", "experts"}
@@ -183,13 +189,13 @@ class Sowing(nnx.Module):
 
 def test_the_example_call_of_a_program_leaves_no_intermediates():
     config = program(quantization="int8", use_qwix_quantization=True, max_target_length=2)
-    model = jaxquant.maybe_quantize_model(Sowing(), config)
+    model = maxtext.maybe_quantize_model(Sowing(), config)
     assert set(nnx.to_pure_dict(nnx.state(model))) == {"param"}
 
 
 def test_another_models_trace_leaves_the_ops_of_a_handle_alone():
-    inner = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
-    model = jaxquant.maybe_quantize_model(Two(inner), {"quantization": "fp8_current", "quant_backend": "native"}, X)
+    inner = maxtext.configure_quantization({"quantization": "int8", "quant_backend": "native"})
+    model = maxtext.maybe_quantize_model(Two(inner), {"quantization": "fp8_current", "quant_backend": "native"}, X)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     text = jax.jit(model.apply).lower(variables, X).as_text()
     assert [sum(kind in line for line in text.splitlines() if "dot_general" in line) for kind in ("xi8>", "f8E")] == [
@@ -222,8 +228,8 @@ def train_step(model, is_released=True):
 def stateful(is_traced):
     """A model with the ops of a handle, traced or with the state in the ops."""
     config = program(quantization="fp8")
-    plain = Layers(jaxquant.configure_quantization(config), nnx.Rngs(0))
-    return jaxquant.maybe_quantize_model(plain, config, X) if is_traced else plain.wi
+    plain = Layers(maxtext.configure_quantization(config), nnx.Rngs(0))
+    return maxtext.maybe_quantize_model(plain, config, X) if is_traced else plain.wi
 
 
 @pytest.mark.parametrize("is_traced", [True, False])
@@ -243,14 +249,14 @@ def test_quant_state_advances_in_maxtexts_train_step_and_is_guarded_elsewhere(is
 
 
 def test_a_layer_drops_the_random_streams_of_a_handle_that_draws_nothing():
-    assert jaxquant.configure_quantization(program(quantization="int8")).needs_apply_rngs
-    layer = Layer(quant := jaxquant.configure_quantization(program(quantization="fp8")), nnx.Rngs(0))
+    assert maxtext.configure_quantization(program(quantization="int8")).needs_apply_rngs
+    layer = Layer(quant := maxtext.configure_quantization(program(quantization="fp8")), nnx.Rngs(0))
     assert not quant.needs_apply_rngs
     layer.op.to_nnx__rngs = None
     assert layer(X).shape == (4, 4)
 
 
-@pytest.mark.parametrize("do", [jaxquant.configure_quantization, lambda c: jaxquant.maybe_quantize_model(Block(), c)])
+@pytest.mark.parametrize("do", [maxtext.configure_quantization, lambda c: maxtext.maybe_quantize_model(Block(), c)])
 def test_quant_state_under_maxtexts_accumulation_is_refused(do):
     with pytest.raises(ValueError, match="gradient_accumulation_steps 2 with recipe 'nanoo_fp8'"):
         do(program(quantization="fp8_nanoo", gradient_accumulation_steps=2))
@@ -259,7 +265,7 @@ def test_quant_state_under_maxtexts_accumulation_is_refused(do):
 
 def test_a_programs_caches_and_checkpoints_are_its_own_part():
     config = program(quantization="fp8_current", quantize_kvcache=True, save_quantized_params_path="/x")
-    quantized = jaxquant.maybe_quantize_model(Block(), config)
+    quantized = maxtext.maybe_quantize_model(Block(), config)
     assert type(quantized) is not Block
 
 
@@ -274,7 +280,7 @@ def test_a_program_says_the_shapes_of_its_model():
 
 
 def test_state_of_an_op_is_differentiated_by_hand_or_not_at_all():
-    layer = Layer(jaxquant.configure_quantization({"quantization": "fp8"}), nnx.Rngs(0))
+    layer = Layer(maxtext.configure_quantization({"quantization": "fp8"}), nnx.Rngs(0))
     assert layer(X).shape == (4, 4)
     with jaxquant.state.by_hand():
         kind = nnx.variablelib.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
@@ -285,12 +291,12 @@ def test_state_of_an_op_is_differentiated_by_hand_or_not_at_all():
 
 
 def test_experts_read_the_dtypes_of_a_grouped_matmul(tmp_path):
-    quant = jaxquant.configure_quantization({"quantization": "fp8"})
+    quant = maxtext.configure_quantization({"quantization": "fp8"})
     sides = quant.quant_dg.fwd.dg_quantizer
     assert sides.lhs.numerics.get_dtype() == sides.rhs.numerics.get_dtype() == jnp.float8_e4m3fn
     file = tmp_path / "mixed.json"
     file.write_text('{"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4, "a_bits": 8, "tile_size": 2}}')
-    quant = jaxquant.configure_quantization(
+    quant = maxtext.configure_quantization(
         {"quantization": "intmp", "quant_cfg_path": str(file), "quant_backend": "native"}
     )
     entries = quant.quant_dg
@@ -308,7 +314,7 @@ def test_switches_and_calibrations_of_maxtexts_qwix_rules():
     fields = {"quantize_router_proj": False, "quantize_logits_proj": True, "quantize_mtp": True}
     methods = {"drhs_grad_quantization": "fixed,1", "logits_proj_quant": "fixed,2"}
     fields |= {f"{name}_calibration_method": method for name, method in methods.items()}
-    rules = jaxquant.get_quantization_rule(program(quantization="fp8_full", use_qwix_quantization=True, **fields))
+    rules = maxtext.get_quantization_rule(program(quantization="fp8_full", use_qwix_quantization=True, **fields))
     assert [rule.module_path for rule in rules] == ["decoder/logits_dense", ".*/gate", f"{LAYERS}|mtp_block/.*"]
     assert rules[1].weight_qtype is None
     assert [rule.weight_calibration_method for rule in rules[::2]] == ["fixed,2", "absmax"]
@@ -316,11 +322,11 @@ def test_switches_and_calibrations_of_maxtexts_qwix_rules():
 
 
 def test_qwix_rules_under_maxtexts_names():
-    rules = jaxquant.get_quantization_rule({"quantization": "fp8_full", "rules": [{"path": ".*gate", "recipe": None}]})
+    rules = maxtext.get_quantization_rule({"quantization": "fp8_full", "rules": [{"path": ".*gate", "recipe": None}]})
     assert [rule.module_path for rule in rules] == [".*gate", ".*/gate", LAYERS]
     assert [rule.weight_qtype for rule in rules] == [None, None, jnp.float8_e4m3fn]
-    assert jaxquant.get_qt_provider({"quantization": ""}) is None
-    assert type(jaxquant.get_qt_provider({"quantization": "fp8_full"})).__name__ == "QtProvider"
+    assert maxtext.get_qt_provider({"quantization": ""}) is None
+    assert type(maxtext.get_qt_provider({"quantization": "fp8_full"})).__name__ == "QtProvider"
 
 
 @pytest.mark.parametrize(
@@ -332,9 +338,9 @@ def test_qwix_rules_under_maxtexts_names():
     ],
 )
 def test_static_scales(dtype, method, scale):
-    assert jaxquant.get_static_scale(dtype, method) == pytest.approx(scale)
+    assert maxtext.get_static_scale(dtype, method) == pytest.approx(scale)
     x = jnp.asarray([[0.1, -0.55], [1000.0, 0.0]])
-    quantized = jaxquant.manual_quantize(x, dtype, method)
+    quantized = maxtext.manual_quantize(x, dtype, method)
     assert quantized.qvalue.dtype == dtype
     assert quantized.scale.shape == (1, 1)
     np.testing.assert_allclose(quantized.scale, scale, rtol=1e-6)
@@ -343,12 +349,12 @@ def test_static_scales(dtype, method, scale):
 @pytest.mark.parametrize("method", ["fixed,0", "fixed,-1,2", "fixed", "absmax", None])
 def test_other_calibrations_have_no_static_scale(method):
     with pytest.raises(ValueError, match="calibration"):
-        jaxquant.get_static_scale(jnp.int8, method)
+        maxtext.get_static_scale(jnp.int8, method)
 
 
 @pytest.mark.parametrize(("dtype", "bound", "most"), [("int8", 127.5, 127), ("int4", 7.5, 7), ("fp8", 448, 448)])
 def test_kv_quant_casts_symmetrically_and_keeps_rows_of_zeros(dtype, bound, most):
-    quant = jaxquant.configure_kv_quant(program(quantize_kvcache=True, kv_quant_dtype=dtype, kv_quant_axis="dkv"))
+    quant = maxtext.configure_kv_quant(program(quantize_kvcache=True, kv_quant_dtype=dtype, kv_quant_axis="dkv"))
     assert isinstance(quant, KVQuant)
     kv = jnp.asarray([[[[-3.0, 3.0, 1.0]], [[0.0, 0.0, 0.0]]]])
     value, absmax = quant.quantize(kv, ("cache_batch", "cache_sequence", "cache_heads", "cache_kv"))
@@ -356,4 +362,4 @@ def test_kv_quant_casts_symmetrically_and_keeps_rows_of_zeros(dtype, bound, most
     np.testing.assert_array_equal(value.astype(jnp.float32)[0, 0, 0, :2], [-most, most])
     np.testing.assert_array_equal(value.astype(jnp.float32)[0, 1], 0)
     assert abs(float(value[0, 0, 0, 2].astype(jnp.float32)) * 3 / bound - 1) <= 0.5 * 3 / bound + 0.07
-    assert jaxquant.configure_kv_quant(program()) is None
+    assert maxtext.configure_kv_quant(program()) is None

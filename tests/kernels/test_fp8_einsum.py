@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.kernels.fp8_einsum import reference, tpu
+from jaxquant.kernels.fp8_einsum import reference, tpu, tuning
 from jaxquant.kernels.fp8_einsum.cases import CASES, Case
 from jaxquant.kernels.fp8_einsum.tuning import fit
 from tests import numerics
@@ -50,11 +50,12 @@ def test_random_sums_are_within_the_accumulators_bound():
     assert np.all(error <= numerics.dot_bound(a, b.T))
 
 
-def test_blocks_and_vmap_change_nothing():
+def test_blocks_and_vmap_change_nothing(monkeypatch):
     case = Case((2, 128, 256, 256), rhs_major="n")
     many = jax.tree.map(lambda x: jnp.stack([x, x[..., ::-1], -x]), arguments(case))
     many["scale"] = jnp.exp2(jnp.arange(3.0)).reshape(3, 1)
-    run = jax.vmap(lambda given: tpu.matmul(**given, **options(case), interpret=True, blocks=(128, 128, 128)))
+    run = jax.vmap(lambda given: tpu.matmul(**given, **options(case), interpret=True))
+    monkeypatch.setattr(tuning, "BLOCK", (128, 128, 128))
     wanted = jax.vmap(lambda given: reference.matmul(**given, **options(case)))(many)
     np.testing.assert_array_equal(jax.jit(run)(many), wanted)
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 import jaxquant
 from jaxquant import state
+from jaxquant.compat import maxtext
 from tests.must_hold.broken import fails_when_broken
 from tests.must_hold.loop import LENGTH, op_state
 
@@ -43,7 +44,7 @@ class Handle(Linen):
     """A Linen model that plumbs the op of ``configure_quantization`` by hand, as MaxText's do."""
 
     def __init__(self) -> None:
-        op = jaxquant.configure_quantization(CONFIG).dot_general_cls()
+        op = maxtext.configure_quantization(CONFIG).dot_general_cls()
         self.model = nn.Dense(8, use_bias=False, dot_general_cls=op)
         self.params, self.state = state.split(self.model.init(jax.random.key(1), X))
 

@@ -50,7 +50,7 @@ NET = chain(first=16, second=16)
 
 def check_alike() -> None:
     """A rule for the second of two layers that look alike reaches it, and not the first."""
-    assert [layer.path for layer in jaxquant.linear_layers(Alike(), X)] == ["first", "second"]
+    assert [layer.path for layer in jaxquant.describe_layers(Alike(), "", X)] == ["first", "second"]
     config = NATIVE | {"rules": [{"path": "second", "recipe": "int8"}]}
     model = jaxquant.maybe_quantize_model(Alike(), config, X)
     variables = jax.jit(model.init)(jax.random.key(1), X)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxquant import RECIPES, terminal
 from jaxquant.__main__ import main
-from jaxquant.aot.__main__ import print_and_write
+from jaxquant.aot.command import print_and_write
 
 ROOT = Path(__file__).parents[2]
 CI = Path(__file__).parents[2] / "configs/models/ci.yml"
@@ -70,7 +70,7 @@ def test_coverage_that_is_not_as_asked_is_status_1(capsys, monkeypatch):
 
 
 SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
-MODULES = ("train", "benchmarks", "jaxquant", "jaxquant.audit", "jaxquant.aot")
+MODULES = ("train", "benchmarks", "jaxquant")
 
 
 WITHOUT_EXTRAS = """

@@ -79,7 +79,7 @@ MISSING = "error: the training program 'train.audit:program' is in a checkout of
 
 
 @pytest.mark.parametrize(
-    "words", [["jaxquant", "coverage"], pytest.param(["jaxquant.audit"], marks=pytest.mark.aot)], ids=" ".join
+    "words", [["jaxquant", "coverage"], pytest.param(["jaxquant", "audit"], marks=pytest.mark.aot)], ids=" ".join
 )
 def test_what_reads_a_config_asks_for_a_checkout(site: Path, beside: Path, words: list[str]):
     done = command(beside, site, *words, "own.yml")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.tree_util import DictKey
 
-from jaxquant import match_aqt_and_unquantized_param, remove_quantized_params
+from jaxquant.compat.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
 from jaxquant.core.qtensor import QTensor, is_tensor
 
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
 from jaxquant.kernels.fp8_einsum.reference import NAME, Major, rescale, sum_dtype
-from jaxquant.kernels.fp8_einsum.tuning import VMEM_BYTES, Blocks, blocks_for
+from jaxquant.kernels.fp8_einsum.tuning import VMEM_BYTES, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
 
@@ -28,19 +28,17 @@ def matmul(
     lhs_major: Major = "k",
     rhs_major: Major = "k",
     interpret: bool = False,
-    blocks: Blocks | None = None,
 ) -> Float[Array, "B M N"]:
     """Compute what ``reference.matmul`` does. A depth that blocks do not divide is filled with zeros.
 
     Args:
       lhs, rhs, scale, left, right, out_dtype, accumulator, lhs_major, rhs_major: as the reference takes them.
       interpret: whether to run without a TPU.
-      blocks: what one program multiplies; None chooses (``tuning``).
     """
     B = lhs.shape[0]
     M, K = lhs.shape[1:] if lhs_major == "k" else lhs.shape[:0:-1]
     N = rhs.shape[1 if rhs_major == "k" else 2]
-    block_m, block_n, block_k = blocks or blocks_for(M, N, K)
+    block_m, block_n, block_k = blocks_for(M, N, K)
     lhs, rhs = _deepened(lhs, lhs_major, block_k), _deepened(rhs, rhs_major, block_k)
     (lhs, rhs, scale, left, right), result = vary_alike(lhs, rhs, scale, left, right)
     lhs_map = (lambda b, i, j, k: (b, i, k)) if lhs_major == "k" else (lambda b, i, j, k: (b, k, i))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
@@ -27,8 +27,6 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, cut: int 
         return f"the quantize kernel reads float32 and bfloat16, not {x.dtype.name}"
     if not x.size or not x.ndim:
         return f"the quantize kernel takes no tensor of shape {x.shape}"
-    if scale.size != 1:
-        return f"the quantize kernel takes one scale, not {scale.shape} of {x.shape}"
     if why := cut_refusal(x, scale) or platform_refusal("quantize", x):
         return why
     if platform_of(x) != "gpu":
@@ -45,10 +43,9 @@ def _matrix(shape: tuple[int, ...], cut: int | None) -> tuple[int, int]:
 
 def quantize(
     x: Float[Array, "*shape"],
-    scale: Float[Array, "*counts"],
+    scale: Float[Array, "*ones"],
     *,
     dtype: str,
-    seeds: UInt32[Array, " 2"] | None = None,
     compute_dtype: str = "float32",
     cut: int | None = None,
 ) -> tuple[Shaped[Array, "*shape"], Shaped[Array, "*shape"], Float[Array, ""]]:
@@ -57,24 +54,21 @@ def quantize(
     Args:
       x: float32 or bfloat16.
       scale: one float32 number.
-      dtype, seeds, compute_dtype: as ``reference.quantize`` takes them.
+      dtype, compute_dtype: as ``reference.quantize`` takes them.
       cut: axis that comes first in the memory of the copy, with those after it; None makes no copy, and the elements
-        stand for it.
+        stand for it. Only GPUs have a kernel that writes a copy.
     """
-    (matrix, scales, seeds), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1), seeds)
-    options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype, "transposed": cut is not None}
-    noise = () if seeds is None else (seeds,)
-
-    def on(run: Any, **more: Any) -> Any:
-        return lambda x, scale, *noise: run(x, scale, seeds=noise[0] if noise else None, **options, **more)
-
-    tpu = module("quantize", "tpu")
-    where = {"tpu": on(tpu.quantize)}
-    if interpretable(matrix):
-        where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
+    (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1))
+    on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)
+    copies, where = {"transposed": cut is not None}, {}
+    if cut is None:
+        tpu = module("quantize", "tpu")
+        where["tpu"] = on(tpu.quantize)
+        if interpretable(matrix):
+            where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
     if platform_of(x) == "gpu":
-        where["cuda"] = on(module("quantize", "gpu").quantize)
-    out = jax.lax.platform_dependent(matrix, scales, *noise, **where, default=on(reference.quantize))
+        where["cuda"] = on(module("quantize", "gpu").quantize, **copies)
+    out = jax.lax.platform_dependent(matrix, scales, **where, default=on(reference.quantize, **copies))
     q = out.q.reshape(x.shape)
     if cut is None:
         return q, q, out.amax

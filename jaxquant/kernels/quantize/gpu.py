@@ -1,7 +1,7 @@
 """``quantize`` on Hopper: one read of x writes q, its transposed copy and the amax (Mosaic GPU).
 
 A program takes a strip of tiles: TMA brings the next tile and takes the last one away while one is cast. The transposed
-copy is read from the quantized tile in shared memory, so nothing is divided or drawn twice.
+copy is read from the quantized tile in shared memory, so nothing is divided twice.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float
 
 from jaxquant.core.dtypes import Element, element
-from jaxquant.core.rounding import saturating_cast_in_kernel, stochastic_round, uniform
+from jaxquant.core.rounding import saturating_cast_in_kernel
 from jaxquant.kernels import DTYPES, mosaic_gpu
 from jaxquant.kernels.platforms import MOST_BLOCKS
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
@@ -63,7 +63,6 @@ def quantize(
     scale: Float[Array, "1 1"],
     *,
     dtype: str,
-    seeds: UInt32[Array, " 2"] | None = None,
     transposed: bool = False,
     compute_dtype: str = "float32",
     interpret: bool = False,
@@ -71,16 +70,13 @@ def quantize(
     """Compute what ``reference.quantize`` does, for what ``refusal`` does not refuse. The amax is NaN where x has one.
 
     Args:
-      x, scale, dtype, seeds, transposed, compute_dtype: as the reference takes them.
+      x, scale, dtype, transposed, compute_dtype: as the reference takes them.
       interpret: whether to run without a GPU.
     """
     M, N = x.shape
-    noisy = seeds is not None
     steps = math.gcd(N // TILE_N, STEPS)
     strips = N // TILE_N // steps
-    kernel = functools.partial(
-        _kernel, steps=steps, noisy=noisy, transposed=transposed, kind=element(dtype), compute=compute_dtype
-    )
+    kernel = functools.partial(_kernel, steps=steps, transposed=transposed, kind=element(dtype), compute=compute_dtype)
     # jax 0.10 reads no swizzled memory across.
     layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.NEW or not transposed else {}
     tiles = [plgpu.SMEM((2, TILE_M, TILE_N), jnp.dtype(dtype), **layout)]
@@ -88,7 +84,7 @@ def quantize(
         tiles.append(plgpu.SMEM((2, TILE_N, TILE_M), jnp.dtype(dtype), **mosaic_gpu.swizzled(TILE_N, TILE_M, 1)))
     q, *q_t, amax = mosaic_gpu.call(
         kernel,
-        (x, scale.astype(compute_dtype).astype(jnp.float32).reshape(-1), seeds),
+        (x, scale.astype(compute_dtype).astype(jnp.float32).reshape(-1)),
         [((M, N), dtype), *([((N, M), dtype)] * transposed), ((strips, M), jnp.int32)],
         scratch_types=tiles,
         grid=(M // TILE_M, strips),
@@ -99,13 +95,11 @@ def quantize(
     return Quantized(q, q_t[0] if transposed else None, lax.bitcast_convert_type(jnp.max(amax), jnp.float32))
 
 
-def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, transposed: bool, **cast: Any) -> None:
+def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool, **cast: Any) -> None:
     """Quantize a strip; write the largest magnitude of each of its rows, as an integer."""
-    seeds = [refs[0][n] for n in range(2)] if noisy else None
-    *out_refs, amax_ref = refs[noisy : noisy + transposed + 2]
-    tiles = refs[noisy + transposed + 2 :]
+    *out_refs, amax_ref = refs[: transposed + 2]
+    tiles = refs[transposed + 2 :]
     i, j = lax.axis_index("rows"), lax.axis_index("strip")
-    columns = x_ref.shape[1]
 
     def step(indices: tuple[Any], x_tile: Any, amax: Array) -> Array:
         column = j * steps + indices[0]
@@ -113,7 +107,7 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, tra
         slot = lax.rem(indices[0], 2)
         x = mosaic_gpu.load(x_tile, _REGISTERS).astype(jnp.float32)
         magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
-        q = _cast(x, scale_ref, seeds, start, columns, **cast)
+        q = _cast(x, scale_ref, **cast)
         plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # what this slot held two tiles ago is gone
         tiles[0].at[slot][...] = q
         plgpu.commit_smem()
@@ -136,30 +130,15 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, tra
     plgpu.wait_smem_to_gmem(0)
 
 
-def _cast(x: Array, scale_ref: Any, seeds: Any, start: Any, columns: int, *, kind: Element, compute: str) -> Array:
+def _cast(x: Array, scale_ref: Any, *, kind: Element, compute: str) -> Array:
     """Cast a tile, as ``core.rounding`` does.
 
     Args:
       x: the tile, in float32.
       scale_ref: the scale, in global memory.
-      seeds: the two words of the noise, or None.
-      start: row and column of the tile in the matrix.
-      columns: of the matrix.
       kind: what to cast to.
       compute: dtype of the division.
     """
     # A quotient in float32 rounded to bfloat16 is the quotient in bfloat16.
     x = (x.astype(compute).astype(jnp.float32) / scale_ref[0]).astype(compute).astype(jnp.float32)
-    if seeds is None:
-        return saturating_cast_in_kernel(x, kind)
-    row, column = (
-        plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=_REGISTERS) + start[axis] for axis in range(2)
-    )
-    index = row.astype(jnp.uint32) * jnp.uint32(columns) + column.astype(jnp.uint32)
-    return stochastic_round(x, uniform(index, seeds[0], seeds[1]), kind, _floor)
-
-
-def _floor(x: Array) -> Array:
-    """Mosaic GPU rounds to nearest alone."""
-    near = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jnp.where(near > x, near - 1.0, near)
+    return saturating_cast_in_kernel(x, kind)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import absolute
 from jaxquant.kernels import KERNEL_PREFIX
 
@@ -37,26 +37,20 @@ def quantize(
     scale: Float[Array, "1 1"],
     *,
     dtype: str,
-    seeds: UInt32[Array, " 2"] | None = None,
     transposed: bool = False,
     compute_dtype: str = "float32",
 ) -> Quantized:
     """Compute ``q = cast(x / scale)``, saturating, its transposed copy and ``amax = max|x|``.
 
+    The cast rounds to nearest, ties to even.
+
     Args:
       x: float32 or bfloat16.
       scale: float32, of shape (1, 1).
       dtype: int8, float8_e4m3fn or float8_e5m2.
-      seeds: for stochastic rounding, from ``noise_seeds``; the noise of an element is that of its index in x. None
-        rounds to nearest, ties to even.
       transposed: whether to return ``q_t``.
       compute_dtype: dtype of the division, float32 or bfloat16.
     """
-    scaled = x.astype(compute_dtype) / scale.astype(compute_dtype)
-    if seeds is None:
-        q = saturating_cast(scaled, element(dtype))
-    else:
-        index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
-        q = stochastic_round(scaled, uniform(index, seeds[0], seeds[1]), element(dtype))
+    q = saturating_cast(x.astype(compute_dtype) / scale.astype(compute_dtype), element(dtype))
     amax = jnp.max(absolute(x)) if x.size else jnp.zeros((), x.dtype)
     return Quantized(q, q.T if transposed else None, amax.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""``quantize`` on TPUs: one read of x writes q, its transposed copy and the amax."""
+"""``quantize`` on TPUs: one read of x writes q and the amax."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.rounding import saturating_cast_in_kernel, stochastic_round, uniform
+from jaxquant.core.rounding import saturating_cast_in_kernel
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
-from jaxquant.kernels.quantize.tuning import LANES, ROWS, Blocks, blocks_for
+from jaxquant.kernels.quantize.tuning import ROWS, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
 _SUBLANES = 8
@@ -25,75 +25,53 @@ def quantize(
     scale: Float[Array, "1 1"],
     *,
     dtype: str,
-    seeds: UInt32[Array, " 2"] | None = None,
-    transposed: bool = False,
     compute_dtype: str = "float32",
     interpret: bool = False,
     in_steps: bool = True,
-    blocks: Blocks | None = None,
 ) -> Quantized:
-    """Compute what ``reference.quantize`` does.
+    """Compute what ``reference.quantize`` does, without a transposed copy.
 
     The amax is NaN where x has one: magnitudes are compared as integers, among which a NaN is above infinity.
 
     Args:
-      x, scale, dtype, seeds, transposed, compute_dtype: as the reference takes them.
+      x, scale, dtype, compute_dtype: as the reference takes them.
       interpret: whether to run without a TPU.
       in_steps: whether a block is read a few rows at a time, as suits a TPU's registers.
-      blocks: what one program loads; None chooses (``tuning``).
     """
     M, N = x.shape
-    block_m, block_n = blocks or blocks_for((M, N), transposed)
-    noisy = seeds is not None
-    (x, scale, seeds), result = vary_alike(x, scale, seeds.reshape(1, 2) if noisy else None)
+    block_m, block_n = blocks_for((M, N))
+    (x, scale), result = vary_alike(x, scale)
     of_x = pl.BlockSpec((block_m, block_n), lambda i, j: (i, j))
     of_one = pl.BlockSpec((1, 1), lambda i, j: (0, 0), memory_space=pltpu.SMEM)
-    in_specs, out_specs = [of_x, of_one], [of_x, of_one]
-    out_shape = [result((M, N), dtype), result((1, 1), jnp.int32)]
-    if noisy:
-        in_specs.append(pl.BlockSpec((1, 2), lambda i, j: (0, 0), memory_space=pltpu.SMEM))
-    if transposed:
-        out_specs.append(pl.BlockSpec((block_n, block_m), lambda i, j: (j, i)))
-        out_shape.append(result((N, M), dtype))
-    kernel = functools.partial(
-        _kernel,
-        shape=(M, N),
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        noisy=noisy,
-        transposed=transposed,
-        in_steps=in_steps,
-    )
-    q, amax, *q_t = pl.pallas_call(
-        kernel,
+    q, amax = pl.pallas_call(
+        functools.partial(_kernel, shape=(M, N), dtype=dtype, compute_dtype=compute_dtype, in_steps=in_steps),
         grid=(pl.cdiv(M, block_m), pl.cdiv(N, block_n)),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
+        in_specs=[of_x, of_one],
+        out_specs=[of_x, of_one],
+        out_shape=[result((M, N), dtype), result((1, 1), jnp.int32)],
         scratch_shapes=[pltpu.VMEM((_SUBLANES, block_n), jnp.int32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name=NAME,
-    )(*(each for each in (x, scale, seeds) if each is not None))
-    return Quantized(q, q_t[0] if q_t else None, jax.lax.bitcast_convert_type(amax.reshape(()), jnp.float32))
+    )(x, scale)
+    return Quantized(q, None, jax.lax.bitcast_convert_type(amax.reshape(()), jnp.float32))
 
 
 def _kernel(
     x_ref: Any,
     scale_ref: Any,
-    *given: Any,
+    q_ref: Any,
+    amax_ref: Any,
+    largest_ref: Any,
+    *,
     shape: tuple[int, int],
     dtype: str,
     compute_dtype: str,
-    noisy: bool,
-    transposed: bool,
     in_steps: bool,
 ) -> None:
-    seeds_ref, *refs = given if noisy else (None, *given)
-    q_ref, amax_ref, *across_ref, largest_ref = refs
     i, j = pl.program_id(0), pl.program_id(1)
     block_m, block_n = x_ref.shape
-    rows = (LANES if transposed else ROWS) if in_steps else block_m
+    rows = ROWS if in_steps else block_m
     is_ragged = bool(shape[0] % block_m or shape[1] % block_n)
 
     @pl.when((i == 0) & (j == 0))
@@ -103,21 +81,14 @@ def _kernel(
     def step(k: Any, largest: Array) -> Array:
         part = pl.ds(pl.multiple_of(k * rows, rows), rows) if in_steps else slice(None)
         x = x_ref[part, :].astype(jnp.float32)
-        down = i * block_m + k * rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        across = j * block_n + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
         if is_ragged:
+            down = i * block_m + k * rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            across = j * block_n + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
             bits = jnp.where((down < shape[0]) & (across < shape[1]), bits, 0)
         largest = jnp.maximum(largest, bits.reshape(-1, _SUBLANES, block_n).max(axis=0))
         scaled = _rounded(_rounded(x, compute_dtype) / _rounded(scale_ref[0, 0], compute_dtype), compute_dtype)
-        if seeds_ref is None:
-            q = saturating_cast_in_kernel(scaled, element(dtype))
-        else:
-            index = (down * shape[1] + across).astype(jnp.uint32)
-            q = stochastic_round(scaled, uniform(index, seeds_ref[0, 0], seeds_ref[0, 1]), element(dtype))
-        q_ref[part, :] = q
-        if transposed:
-            across_ref[0][:, part] = q.T
+        q_ref[part, :] = saturating_cast_in_kernel(scaled, element(dtype))
         return largest
 
     before = largest_ref[...]

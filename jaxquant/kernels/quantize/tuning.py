@@ -7,18 +7,15 @@ Blocks = tuple[int, int]
 
 ROWS = 32
 """Rows of a tile of 8-bit numbers: blocks have a multiple of it."""
-LANES = 128
 BLOCK: Blocks = (512, 1024)
 
 
-def blocks_for(shape: tuple[int, int], transposed: bool) -> Blocks:
+def blocks_for(shape: tuple[int, int]) -> Blocks:
     """Choose the block of a matrix: whole tiles, whole rows where these are short.
 
     Args:
       shape: of the matrix.
-      transposed: whether a transposed copy is written, whose tiles lie across.
     """
     M, N = shape
-    step = LANES if transposed else ROWS
-    rows = min(BLOCK[0], -(-M // step) * step)
+    rows = min(BLOCK[0], -(-M // ROWS) * ROWS)
     return rows, min(N, BLOCK[1])

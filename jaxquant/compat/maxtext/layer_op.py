@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jaxquant.backends import RANDOM_STREAM, Backend
 from jaxquant.backends._weights import check_converted, never_seen
 from jaxquant.backends.base import Given
+from jaxquant.compat.maxtext.stored import freeze, thaw
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.quant_state import SPARSITY, LayerState
@@ -117,7 +118,9 @@ class LayerOp(nn.Module):
                 f"{layer_name(self.layer)} converts and the collection {COLLECTION!r} cannot be written; apply the "
                 f"model with mutable=[{COLLECTION!r}]"
             )
-        frozen, _ = self.backend.freeze(self.recipe, ConvertedKernel(tensor, kernel.dtype.name), dims.rhs_contract, ())
+        frozen, _ = freeze(
+            self.backend.name, self.recipe, ConvertedKernel(tensor, kernel.dtype.name), dims.rhs_contract, ()
+        )
         self.put_variable(COLLECTION, STORED, {"frozen": frozen} | ({} if scale is None else {INPUT_SCALE: scale}))
 
     def _read(self, kernel: Array, dims: Dimensions) -> ConvertedKernel:
@@ -128,7 +131,7 @@ class LayerOp(nn.Module):
             zeros = wanted.replace(lambda _, part: jnp.zeros(part.shape, part.dtype))
             values = {} if scale is None else {INPUT_SCALE: jnp.zeros(scale.shape, scale.dtype)}
             as_stored = ConvertedKernel(zeros, kernel.dtype.name)
-            frozen, names = self.backend.freeze(self.recipe, as_stored, axes, self.mesh_axes)
+            frozen, names = freeze(self.backend.name, self.recipe, as_stored, axes, self.mesh_axes)
             frozen = _named(frozen, names, self.quantization.replicate_scale) if names else frozen
             self.put_variable(COLLECTION, STORED, {"frozen": frozen, **values})
         stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
@@ -138,7 +141,7 @@ class LayerOp(nn.Module):
                 f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
                 f"mutable=[{COLLECTION!r}]"
             )
-        tensor, found = self.backend.thaw(stored["frozen"], kernel.ndim, axes), stored.get(INPUT_SCALE)
+        tensor, found = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes), stored.get(INPUT_SCALE)
         check_converted(self.layer, _describe(tensor, found), repr(self.recipe.name), _describe(wanted, scale))
         return ConvertedKernel(tensor, kernel.dtype.name, found)
 

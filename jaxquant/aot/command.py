@@ -1,4 +1,4 @@
-"""``python -m jaxquant.audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a step.
+"""``python -m jaxquant audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a step.
 
 The chip need not be here. The training step is compiled as configured and with ``quantization=`` laid over it; both are
 printed side by side, and written as JSON and markdown. ``--strings fp8 int8`` does so for several config strings, with
@@ -24,11 +24,11 @@ from jaxquant.aot.memory import largest_batch
 from jaxquant.aot.plugin import PROGRAM
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
-NAME = "python -m jaxquant.audit"
+NAME = "python -m jaxquant audit"
 
 
-def _parse(arguments: Sequence[str] | None, name: str = NAME) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=NAME, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
@@ -52,17 +52,16 @@ def _parse(arguments: Sequence[str] | None, name: str = NAME) -> argparse.Namesp
     return parser.parse_intermixed_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-      arguments: the command line; None is that of the process.
-      name: what was called, for its usage.
+      arguments: words after ``audit``.
 
     Returns:
       0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
     """
-    options = _parse(arguments, name)
+    options = _parse(arguments)
 
     def run() -> int:
         if options.largest_batch is not None:
@@ -139,7 +138,3 @@ def print_and_write(text: str, data: str, folder: str, stem: str) -> int:
             path.write_text(content, encoding="utf-8")
             print(path)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""MaxText's names beside ``configure_quantization`` and ``maybe_quantize_model``, and what its config says."""
+"""maybe_quantize_model for MaxText's config, its Qwix rules, scales and key/value cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxquant.backends import load
+from jaxquant.compat.maxtext.handle import Quantization, QuantMode, refuse_accumulation
 from jaxquant.config.quant_config import HEAD, KV_ELEMENTS, QuantConfig, is_program_config
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.dtypes import element
@@ -19,13 +21,48 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import saturating_cast
-from jaxquant.inject.handle import Quantization
+from jaxquant.inject.model import Model, quantize_model
+from jaxquant.inject.model import maybe_quantize_model as quantize_any
 from jaxquant.inject.nnx import copy_model
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
 LAYERS = "decoder/.*layers.*"
 """The modules that MaxText's Qwix rules reach: the decoder's layers, without embedding, norms and head."""
+
+
+def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Model:
+    """Return a model whose linear layers run in the low precision that a program's config asks for.
+
+    The example inputs are the shapes of the program's batch, and what the config says of caches and checkpoints is the
+    program's own part. A model that holds the handle of ``configure_quantization`` comes back as it is in the handle's
+    modes "convert" and "serve". In "train" it is quantized like any other, on the handle's backend, and the handle's
+    ops in it are float.
+
+    Args:
+      model: a Linen or NNX module.
+      config: MaxText's, or another object with the fields; anything else, as ``jaxquant.maybe_quantize_model``.
+      example_inputs, example_kwargs: as in ``jaxquant.maybe_quantize_model``.
+
+    Raises:
+      ValueError: quant state under gradient accumulation, or as ``jaxquant.maybe_quantize_model``.
+      TypeError, NotImplementedError: as ``jaxquant.maybe_quantize_model``.
+    """
+    if not is_program_config(config):
+        return quantize_any(model, config, *example_inputs, **example_kwargs)
+    if not (example_inputs or example_kwargs):
+        example_inputs, example_kwargs = example_of(model, config)
+    program, config = config, QuantConfig.from_any(config)
+    handle = handle_of(model) if isinstance(model, (nn.Module, nnx.Module)) else None
+    if handle is not None:
+        if handle.quant_mode is not QuantMode.TRAIN:
+            return model
+        if handle.backend != config.resolved_backend:
+            config = dataclasses.replace(config, quant_backend=handle.backend)
+        model = without_op_state(model) if isinstance(model, nnx.Module) else model  # pyright: ignore[reportAssignmentType]
+    if (resolver := config.resolver()) is not None:
+        refuse_accumulation(program, resolver)
+    return quantize_model(model, config, *example_inputs, **example_kwargs)
 
 
 def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

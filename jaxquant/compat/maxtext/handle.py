@@ -7,23 +7,23 @@ import enum
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 
 from jaxquant.backends import Backend, load
-from jaxquant.backends.base import Op
+from jaxquant.compat.maxtext.layer_op import LayerOp
+from jaxquant.compat.maxtext.stored import Op, einsum_holds, forward_config, op_name
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.mixed_precision import DEFAULT
 from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.faces import at_work, einsum_out_features
-from jaxquant.inject.layer_op import LayerOp
-from jaxquant.ops.einsum import plan_einsum
+from jaxquant.inject.faces import at_work
+from jaxquant.ops.einsum import contract_einsum
 from jaxquant.state.watch import STATELESS, require_hand
 
 
@@ -102,10 +102,10 @@ class Quantization:
         Of ``intmp`` a dictionary of regex to (config, tile size), with the default under ``"__default__"``.
         """
         if self.base is not None and self.base.name != "intmp" and not self.resolver.patterns:
-            return self.made_by.forward_config(self.base)
+            return forward_config(self.backend, self.base)
         entries = {DEFAULT: self.base, **dict(self.resolver.patterns)}
         return {
-            pattern: (None if recipe is None else self.made_by.forward_config(recipe), _tile_size(recipe))
+            pattern: (None if recipe is None else forward_config(self.backend, recipe), _tile_size(recipe))
             for pattern, recipe in entries.items()
         }
 
@@ -149,7 +149,7 @@ class Quantization:
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
         """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
-        return _renamed(kind, self.made_by.op_name(op, self.base))
+        return _renamed(kind, op_name(self.backend, op, self.base))
 
 
 @functools.cache
@@ -235,14 +235,29 @@ class _Einsum(_ByPath):
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
-        out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
-        op = self._op(out_features, lhs, rhs, name=self.quantization.made_by.einsum_holds)
+        out_features = _einsum_out_features(equation, rhs.shape)
+        op = self._op(out_features, lhs, rhs, name=einsum_holds(self.quantization.backend))
         if op is None:
             return jax.numpy.einsum(equation, lhs, rhs, **options)
         lhs, rhs = self._watch(op, lhs, rhs)
-        plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
-        lhs, rhs = plan.summed(lhs, rhs, equation, self.quantization.quant_mode is not QuantMode.TRAIN)
-        return jax.numpy.transpose(op(lhs, rhs, plan.dimension_numbers, **options), plan.permutation)
+        dot = lambda lhs, rhs, numbers, _: op(lhs, rhs, numbers, **options)  # noqa: E731
+        is_converted = self.quantization.quant_mode is not QuantMode.TRAIN
+        return contract_einsum(equation, (lhs, rhs), dot, is_converted=is_converted, **options)
+
+
+def _einsum_out_features(equation: str, shape: Sequence[int]) -> int:
+    """Count the outputs of an einsum with a weight: the product of the weight's axes that only the result shares.
+
+    Args:
+      equation: with the weight second.
+      shape: of the weight.
+    """
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    before, _, after = right.partition("...")
+    labels = [*before, *["..."] * (len(shape) - len(before) - len(after)), *after]
+    kept = [label not in left and (label in out or not arrow) for label in labels]
+    return math.prod(size for size, is_kept in zip(shape, kept, strict=False) if is_kept)
 
 
 def _tile_size(recipe: Recipe | None) -> int:

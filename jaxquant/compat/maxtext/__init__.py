@@ -1,0 +1,17 @@
+"""MaxText's module of quantization: ``from jaxquant.compat import maxtext as quantizations`` stands in for it."""
+
+from jaxquant.compat.maxtext.handle import Quantization as Quantization
+from jaxquant.compat.maxtext.handle import QuantMode as QuantMode
+from jaxquant.compat.maxtext.handle import configure_quantization as configure_quantization
+from jaxquant.compat.maxtext.handle import get_quant_mode as get_quant_mode
+from jaxquant.compat.maxtext.handle import in_convert_mode as in_convert_mode
+from jaxquant.compat.maxtext.handle import in_serve_mode as in_serve_mode
+from jaxquant.compat.maxtext.params import match_aqt_and_unquantized_param as match_aqt_and_unquantized_param
+from jaxquant.compat.maxtext.params import remove_quantized_params as remove_quantized_params
+from jaxquant.compat.maxtext.program import KVQuant as KVQuant
+from jaxquant.compat.maxtext.program import configure_kv_quant as configure_kv_quant
+from jaxquant.compat.maxtext.program import get_qt_provider as get_qt_provider
+from jaxquant.compat.maxtext.program import get_quantization_rule as get_quantization_rule
+from jaxquant.compat.maxtext.program import get_static_scale as get_static_scale
+from jaxquant.compat.maxtext.program import manual_quantize as manual_quantize
+from jaxquant.compat.maxtext.program import maybe_quantize_model as maybe_quantize_model

@@ -1,0 +1,81 @@
+"""Names and forms of AQT's ops: names of Linen modules, the config that experts read, and stored kernels.
+
+Models that plumb ops by hand know these of AQT, so the native backend's ops have the same forms.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxquant.backends import load
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.recipe import Recipe, TensorSpec
+
+Op = Literal["dot_general", "einsum"]
+_AQT_NAMES: dict[Op, str] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsum"}
+
+
+def op_name(backend: str, op: Op, recipe: Recipe | None) -> str:
+    """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
+    native: Any = load("native")
+    return _AQT_NAMES[op] if backend == "aqt" else native.op_name(op, recipe)
+
+
+def einsum_holds(backend: str) -> str:
+    """Return the name of the ``dot_general`` that a layer's einsum holds, "" if the einsum itself is one."""
+    return f"{_AQT_NAMES['dot_general']}_0" if backend == "aqt" else ""
+
+
+def forward_config(backend: str, recipe: Recipe) -> Any:
+    """Describe the forward operands as AQT's configs do, in ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
+
+    MaxText's experts read there what their grouped matmul casts to: ``get_dtype()``, None for float.
+    """
+    if backend == "aqt":
+        from jaxquant.backends.aqt_config import to_aqt
+
+        return to_aqt(recipe)
+    sides = {side: types.SimpleNamespace(numerics=_numerics(recipe.resolve("fwd", side))) for side in ("lhs", "rhs")}
+    return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=types.SimpleNamespace(**sides)))
+
+
+def freeze(
+    backend: str, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
+) -> tuple[Any, Sequence[str | None]]:
+    """Return a converted kernel as it is stored, AQT's own tensor for its backend, and the names of its axes.
+
+    Args:
+      backend: key of ``BACKENDS``.
+      recipe: all numbers.
+      kernel: the kernel.
+      axes: its contraction axes.
+      names: names of all of its axes. A tiled axis keeps its name on the part inside the tile.
+    """
+    if backend != "aqt":
+        return kernel.tensor, names
+    from jaxquant.backends import aqt
+
+    cut = () if aqt.tile_size(recipe) is None else axes
+    inner = [part for axis, name in enumerate(names) for part in ((None, name) if axis in cut else (name,))]
+    return aqt.freeze(recipe, kernel, axes), inner
+
+
+def thaw(backend: str, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
+    """Return the kernel of rank ``ndim`` with contraction axes ``axes`` that ``freeze`` returned."""
+    if backend != "aqt":
+        return stored
+    from jaxquant.backends import aqt
+
+    return aqt.thaw(stored, ndim, axes)
+
+
+def _numerics(spec: TensorSpec | None) -> Any:
+    """Return what an operand is cast to, under the names of AQT's numerics."""
+    dtype = None if spec is None else jnp.dtype(spec.dtype)
+    bits = None if spec is None else element(spec.dtype).bits
+    return types.SimpleNamespace(dtype=dtype, bits=bits, get_dtype=lambda: dtype)
