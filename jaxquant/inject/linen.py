@@ -23,7 +23,7 @@ from flax import core
 from flax.core import DenyList, unfreeze
 from jax.extend.core import Literal
 
-from jaxquant.backends import load
+from jaxquant.backends.native import op_name
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import is_tensor
@@ -71,7 +71,7 @@ def missing_state(recipe: str, path: str, field: str) -> str:
 def operation_name(site: Contraction) -> str:
     """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
     assert site.recipe is not None
-    return f"{load('native').op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
+    return f"{op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
 DIALECT = Dialect(is_model=True, operation=operation_name, missing=missing_state, has_scopes=True, watch=watch.LINEN)

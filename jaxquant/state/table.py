@@ -163,9 +163,7 @@ def _rows_in(quant_state: Any) -> Iterator[tuple[str, Fields, bool]]:
 def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
     """Return tables of rows by name, as ``flax.serialization`` stores them, in the layout of others."""
     if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
-        raise ValueError(
-            f"quant state {different[0]!r} is stored or the model's, not both; restore its own model"
-        )
+        raise ValueError(f"quant state {different[0]!r} is stored or the model's, not both; restore its own model")
 
     def fill(table: Table) -> Table:
         fields = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
