@@ -49,10 +49,10 @@ def edited(quant_state: Any, change: Callable[[str, Fields], Fields]) -> Any:
     return jax.tree.map(lambda each: Tables(tuple(map(edit, each.tables))), quant_state, is_leaf=is_tables)
 
 
-def recorded(amax: Any) -> np.float32:
-    """Return what a history holds of an amax: the largest float32 with its exponent and three highest mantissa bits."""
-    bits = int(np.float32(amax).view(np.int32))
-    return np.int32(bits | 0xFFFFF).view(np.float32) if bits >> 20 else np.float32(0)
+def recorded(amax: Any) -> Any:
+    """Return what a history holds of amaxes: the largest float32 with their exponent and three mantissa bits."""
+    bits = np.asarray(amax, np.float32).view(np.int32)
+    return np.where(bits >> 20 > 0, (bits | 0xFFFFF).view(np.float32), np.float32(0))
 
 
 def assert_same_state(ours: Any, theirs: Any) -> None:
