@@ -51,7 +51,7 @@ def swapped_step(params: Any, quant_state: Any) -> Any:
 
 
 CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
-ONE_TREE = r"is (NoneType|list|tuple|Dense), not a dict nested by module name; give what init"
+NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass what init, jaxquant\.state\.split or a gradient"
 SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
 PARTS = r"params has \[.*they are swapped, or one of them is the whole variables; call merge\(params, quant_state"
 WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
@@ -59,12 +59,17 @@ FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
-    "state.update(quant_state, None)": "its gradient " + ONE_TREE,
-    "state.update(params, params)": "quant_state has no quant state, only ",
-    **{f"state.{name}(None)": ONE_TREE for name in ("strip_bins", "with_bins", "pack", "unpack", "warm")},
-    "state.split(MODEL)": "variables " + ONE_TREE,
+    "state.update(quant_state, None)": NO_STATE,
+    "state.update(params, params)": r"quant state has ArrayImpl at 'bias', not tables; .*from_flax",
+    "state.update([quant_state], observation)": NO_STATE,
+    "state.accumulate(quant_state, (observation,))": NO_STATE,
+    "state.accumulate(None, observation)": NO_STATE,
+    **{f"state.warm({each})": NO_STATE for each in ("None", "MODEL")},
+    "state.from_flax({}, quant_state)": "the model has quant state '.*', and what is restored has not; restore it into",
+    "state.split(MODEL)": "variables are Dense, not the dict of collections that model.init returns",
     **{f"state.merge({each}, quant_state)": PARTS for each in ("variables", "float_variables")},
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
+    "state.merge(params, [quant_state])": NO_STATE,
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
     "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*makes int4",
     "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "makes no quantized kernels",
@@ -105,7 +110,8 @@ def test_params_may_have_names_that_quant_state_has(given):
     params = {"uses": jnp.ones(3), "params": jnp.ones(3), "scale": jnp.ones(3), "token_uses": jnp.ones(3)}
     optax.apply_updates(params, params)
     assert state.merge(params, {}) == {"params": params}
-    of_function = {"params": {"params": params}, state.OVERWRITE_WITH_GRADIENT: {"params": given["quant_state"]}}
+    quant_state = jaxquant.quantize(lambda v, x: x @ v["params"]["w"], FP8).init({"params": {"w": X.T}}, X)
+    of_function = {"params": {"params": params}, state.OVERWRITE_WITH_GRADIENT: quant_state}
     assert state.merge(*state.split(of_function)) == of_function
     assert state.merge(params, given["quant_state"])["params"] is params
 

@@ -17,7 +17,6 @@ import jax
 import orbax.checkpoint as ocp
 import yaml
 
-from jaxquant import state as quantization_state
 from jaxquant.core.typed import to_mapping
 from jaxquant.export.sums import check_sums, write_whole
 from jaxquant.serving.placement import first_line
@@ -118,7 +117,7 @@ class Checkpoints:
             return
         if not self._folder.is_dir():
             raise OSError(f"{self._folder} is gone")
-        self._saving, stored = step, _stored(state)
+        self._saving, stored = step, state._asdict()
         # In chunks, so that `train.conversion` reads a layer of stacked ones without the others.
         arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(save_args, stored))
         position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
@@ -201,17 +200,16 @@ class Checkpoints:
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""
         try:
-            shapes = ocp.args.StandardRestore(_stored(abstract))
+            shapes = ocp.args.StandardRestore(abstract._asdict())
             found = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
             state, data_state = TrainState(**found["state"]), found["data"]["value"]
-            whole = quantization_state.with_bins(state.quant_state, abstract.quant_state)
         except Exception as error:
             # Orbax reports metadata with ValueError, KeyError or TypeError, missing files with OSError, and an array
             # that cannot be read with a bare Exception. Anything else (out of memory) is no fault of the files.
             if not isinstance(error, (ValueError, KeyError, TypeError, OSError)) and type(error) is not Exception:
                 raise
             return None, first_line(error)
-        return (state._replace(quant_state=whole), data_state), None
+        return (state, data_state), None
 
     def _discard(self, steps: Collection[int], say: Any) -> None:
         discarded = self._folder.with_name("unreadable_checkpoints")
@@ -244,11 +242,6 @@ def reason_of(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-
-
-def _stored(state: TrainState) -> dict[str, Any]:
-    """Return what is written of a state, of arrays or their shapes: the bins of quant state are zeros between steps."""
-    return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
 
 
 _RAISED_TOO = {

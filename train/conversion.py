@@ -64,10 +64,11 @@ class Parameters:
     stores: dict[str, ts.TensorStore] = dataclasses.field(repr=False)
     _folder: Path = dataclasses.field(repr=False)
 
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The variables of the decoder, as shapes."""
-        return quantization_state.merge(self.shapes["params"], self.shapes["quant_state"])
+    def variables(self, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
+        """Return the variables of the decoder: its parameters as shapes, its quant state read."""
+        _, state = quantization_state.split(jax.eval_shape(lambda: initial_variables(self.config, shape, tokens)))
+        state = map_by_path(lambda path, _: jnp.asarray(self.read(f"quant_state/{path}")), state)
+        return quantization_state.merge(self.shapes["params"], state)
 
     def read(self, path: str, *index: int) -> np.ndarray:
         """Read one array, or the part of it that an index of its leading axes names; weights in float32, as ``shapes``.
@@ -82,10 +83,6 @@ class Parameters:
                 f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
             ) from error
         return array.astype(_widened(path, array.dtype), copy=False)
-
-    def read_variable(self, path: tuple[str, ...], index: tuple[int, ...]) -> np.ndarray:
-        """Read an array by its path in the variables."""
-        return self.read("/".join(("params" if path[0] == "params" else "quant_state", *path[1:])), *index)
 
 
 def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
@@ -255,19 +252,17 @@ def convert_run(
     if names := left_out(trained, changes or {}):
         replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
         say(f"{replaced}; to keep a field, give it as key=value")
-    (_, shape, tokens), shapes = decoder_of(config), stored.variables
-    state: dict[tuple[str, ...], Any] = {}
+    _, shape, tokens = decoder_of(config)
+    shapes = stored.variables(shape, tokens)
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
     # Quant state of a recipe that the layer was not trained with comes from held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, calibration_batches, say)
-        collection = quantization_state.OVERWRITE_WITH_GRADIENT
-        state = {(collection, *path.split("/")): leaf for path, leaf in leaves_by_path(found).items()}
-        shapes[collection] = found
+        shapes = quantization_state.merge(shapes["params"], found)
     sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
-        return np.asarray(state[path])[index] if path in state else stored.read_variable(path, index)
+        return stored.read("/".join(path), *index)
 
     count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
     note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
@@ -308,11 +303,12 @@ def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Calla
       shape: of the decoder.
     """
     config = _as_trained(stored.config)
-    sites = serving.find_kernels(Decoder(shape), config, stored.variables, decoder_of(config)[2])
+    tokens = decoder_of(config)[2]
+    sites = serving.find_kernels(Decoder(shape), config, stored.variables(shape, tokens), tokens)
 
     def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
-        kernel = jnp.asarray(stored.read_variable(("params", *layer.name), index))
-        states = jax.tree.map(lambda leaf: jnp.asarray(stored.read_variable(leaf.path, index)), list(layer.states))
+        kernel = jnp.asarray(stored.read("/".join(("params", *layer.name)), *index))
+        states = jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), list(layer.states))
         return jax.tree.map(np.asarray, layer.convert(kernel, states)[0])
 
     return {path: functools.partial(convert, layer) for path, layer in sites.items()}

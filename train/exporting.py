@@ -19,10 +19,12 @@ import numpy as np
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
+from jaxquant.core.quant_state import HISTORY
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
+from jaxquant.state import rows_of
 from train.config import TrainConfig
 from train.conversion import CALIBRATION_BATCHES, calibrate_run, open_parameters, quantization_of, trained_kernels
 from train.serving import open_served
@@ -168,12 +170,13 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
     fields = to_mapping(stored.config) | plain
     calibrated: TrainConfig = build(TrainConfig, fields)
-    state = leaves_by_path(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
+    state = rows_of(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
     amax = {}
     for module, place in places(stored.config, source.shape).items():
         layer = f"{place.path.removesuffix('/kernel')}/"
-        for path, history in state.items():
-            if path.startswith(layer) and path.endswith("input_amax_history"):
+        for row, fields in state.items():
+            if row.startswith(layer) and row.endswith("/input"):
+                history = fields[HISTORY]
                 amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
     return dataclasses.replace(source, input_amax=amax)
 

@@ -28,10 +28,11 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.optim import moment_health
+from jaxquant.state.table import tables_of
 from train import processes
 from train.config import TrainConfig
 from train.metrics import Metrics
-from train.sharding import BATCH, of_any_groups
+from train.sharding import BATCH
 from train.step import Batch, Program, TrainState, example_inputs
 
 SHARE = 8
@@ -91,8 +92,7 @@ def build_health(program: Program) -> Health:
         found = monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
         return found, moment_health(state.opt_state)
 
-    state = of_any_groups(jax.tree.map(lambda x: x.sharding, program.abstract_state), program.replicated)
-    given = state, NamedSharding(mesh, BATCH)
+    given = None, NamedSharding(mesh, BATCH)
     jitted = jax.jit(measure, in_shardings=given, out_shardings=program.replicated)
     return Health(monitor.rows, sequences, jitted)
 
@@ -294,8 +294,7 @@ def _amaxes(tree: Any) -> dict[str, jax.Array]:
         amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axes).astype(jnp.float32)
         return jnp.where(jnp.isnan(x).any(axis=axes), jnp.nan, amax)
 
-    is_packed = isinstance(tree, quantization_state.PackedState)
-    leaves = leaves_by_path(quantization_state.unpack(tree) if is_packed else tree).items()
+    leaves = leaves_by_path(quantization_state.rows_of(tree) if tables_of(tree) else tree).items()
     return {path: reduce(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 

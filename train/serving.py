@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import serving
-from jaxquant import state as quantization_state
 from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
 from jaxquant.core.trees import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
@@ -102,9 +101,8 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             )
         return jnp.asarray(stored.read(path))
 
-    found = map_by_path(load, {"params": params, "quant_state": quantization_state.strip_bins(quant_state)})
-    quant_state = quantization_state.with_bins(found["quant_state"], quant_state)
-    return Served(model, found["params"], quant_state, tokenizer, config, shape, stored.step)
+    found = map_by_path(load, {"params": params, "quant_state": quant_state})
+    return Served(model, found["params"], found["quant_state"], tokenizer, config, shape, stored.step)
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:

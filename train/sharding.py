@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxquant.core.quant_state import PACKED
+from jaxquant.core.quant_state import MASK
+from jaxquant.state.table import Table, Tables, is_tables
 from train.config import TrainConfig
 
 AXES = ("data", "fsdp", "tensor")
@@ -92,24 +93,23 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     path, lie where the parameter lies.
     """
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        names = ["", "", "", *(str(getattr(key, "key", key)) for key in path)]
-        module, parameter = (names[-3], "kernel") if names[-1] == "sparsity_mask" else (names[-2], names[-1])
-        if parameter.startswith(PACKED):
-            return NamedSharding(mesh, PartitionSpec())  # as ``of_any_groups`` has it, to the letter
-        spec = parameter_spec(module, parameter, len(leaf.shape))
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        if is_tables(leaf):
+            return Tables(tuple(map(place_table, leaf.tables)))
+        names = ["", "", *(str(getattr(key, "key", key)) for key in path)]
+        return fitted(parameter_spec(names[-2], names[-1], len(leaf.shape)), leaf)
+
+    def place_table(table: Table) -> Table:
+        # Amaxes and scales are on every device, a mask lies as its kernel does: LAYER/OP/sparsity.
+        *_, module, _, _ = ("", "", *table.rows[0].split("/"))
+        spec = parameter_spec(module, "kernel", table.fields[MASK].ndim - 1) if MASK in table.fields else ()
+        fields = {name: fitted((None, *spec) if name == MASK else (), x) for name, x in table.fields.items()}
+        return dataclasses.replace(table, fields=fields)
+
+    def fitted(spec: Any, leaf: Any) -> NamedSharding:
         # What is kept of a group of moments is held whole where there are fewer groups than devices.
-        fits = (
-            axis and (axis if n % mesh.shape[axis] == 0 else None) for axis, n in zip(spec, leaf.shape, strict=True)
-        )
+        each = zip(spec, leaf.shape, strict=False)
+        fits = (axis if axis and n % mesh.shape[axis] == 0 else None for axis, n in each)
         return NamedSharding(mesh, PartitionSpec(*fits))
 
-    return jax.tree_util.tree_map_with_path(place, state)
-
-
-def of_any_groups(shardings: Any, replicated: NamedSharding) -> Any:
-    """Return the shardings of a training state as ``jax.jit`` takes them: all groups of quant state have one.
-
-    ``jaxquant.state.warm`` changes how many groups there are, and a jitted function takes the state before and after.
-    """
-    return shardings._replace(quant_state=dataclasses.replace(shardings.quant_state, groups=replicated))
+    return jax.tree_util.tree_map_with_path(place, state, is_leaf=is_tables)

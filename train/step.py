@@ -22,7 +22,7 @@ from train.config import Shape, TrainConfig
 from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
 from train.quantized import Model, make_model
-from train.sharding import BATCH, make_mesh, of_any_groups, state_shardings
+from train.sharding import BATCH, make_mesh, state_shardings
 from train.tokenizer import Tokenizer, open_tokenizer
 
 Batch = Mapping[str, Any]
@@ -30,7 +30,7 @@ Batch = Mapping[str, Any]
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds of the model: ``step`` is the number of updates made; ``quant_state`` is packed."""
+    """All that a checkpoint holds of the model: ``step`` is the number of updates made."""
 
     step: jax.Array
     params: Any
@@ -136,8 +136,8 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
     def init() -> TrainState:
         params, quant_state = model.init(key)
-        opt_state, packed = optimizer.init(params), quantization_state.pack(quant_state)
-        return TrainState(jnp.zeros((), jnp.int32), optax.tree.cast(params, config.weight_dtype), opt_state, packed)
+        opt_state, params = optimizer.init(params), optax.tree.cast(params, config.weight_dtype)
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, quant_state)
 
     def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
@@ -166,7 +166,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             grads = jax.tree.map(jnp.add, total_grads, grads)
             return (total + value, grads, quantization_state.accumulate(total_seen, seen)), None
 
-        nothing = quantization_state.nothing_seen(state.quant_state)
+        nothing = quantization_state.no_observation(state.quant_state)
         start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), nothing)
         (value, grads, seen), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
         return value, (grads, seen)
@@ -189,7 +189,10 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             # finite gradients of a finite norm are finite.
             "healthy": changes & _is_finite((updated.params, updated.quant_state)),
         }
-        return jax.tree.map(lambda new, old: jnp.where(changes, new, old), updated, state), metrics
+        chosen = (jnp.where(changes, *each) for each in zip(*map(jax.tree.leaves, (updated, state)), strict=True))
+        # Not by ``out_shardings``, whose tree would be that of a state before ``state.warm`` alone.
+        placed = map(jax.lax.with_sharding_constraint, chosen, jax.tree.leaves(shardings))
+        return jax.tree.unflatten(jax.tree.structure(state), [*placed]), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         # In micro-batches too: what fits in training fits here.
@@ -202,11 +205,9 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    shardings = of_any_groups(shardings, replicated)
-    given, made = (shardings, batch_sharding), (shardings, replicated)
     jitted_init = jax.jit(init, out_shardings=shardings)
-    jitted_step = jax.jit(step, donate_argnums=0, in_shardings=(*given, replicated), out_shardings=made)
-    jitted_evaluate = jax.jit(evaluate, in_shardings=given, out_shardings=replicated)
+    jitted_step = jax.jit(step, donate_argnums=0, in_shardings=(None, batch_sharding, replicated))
+    jitted_evaluate = jax.jit(evaluate, in_shardings=(None, batch_sharding), out_shardings=replicated)
     return Program(config, mesh, model, abstract, jitted_init, jitted_step, jitted_evaluate, loss)
 
 
@@ -242,6 +243,5 @@ def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) ->
     small = {name: x[: x.shape[0] // k] for name, x in batch.items()}
     state = program.abstract_state
     key = jax.random.key(0)
-    quant_state = quantization_state.unpack(state.quant_state)  # of which the backward pass keeps no copies
-    kept = saved_for_backward(lambda p, q: program.loss(p, q, small, key), state.params, quant_state)
+    kept = saved_for_backward(lambda p, q: program.loss(p, q, small, key), state.params, state.quant_state)
     return sum(kept.values())

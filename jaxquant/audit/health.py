@@ -33,7 +33,7 @@ from jaxquant.backends.base import Given
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quant_state import HEALTH, HISTORY, PROBE, SCALE, TENSORS, flat, nested
+from jaxquant.core.quant_state import HEALTH, HISTORY, PROBE, SCALE, TENSORS, LayerState
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
@@ -242,7 +242,7 @@ class _Taps:
     engine: Engine
     probes: Mapping[Key, Array]
 
-    def __call__(self, analysis: Analysis, consts: Any, args: list[Array], quant_state: Mapping[str, Any]) -> list[Any]:
+    def __call__(self, analysis: Analysis, consts: Any, args: list[Array], rows: Mapping[str, Any]) -> list[Any]:
         plan = analysis.plan
         decisions = self.engine.decisions or Decisions({}, {})
         if self.engine.resolver is not None:
@@ -252,23 +252,23 @@ class _Taps:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run when the health monitor's example was traced")
-        states = decisions.read_states(plan, quant_state, self.engine.dialect)
-        given = {key: state | flat({HEALTH: {PROBE: self.probes[key]}}) for key, state in states.items()}
+        states = decisions.read_states(plan, rows, self.engine.dialect)
+        given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 
 
 def _contract(
-    backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], *rest: Any
+    backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: LayerState, *rest: Any
 ) -> Array:
     """Compute a contraction as the quantized function does, or in float, and tap it."""
     if site.operation == "dot_general":
         return contract.contract(_Tapped(backend), site, eqn, operands, state, *rest)
-    own = nested(state)
+    own = dict(state)
     probe = own.pop(HEALTH)[PROBE]
     if site.recipe is _FLOAT:
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
-        out = contract.contract(backend, site, eqn, operands, flat(own), *rest)
+        out = contract.contract(backend, site, eqn, operands, own, *rest)
     # Magnitudes alone, in which all groups have the record of the whole.
     return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.audit.scales import Origin, argument
-from jaxquant.core.quant_state import NAMES
+from jaxquant.core.quant_state import FIELDS
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
@@ -74,7 +74,7 @@ def input_names(args_info: Any) -> list[Name]:
 
 
 def _is_state(name: Name) -> bool:
-    return OVERWRITE_WITH_GRADIENT in name or name[-1] in NAMES
+    return OVERWRITE_WITH_GRADIENT in name or (name[-2:-1] == ("fields",) and name[-1] in FIELDS)
 
 
 def _is_key(aval: Any) -> bool:

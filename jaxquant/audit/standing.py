@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
 from jaxquant.audit.scales import Origin
-from jaxquant.core.quant_state import BINS, HISTORY, SCALE, is_named
+from jaxquant.core.quant_state import BINS, FIELDS, HISTORY
 from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
 
@@ -52,7 +52,7 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     multiples of it, or where what was observed is squared or divided by, as norms and optimizers do. In a step that
     trains parameters it is lost where sums or multiples of what was observed take its place.
     """
-    histories = [each for each in program.inputs if each.name and is_named(each.name[-1], HISTORY)]
+    histories = [each for each in program.inputs if each.name and each.name[-1] == HISTORY]
     if not histories or not any(each.is_backward for each in labeled):
         return Standing((), ())
     results = [each for each in program.outputs if each not in histories]
@@ -73,7 +73,7 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
         faults.append(
             f"quant state {'/'.join(lost.name)!r} is overwritten with the sum of what several uses, micro-batches or "
             "devices observed of it, or a multiple, as by flax's TrainState; "
-            + (fix if any(is_named(name, BINS) for name in beside) else "amax_init 'flax' is for one use alone")
+            + (fix if BINS in beside else "amax_init 'flax' is for one use alone")
         )
     if any(_raised(readers, program.observed)):
         faults.append(
@@ -184,7 +184,7 @@ def _operands(labeled: Iterable[LabeledContraction]) -> Iterator[Value]:
 
 
 def _is_state(value: Value) -> bool:
-    return bool(value.name) and any(is_named(value.name[-1], field) for field in (BINS, HISTORY, SCALE))
+    return bool(value.name) and value.name[-1] in FIELDS
 
 
 def _is_lost(value: Value) -> bool:

@@ -22,6 +22,16 @@ Array = jax.Array
 _UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated": conv.unsupported}
 
 
+def op_name(op: Literal["dot_general", "einsum"], recipe: Recipe | None) -> str:
+    """Return the name of a layer's op: flax's for delayed scaling, so that checkpoints of its ops load."""
+    if recipe is None or recipe.delayed is None:
+        return {"dot_general": "DotGeneral", "einsum": "Einsum"}[op]
+    if op == "einsum":
+        return "Fp8Einsum"
+    is_fnuz = isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
+    return "NANOOFp8DotGeneralOp" if is_fnuz else "Fp8DirectDotGeneralOp"
+
+
 class NativeBackend(Backend):
     """The ops of ``jaxquant.ops``."""
 
@@ -32,15 +42,6 @@ class NativeBackend(Backend):
                 raise refuse(
                     self.row.title, recipe, f"{name}_lhs", "shards outside the weight gradient", "use tile_size"
                 )
-
-    def op_name(self, op: Literal["dot_general", "einsum"], recipe: Recipe | None) -> str:
-        """Return the name of a layer's op: flax's for delayed scaling, so that checkpoints of its ops load."""
-        if recipe is None or recipe.delayed is None:
-            return {"dot_general": "DotGeneral", "einsum": "Einsum"}[op]
-        if op == "einsum":
-            return "Fp8Einsum"
-        is_fnuz = isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
-        return "NANOOFp8DotGeneralOp" if is_fnuz else "Fp8DirectDotGeneralOp"
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""

@@ -1,23 +1,19 @@
 """Delayed scaling: a tensor is scaled by the largest amax of past steps, kept in an amax history.
 
 State of one tensor: ``scale`` (f32, shape (1,), starts at 1), ``amax_history`` (f32, shape (length,), zeros) and,
-except in flax mode, ``amax_bins`` (f32, shape (3, 2048), zeros). At a step, with a the largest entry of the history
+except in flax mode, ``amax_bins`` (f32, shape (1, 2048), zeros). At a step, with a the largest entry of the history
 *before* the step: the scale becomes ``a / max · 2**margin``, the tensor is quantized with it, the history rolls by −1
 and slot 0 takes this step's amax. In ``warmup`` mode a history without entries gives way to the tensor's own amax
 (``scale`` stays what it is, since each use has its own), and an amax that is not finite is not recorded; ``flax`` mode
 starts at scale 1 and records everything.
 
 What a backward pass observed leaves it as the "gradient" of the state. Where a state is used more than once, automatic
-differentiation *sums* these gradients, which destroys a scale or an amax. ``amax_bins`` survives a sum, a mean and any
-positive weights, because it is read only for which cells are above zero. Row 0 marks the bin of an amax, which is its
-float32 exponent and three highest mantissa bits; so the highest marked bin holds the maximum. Rows 1 and 2 mark the 20
-bits below, in one of 203 places, shared by the bins of one remainder. Read at the place of the highest bin they are the
-bitwise "or" of the amaxes there: the maximum itself where these are one number, otherwise never below it, and at most
-the end of the bin, less than 12.5 % above it. (Amaxes of two bins that share a place are more than 2^25 apart.) The
-scale, which all uses of a step share, is marked bit by bit in the cells that are left, and the last cell marks each
-use. In a state ``amax_bins`` is
-zeros, which no step reads; but between the micro-batches of ``optax.MultiSteps`` on an NNX model it holds what they
-have observed so far. Flax mode has flax's protocol instead, for one use: the "gradient" is the new state.
+differentiation *sums* these gradients, which destroys an amax. So an amax is recorded as a bin of magnitudes, its
+float32 exponent and three highest mantissa bits, rounded up to the end of the bin (less than 12.5 %), and what is
+observed is a count in that bin: the highest bin with a count holds the maximum, under a sum, a mean and any positive
+weights. The last cell counts uses. In a state ``amax_bins`` is zeros, which no step reads; but between the
+micro-batches of ``optax.MultiSteps`` on an NNX model it holds what they have observed so far. Flax mode has flax's
+protocol instead, for one use: the "gradient" is the new state.
 
 Marks and amaxes are never negative, in a state or an observation. An optimizer that takes the state for a weight
 subtracts from the marked cells, so that the last cell (of flax mode: the history) is negative after its first step. No
@@ -48,11 +44,7 @@ BINS = 2048
 NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
 # float32 bits are sign, 8 exponent, 23 mantissa: dropping the low 20 leaves exponent and three mantissa bits.
 _LOW_BITS = 20
-# As many places for low bits as two rows have beside the 31 bits of a scale.
-_SCALE_BITS = 31
-_PLACES = (2 * BINS - _SCALE_BITS) // _LOW_BITS
-_SCALE_CELLS = slice(_PLACES * _LOW_BITS, _PLACES * _LOW_BITS + _SCALE_BITS)
-_USE_CELL = (..., 2, BINS - 1)
+_USE_CELL = (..., 0, BINS - 1)
 
 OBSERVE = "observe"
 """Name of ``observe`` in a traced program."""
@@ -67,12 +59,12 @@ def initial_state(spec: DelayedSpec) -> TensorState:
     return state if spec.amax_init == "flax" else state | {"amax_bins": empty_bins()}
 
 
-def empty_bins(leading: tuple[int, ...] = ()) -> Float[Array, "*leading 3 bins"]:
+def empty_bins() -> Float[Array, "1 bins"]:
     """Make the bins of a state, all zeros, with the column of a warm one or without."""
-    return jnp.zeros((*leading, 3, BINS), jnp.float32)
+    return jnp.zeros((1, BINS), jnp.float32)
 
 
-def fit_bins(bins: Float[Array, "*leading 3 width"], is_warm: bool) -> Float[Array, "*leading 3 bins"]:
+def fit_bins(bins: Float[Array, "*leading 1 width"], is_warm: bool) -> Float[Array, "*leading 1 bins"]:
     """Return bins as wide as a warm tensor's, or a cold one's; what waits in them stays."""
     return jnp.pad(bins[..., :BINS], [(0, 0)] * (bins.ndim - 1) + [(0, int(is_warm))])
 
@@ -92,32 +84,14 @@ def _float(bits: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _take_apart(bits: Int[Array, ""], count: int) -> Float[Array, " count"]:
-    """Return the lowest bits as 0.0 and 1.0, the lowest first."""
-    return ((bits >> jnp.arange(count, dtype=jnp.int32)) & 1).astype(jnp.float32)
-
-
-def _put_together(marks: Float[Array, "*leading count"]) -> Int[Array, "*leading"]:
-    """Return the number whose bits are the marks above zero."""
-    values = jnp.left_shift(jnp.int32(1), jnp.arange(marks.shape[-1], dtype=jnp.int32))
-    return jnp.sum(jnp.where(marks > 0, values, 0), axis=-1, dtype=jnp.int32)
-
-
 def bin_of(amax: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Return the bin of an amax: its float32 exponent and three mantissa bits, rounded down."""
     return bits_of(amax) >> _LOW_BITS
 
 
-def bin_value(
-    index: Int[Array, "*shape"], low: Int[Array, "*shape"] | int = (1 << _LOW_BITS) - 1
-) -> Float[Array, "*shape"]:
-    """Return an amax of a bin.
-
-    Args:
-      index: of the bin, from ``bin_of``.
-      low: the amax's 20 lowest bits; all ones is the end of the bin, below 1.125 times its beginning.
-    """
-    return _float((index << _LOW_BITS) | low)
+def bin_value(index: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return the end of a bin, below 1.125 times its beginning; 0 for the first, whose amaxes are all but zero."""
+    return jnp.where(index > 0, _float((index << _LOW_BITS) | ((1 << _LOW_BITS) - 1)), 0.0)
 
 
 def current_scale(
@@ -156,7 +130,7 @@ def current_scale(
     if history.dtype != jnp.float32:
         raise TypeError(
             f"quant state amax_history is {history.dtype.name} and must be float32, or amaxes would be rounded; cast "
-            "parameters alone, and restore quant state with jaxquant.state.with_bins"
+            "parameters alone"
         )
     bins = state.get("amax_bins")
     bins = None if bins is None or not bins.size else bins
@@ -169,7 +143,7 @@ def _scale(
     history: Float[Array, " length"],
     old: Float[Array, " 1"],
     amax: Float[Array, ""] | None,
-    bins: Float[Array, "3 bins"] | None,
+    bins: Float[Array, "1 bins"] | None,
     factor: float,
     floor: float,
 ) -> Float[Array, " 1"]:
@@ -261,45 +235,21 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     """
     if spec.amax_init == "flax":
         return {"scale": scale, "amax_history": record(state["amax_history"], amax)}
-    amax = amax.astype(jnp.float32)
     is_finite = jnp.isfinite(amax)
-    history = jax.lax.select(is_finite, record(state["amax_history"], amax), state["amax_history"])
-    bits = jax.lax.select(is_finite, bits_of(amax), np.int32(NON_FINITE_BIN << _LOW_BITS))  # low bits: another bin's
-    index = bits >> _LOW_BITS
-    count = (jnp.arange(BINS, dtype=jnp.int32) == index).astype(jnp.float32)
-    place = (jnp.arange(_PLACES, dtype=jnp.int32) == jax.lax.rem(index, np.int32(_PLACES))).astype(jnp.float32)
-    low = place[:, None] * _take_apart(bits, _LOW_BITS)[None]
-    cells = [count, low.reshape(-1), _take_apart(bits_of(scale), _SCALE_BITS)]
-    free = 3 * BINS - 1 - sum(part.size for part in cells)
-    bins = jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32), jnp.ones((1,), jnp.float32)]).reshape(3, BINS)
+    index = jax.lax.select(is_finite, bin_of(amax), np.int32(NON_FINITE_BIN))
+    history = jax.lax.select(is_finite, record(state["amax_history"], bin_value(index)), state["amax_history"])
+    cells = jnp.arange(BINS, dtype=jnp.int32)[None]
+    bins = ((cells == index) | (cells == BINS - 1)).astype(jnp.float32)
     if is_warm(state):
         bins = jnp.pad(bins, ((0, 0), (0, 1)))
     return {"scale": scale, "amax_history": history, "amax_bins": bins}
 
 
-def _marks(observation: TensorState) -> Float[Array, "*leading 4096"]:
-    bins = observation["amax_bins"][..., :BINS]
-    return bins[..., 1:, :].reshape(*bins.shape[:-2], 2 * BINS)
-
-
 def largest(observation: TensorState) -> Float[Array, "*leading"]:
-    """Return the largest finite amax in a sum or mean of observations; −1 where there is none.
-
-    It is exact where the highest bin was given one amax, and at most 12.5 % above it otherwise, never below.
-    """
+    """Return the largest finite amax in a sum or mean of observations, rounded up to its bin; −1 for none."""
     count = observation["amax_bins"][..., 0, :NON_FINITE_BIN]
-    bins = jnp.arange(NON_FINITE_BIN, dtype=jnp.int32)
-    highest = jnp.max(jnp.where(count > 0, bins, -1), axis=-1)
-    index = jnp.maximum(highest, 0)
-    low = _marks(observation)[..., : _PLACES * _LOW_BITS].reshape(*index.shape, _PLACES, _LOW_BITS)
-    is_place = jax.lax.broadcasted_iota(jnp.int32, (*index.shape, _PLACES), index.ndim) == (index % _PLACES)[..., None]
-    low = jnp.max(jnp.where(is_place[..., None], low, 0.0), axis=-2)
-    return jnp.where(highest >= 0, bin_value(index, _put_together(low)), -1.0)
-
-
-def _is_used(observation: TensorState) -> Bool[Array, "*leading"]:
-    """Return whether there was any use, those with an amax that is not finite included."""
-    return observation["amax_bins"][_USE_CELL] > 0
+    highest = jnp.max(jnp.where(count > 0, jnp.arange(NON_FINITE_BIN, dtype=jnp.int32), -1), axis=-1)
+    return jnp.where(highest >= 0, bin_value(highest), -1.0)
 
 
 @jax.jit  # tensors of one shape share a lowered function
@@ -311,32 +261,12 @@ def advance(state: TensorState, observation: TensorState) -> TensorState:
       observation: a sum or mean of what ``observe`` returned at each use of the tensor, all with this state.
     """
     amax, history = largest(observation), state["amax_history"]
-    scale = _float(_put_together(_marks(observation)[..., _SCALE_CELLS]))[..., None]
+    uses = observation["amax_bins"][_USE_CELL]
+    scale = observation["scale"] / uses[..., None]  # all uses have had one
     # Without a history each use has a scale of its own, and the state none.
-    has_scale = has_history(state) & _is_used(observation)
+    has_scale = has_history(state) & (uses > 0)
     return {
         "scale": jnp.where(has_scale[..., None], scale, state["scale"]),
         "amax_history": jnp.where(amax[..., None] >= 0, record(history, amax), history),
         "amax_bins": jnp.zeros_like(state["amax_bins"]),
     }
-
-
-@jax.jit
-def larger(first: TensorState, second: TensorState) -> TensorState:
-    """Return, of what two passes observed, the one with the larger amax; the choice loses no bit, as a sum might.
-
-    A pass that used the tensor goes before one that did not, whatever it observed: it holds the scale that was used.
-    In flax mode, whose "gradients" are new states, every entry takes the larger one: both rolled the same history, and
-    differ in slot 0.
-
-    Args:
-      first, second: observations of one state. Leading axes are carried along.
-    """
-    if "amax_bins" not in first:
-        return jax.tree.map(jnp.maximum, first, second)
-    amaxes, used = ([read(each) for each in (first, second)] for read in (largest, _is_used))
-    # Without a finite amax on either side the two are equal, one of them perhaps empty.
-    keep = (amaxes[0] > amaxes[1]) | ((amaxes[0] == amaxes[1]) & (used[0] | ~used[1]))
-    return jax.tree.map(
-        lambda a, b: jnp.where(keep.reshape(keep.shape + (1,) * (a.ndim - keep.ndim)), a, b), first, second
-    )

@@ -21,10 +21,9 @@ import flax.linen as nn
 import jax
 from flax import core
 from flax.core import DenyList, unfreeze
-from flax.core.scope import in_filter
 from jax.extend.core import Literal
 
-from jaxquant.backends import load
+from jaxquant.backends.native import op_name
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import is_tensor
@@ -33,6 +32,7 @@ from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, r
 from jaxquant.inject.linen_classes import Use, make_class, run_plain
 from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
+from jaxquant.state.table import Tables
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.arguments import mark_static, restore_static
 from jaxquant.trace.decisions import Dialect
@@ -64,14 +64,14 @@ def missing_state(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', and this "
         f"call has no {field!r} there: pass the collection beside 'params', all that training keeps of it, or make it "
-        "with jaxquant.calibrate; state that was stored, or of flax's own ops, goes through jaxquant.state.with_bins"
+        "with jaxquant.calibrate; state that was stored, or of flax's own ops, goes through jaxquant.state.from_flax"
     )
 
 
 def operation_name(site: Contraction) -> str:
     """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
     assert site.recipe is not None
-    return f"{load('native').op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
+    return f"{op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
 DIALECT = Dialect(is_model=True, operation=operation_name, missing=missing_state, has_scopes=True, watch=watch.LINEN)
@@ -169,9 +169,7 @@ class Face:
         params, rest = collections_of(use.variables)
         params = self._with_dtypes(params, use)
         is_watched = _interceptors()
-        if is_watched and use.state:  # what watches a layer may want to see its state
-            rest = {**rest, OVERWRITE_WITH_GRADIENT: use.state}
-        out = self.engine.run(
+        return self.engine.run(
             Call(self, use.module, use.method, _hashable_filter(use.mutable), use.capture),
             params,
             use.arguments(rest),
@@ -182,12 +180,8 @@ class Face:
             # An interceptor is no part of jit's key, and what it notes belongs to this call.
             is_cached=not is_watched,
         )
-        if use.mutable is False or not use.state or not in_filter(use.mutable, OVERWRITE_WITH_GRADIENT):
-            return out
-        result, changed = out
-        return result, {**changed, OVERWRITE_WITH_GRADIENT: use.state}
 
-    def init_state(self, use: Use) -> dict[str, Any]:
+    def init_state(self, use: Use) -> Tables:
         """Make the quant state of the layers that a call runs, from variables that are initialized; no arithmetic."""
         return self.engine.init(*self._initial_call(use), prefix=use.prefix, is_whole=use.is_whole)
 

@@ -12,6 +12,7 @@ import jax
 
 from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.inject.faces import at_work, quantized_with, subclass, wrap_methods
+from jaxquant.state.table import ENTRY, Tables, make_state, rows_of
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 # Part of the key of jit's caches, as any context.
@@ -20,7 +21,10 @@ _drops_output = jax.make_user_context(False)
 
 
 class Use(NamedTuple):
-    """A call of an unbound module, as ``nn.Module.apply`` takes it; ``prefix`` is the module's path in the model."""
+    """A call of an unbound module, as ``nn.Module.apply`` takes it; ``prefix`` is the module's path in the model.
+
+    ``state`` is the model's quant state.
+    """
 
     module: nn.Module
     variables: Mapping[str, Any]
@@ -31,16 +35,12 @@ class Use(NamedTuple):
     mutable: Any = False
     capture: Any = False
     prefix: tuple[str, ...] = ()
+    state: Any = Tables()
 
     @property
     def is_whole(self) -> bool:
         """Whether it runs the whole model."""
         return not self.prefix and self.method in (None, "__call__")
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """The quant state among the variables."""
-        return self.variables.get(OVERWRITE_WITH_GRADIENT, {})
 
     @property
     def key(self) -> jax.Array | None:
@@ -69,21 +69,21 @@ def _call(face: Any, module: Any, base: Any, method: Any, args: Any, kwargs: Any
     root = getattr(module, "_jaxquant_root", module)
     prefix = tuple(module.path[len(root.path) :])
     if module.is_initializing():
-        return _initialize(face, module, prefix, method, args, kwargs)
+        return _initialize(face, module, root, prefix, method, args, kwargs)
     mutable = module.scope.mutable
-    use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), method, mutable, _capture(), prefix)
+    state = root.get_variable(OVERWRITE_WITH_GRADIENT, ENTRY, Tables())
+    use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), method, mutable, _capture(), prefix, state)
     out = face.call(use)
     if mutable is False:
         return out
     out, changed = out
     for collection, values in changed.items():
         for key, value in values.items():
-            if collection != OVERWRITE_WITH_GRADIENT:
-                module.put_variable(collection, key, value)
+            module.put_variable(collection, key, value)
     return out
 
 
-def _initialize(face: Any, module: Any, prefix: tuple[str, ...], method: Any, args: Any, kwargs: Any) -> Any:
+def _initialize(face: Any, module: Any, root: Any, prefix: tuple[str, ...], method: Any, args: Any, kwargs: Any) -> Any:
     """Initialize the float module and its quant state; returns the output, quantized if the model is not a part."""
     is_model = module.scope.parent is None
     if is_model and face.engine.config.checkpoint_is_quantized:
@@ -95,13 +95,14 @@ def _initialize(face: Any, module: Any, prefix: tuple[str, ...], method: Any, ar
         out = run_plain(module, method, args, kwargs)
     rngs = {name: key.as_jax_rng() for name, key in module.scope.rngs.items()}
     use = Use(*nn.Module.unbind(module), args, kwargs, rngs, method, prefix=prefix)
-    state = face.init_state(use)
-    if module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
-        for name, value in state.items():
-            module.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
+    state, before = face.init_state(use), root.get_variable(OVERWRITE_WITH_GRADIENT, ENTRY, Tables())
+    if before:  # of a part, or of another method
+        state = make_state(rows_of(state) | rows_of(before))
+    if state and root.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+        root.put_variable(OVERWRITE_WITH_GRADIENT, ENTRY, state)
     if not is_model or _drops_output.value:
         return out
-    return face.initial_output(use._replace(variables={**use.variables, OVERWRITE_WITH_GRADIENT: state}))
+    return face.initial_output(use._replace(state=state))
 
 
 def run_plain(module: Any, method: Any, args: Any, kwargs: Any) -> Any:

@@ -6,14 +6,14 @@
 
 A copy of the model is made that shares its arrays. In it every module's class becomes a subclass of the same name whose
 methods are traced when plain Python calls them; within a trace they are the plain methods. Quant state lies in
-variables beside the parameter that it belongs to, under ``quant_NAME`` of the module that owns the parameter.
+variable beside each parameter that it belongs to, under ``quant_NAME`` of the module that owns the parameter.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twi
 from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
+from jaxquant.state.table import Tables, make_state, rows_of
 from jaxquant.trace.decisions import Dialect
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
@@ -43,18 +44,6 @@ class ConvertedParam(nnx.Variable[ConvertedKernel]):
     def __getitem__(self, index: Any) -> Any:
         value = self.get_raw_value()
         return value if index is Ellipsis and isinstance(value, ConvertedKernel) else super().__getitem__(index)
-
-
-class StateHolder(nnx.Module):
-    """The quant state of one contraction.
-
-    Args:
-      variables: the state under its flat names.
-    """
-
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        for name, value in variables.items():
-            setattr(self, name, QuantState(value))
 
 
 def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Any:
@@ -112,7 +101,8 @@ def _misfit(path: str, field: str, has: tuple[int, ...], wanted: tuple[int, ...]
     if len(has) == len(wanted) + 1:
         return (
             f"{layer_name(path)} has quant state of {has[0]} layers in the call of one: nnx.scan and nnx.vmap must map "
-            "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
+            "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({(nnx.Param, jaxquant.state.QuantState): 0, "
+            "...: None})"
         )
     return f"{layer_name(path)} has quant state {field!r} of shape {has}, and this call needs {wanted}"
 
@@ -171,7 +161,7 @@ class Face:
 
     # -- decisions and state -----------------------------------------------------------------------------------------
 
-    def init(self, model: nnx.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def init(self, model: nnx.Module, *args: Any, **kwargs: Any) -> Tables:
         """Decide on the trace of a call with example inputs, and make the quant state of its layers."""
         return self.engine.init(*self._example(model, args, kwargs))
 
@@ -203,16 +193,20 @@ class Face:
           ValueError: quant state that is missing, or has not seen what a static scale must know.
         """
         call, params, rest = self._example(model, args, kwargs)
-        state = _named(nnx.to_pure_dict(nnx.state(model, QuantState)))
+        state = nnx.to_pure_dict(nnx.state(model, QuantState))
         found, reasons = self.engine.convert(call, params, rest, state)
         return {"/".join(name): kernel for name, kernel in found.items()}, bool(reasons)
 
-    def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
-        """Add to every layer's module the variables of its quant state."""
+    def hold_states(self, model: nnx.Module, states: Tables) -> None:
+        """Add to the module of every weight a variable with its quant state."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        for path, values in _holders(states):
-            owner, _, name = path.rpartition("/")
-            setattr(modules[owner], name, nnx.data(StateHolder(values)))
+        layers: dict[str, dict[str, Any]] = {}
+        for row, fields in rows_of(states).items():
+            layer, _, tensor = row.rpartition("/")
+            layers.setdefault(layer, {})[tensor] = fields
+        for layer, rows in layers.items():
+            owner, _, name = layer.rpartition("/")
+            setattr(modules[owner], name, QuantState(make_state(rows)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -222,7 +216,9 @@ class Face:
         prefix = tuple(path.split("/")) if path else ()
         call, params, rest = self._split(module, kind, name, args, kwargs)
         own: Any = nnx.to_pure_dict(rest[0])
-        state, is_whole = _named(own.get(0, {})), not prefix and name == "__call__"
+        state, is_whole = own.get(0, {}), not prefix and name == "__call__"
+        for part in reversed(prefix):
+            state = {part: state}
 
         def plain() -> Any:
             """Run it as it is where nothing is quantized: what it sets and returns is the modules themselves."""
@@ -249,7 +245,7 @@ class Face:
     def adopt(self, model: nnx.Module) -> nnx.Module:
         """Change the class of every module of a model, in place."""
         for path, node in list(nnx.iter_graph(model)):
-            if isinstance(node, nnx.Module) and not isinstance(node, (*_CONTAINERS, StateHolder)):
+            if isinstance(node, nnx.Module) and not isinstance(node, _CONTAINERS):
                 if quantized_with(node) is not None:
                     continue
                 object.__setattr__(node, "__class__", self._class(type(node), "/".join(map(str, path))))
@@ -298,20 +294,6 @@ def _is_norms_scale(path: Any, value: Any) -> bool:
     return (
         not isinstance(value, nnx.Variable) and len(path) > 2 and path[-2] == "scales" and isinstance(path[-1], tuple)
     )
-
-
-def _holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return the path of every holder in a tree of quant state, with its flat fields."""
-    if any(not isinstance(value, Mapping) for value in tree.values()):
-        yield "/".join(path), tree
-        return
-    for name, value in tree.items():
-        yield from _holders(value, (*path, name))
-
-
-def _named(tree: Any) -> Any:
-    """Spell the keys of a tree as paths do."""
-    return {str(name): _named(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _as_array(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor, is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
-from jaxquant.inject.nnx import ConvertedParam, Face, StateHolder, plain_model
+from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
 from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.nnx import QuantState
 
@@ -46,7 +46,7 @@ def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], has_
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
             if id(value) in new:
                 setattr(node, name, new[id(value)])
-            elif isinstance(value, StateHolder) and not has_state:
+            elif isinstance(value, QuantState) and not has_state:
                 delattr(node, name)
 
 

@@ -9,7 +9,6 @@ what the trained one computes with the same parameters and quant state.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,12 +25,11 @@ from jaxquant.backends._weights import settle_input_scale
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.trees import map_by_path
 from jaxquant.inject import linen
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.nnx_converted import convert_nnx
 from jaxquant.inject.stored import scale_path, store_kernels
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, refuse_trained
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.trace.paths import replace_leaves
 
@@ -96,15 +94,6 @@ def _config(given: Any) -> QuantConfig:
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class _StateLeaf:
-    """Where a piece of quant state lies in the variables, and its shape and dtype."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-
-
 def find_kernels(
     model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, LayerKernel]:
@@ -115,19 +104,12 @@ def find_kernels(
     Args:
       model: the float model.
       config: as for ``maybe_quantize_model``.
-      variables: arrays or ``jax.ShapeDtypeStruct``.
+      variables: parameters, arrays or ``jax.ShapeDtypeStruct``, and the arrays of the quant state.
       example_inputs, example_kwargs: arguments of its ``__call__``.
     """
     config = _config(config)
-    state = variables.get(OVERWRITE_WITH_GRADIENT, {})
-    refuse_trained(state)
-
-    def place(path: str, leaf: Any) -> _StateLeaf:
-        return _StateLeaf((OVERWRITE_WITH_GRADIENT, *path.split("/")), tuple(leaf.shape), leaf.dtype)
-
-    placed = {**variables, OVERWRITE_WITH_GRADIENT: map_by_path(place, state)}
     found: dict[str, LayerKernel] = {}
-    for path, layer in linen.find_kernels(model, config, placed, *example_inputs, **example_kwargs).items():
+    for path, layer in linen.find_kernels(model, config, variables, *example_inputs, **example_kwargs).items():
         found[path if layer.path in found else layer.path] = layer
     return found
 
@@ -170,7 +152,7 @@ def _convert_slices(layer: LayerKernel, read: Read) -> tuple[QTensor, np.ndarray
         at = dict(zip(layer.stacked, index, strict=True))
         place = tuple(at.get(axis, slice(None)) for axis in range(layer.made.ndim))
         kernel = read(("params", *layer.name), place[: max(at, default=-1) + 1])
-        states = jax.tree.map(lambda leaf, index=index: jnp.asarray(read(leaf.path, index)), list(layer.states))
+        states = jax.tree.map(lambda leaf, index=index: jnp.asarray(leaf[index]), list(layer.states))
         part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), states))
         if whole is None:
             whole = part

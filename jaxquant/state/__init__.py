@@ -1,19 +1,14 @@
 """Quant state in a training loop: split it from the parameters, and apply what a backward pass observed."""
 
-from jaxquant.state.nnx import TRAINED, Gradients, QuantState, advance, apply_gradients, grad, value_and_grad
-from jaxquant.state.optimizer import Optimizer, OptimizerState, TrainState
-from jaxquant.state.packed import PackedState, pack, unpack
-from jaxquant.state.stored import from_flax, strip_bins, warm, with_bins
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, accumulate, merge, no_observation, nothing_seen, split, update
+from jaxquant.state.nnx import QuantState, advance, apply_gradients, grad, value_and_grad
+from jaxquant.state.optimizer import Optimizer, TrainState
+from jaxquant.state.table import from_flax, rows_of
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, accumulate, merge, no_observation, split, update, warm
 from jaxquant.state.watch import by_hand, frozen
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
-    "TRAINED",
-    "Gradients",
     "Optimizer",
-    "OptimizerState",
-    "PackedState",
     "QuantState",
     "TrainState",
     "accumulate",
@@ -25,13 +20,9 @@ __all__ = [
     "grad",
     "merge",
     "no_observation",
-    "nothing_seen",
-    "pack",
+    "rows_of",
     "split",
-    "strip_bins",
-    "unpack",
     "update",
     "value_and_grad",
     "warm",
-    "with_bins",
 ]

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.core.paths import join_path
 from jaxquant.state.optimizer import have_stepped, multi_steps
+from jaxquant.state.table import rows_of
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, hold_observation, update, with_waiting
 from jaxquant.state.watch import by_hand
 
@@ -38,10 +38,6 @@ class QuantState(_Overwritten):
     It is of the type that flax makes for Linen's collection of the same purpose, so that loops which look for that,
     as MaxText's, find it.
     """
-
-
-TRAINED = (nnx.Param, QuantState)
-"""Filter of what a training step differentiates, and so of what nnx.scan and nnx.vmap map together."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -195,12 +191,11 @@ def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[s
 
 def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:
     if isinstance(argnums, int):
-        return nnx.DiffState(argnums, TRAINED)
+        return nnx.DiffState(argnums, (nnx.Param, QuantState))
     if isinstance(argnums, nnx.DiffState):
         return nnx.DiffState(argnums.argnum, (argnums.filter, QuantState))
     return tuple(_with_state(each) for each in argnums)  # pyright: ignore[reportReturnType]
 
 
 def _first_path(tree: Mapping[Any, Any]) -> str:
-    path, _ = jax.tree.leaves_with_path(tree)[0]
-    return join_path(path[:-2])  # without the op's and the variable's names
+    return next(iter(rows_of(tree))).rpartition("/")[0].rpartition("/")[0]

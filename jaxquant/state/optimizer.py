@@ -12,7 +12,6 @@ import optax
 from flax.training import train_state
 from jaxtyping import Array, Bool, Int
 
-from jaxquant.state.stored import warmed_as
 from jaxquant.state.tree import (
     OVERWRITE_WITH_GRADIENT,
     Tree,
@@ -22,6 +21,7 @@ from jaxquant.state.tree import (
     refuse_trained,
     split,
     update,
+    warmed_as,
 )
 
 

@@ -1,8 +1,8 @@
 """Quant state in a training loop: split it from the parameters, and apply what a backward pass observed.
 
-Quant state (amax histories, scales, sparsity masks) lives in the collection ``_overwrite_with_gradient``, under flax's
-names. It is no parameter: its "gradient" is what was observed of it, and whatever is done to gradients (clipping,
-weight decay, a cast) must not touch it. The loop is
+Quant state (amax histories, scales, sparsity masks) is tables (``state.table``). A Linen model has them in the
+collection ``_overwrite_with_gradient``. It is no parameter: its "gradient" is what was observed of it, and whatever is
+done to gradients (clipping, weight decay, a cast) must not touch it. The loop is
 
     params, quant_state = split(model.init(key, x))
     grads = jax.grad(lambda p, s: loss_fn(merge(p, s)), argnums=(0, 1))
@@ -10,15 +10,13 @@ weight decay, a cast) must not touch it. The loop is
     params, quant_state = optimizer_step(params, param_grads), update(quant_state, observation)
 
 ``observation`` may be a sum or a mean over uses of a layer, micro-batches or devices: ``update`` takes the maximum out
-of it. What is here takes packed state, too (``state.packed``). What is stored need not hold the state's bins:
-``state.stored``.
+of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,106 +28,95 @@ import optax
 from jax.core import Tracer
 
 from jaxquant.core import delayed
-from jaxquant.core.paths import join_path
-from jaxquant.core.quant_state import (
-    BINS,
-    HISTORY,
-    MASK,
-    SCALE,
-    SPARSITY,
-    STEP,
-    USES,
-    delayed_tensors,
-    fields_of,
-    flat,
-    is_named,
-)
-from jaxquant.state.packed import PackedState, State, Tree, pack, require_tree, unpack
+from jaxquant.core.quant_state import BINS, HISTORY, MASK, SCALE, STEP, USES, Fields
+from jaxquant.state.table import Table, Tables, is_tables, named_tables, tables_of
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
-_MARK = re.compile(rf"({BINS}|{HISTORY}|{SPARSITY}_{USES})(_|$)")
-"""Pattern of the name, flat or nested, of a field that an optimizer makes negative."""
+Tree = Mapping[Any, Any]
+_MARKS = (BINS, HISTORY, USES)
+"""Fields that an optimizer makes negative."""
 _READ: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
 """Traced marks of quant state that a layer has read, by id: the arrays of the function that takes the gradient."""
 
 
-def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
+def split(variables: Tree) -> tuple[Any, Any]:
     """Split a model's variables into parameters and quant state ({} where a recipe has none).
 
     Raises:
       ValueError: there is no "params" collection, or another one that this split would lose.
-      TypeError: the quant state among them is packed.
+      TypeError: not variables.
     """
-    require_tree(variables, "variables")
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"variables are {type(variables).__name__}, not the dict of collections that model.init returns"
+        )
     if "params" not in variables:
         raise ValueError(
             f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, and "
             "not variables['params'], to jaxquant.state.split, TrainState and Optimizer"
         )
-    if isinstance(variables.get(OVERWRITE_WITH_GRADIENT), PackedState):
-        raise TypeError(
-            f"variables have packed quant state in {OVERWRITE_WITH_GRADIENT!r}, where a model reads nested dicts; put "
-            "jaxquant.state.unpack of it there, or keep it beside the parameters, for jaxquant.state.merge and update"
-        )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
         raise ValueError(f"variables have collections {others} beside parameters and quant state; split them off first")
-    return variables["params"], _as_dicts(variables.get(OVERWRITE_WITH_GRADIENT, {}))
+    return variables["params"], variables.get(OVERWRITE_WITH_GRADIENT, {})
 
 
-def merge(params: Any, quant_state: State) -> dict[str, Any]:
+def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     """Merge parameters and quant state into a model's variables, for ``model.apply``.
 
     Args:
       params: the collection "params".
-      quant_state: {} where a recipe has none; packed state is unpacked.
+      quant_state: {} where a recipe has none.
 
     Raises:
-      TypeError: ``quant_state`` is not a mapping or packed state.
-      ValueError: the arguments are swapped, or one of them is the whole variables.
+      TypeError, ValueError: the arguments are swapped, or one of them is the whole variables.
     """
-    tree, found = unpack(quant_state), next(_marks_in(params), None)
-    names = list(params) if isinstance(params, Mapping) else type(params).__name__  # a function's may be any pytree
-    is_whole = (names == ["params"] or "params" in tree) and tree and names != list(tree)  # alike: those of a function
-    if found or is_whole or (tree and not next(_marks_in(tree), None)):
+    leaves = jax.tree.leaves(quant_state, is_leaf=is_tables)
+    names = list(params) if isinstance(params, Mapping) else type(params).__name__
+    of_function = any(row.startswith("params/") for table in tables_of(quant_state) for row in table.rows)
+    if tables_of(params) or not all(map(is_tables, leaves)) or (leaves and names == ["params"] and not of_function):
+        has = list(quant_state) if isinstance(quant_state, Mapping) else type(quant_state).__name__
         raise ValueError(
-            f"params has {names} and quant_state has {list(tree)}: they are swapped, or one of them is the whole "
-            "variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
+            f"params has {names} and quant_state has {has}: they are swapped, or one of them is the whole variables; "
+            "call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
         )
-    return {"params": params} | ({OVERWRITE_WITH_GRADIENT: tree} if tree else {})
+    return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if leaves else {})
 
 
-def _marks_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the array of each field of quant state that an optimizer would make negative."""
-    for keys, leaf in jax.tree.leaves_with_path(tree):
-        if _MARK.search("_".join(str(getattr(key, "key", "")) for key in keys[-2:])):
-            yield join_path(keys), leaf
+def _marks_in(tree: Any) -> Iterator[tuple[Table, Any]]:
+    """Yield each field of quant state that an optimizer would make negative."""
+    for table in tables_of(tree):
+        yield from ((table, table.fields[name]) for name in _MARKS if name in table.fields)
 
 
 def refuse_optimized(params: Any) -> None:
     """Refuse quant state among the parameters that an optimizer updates.
 
     Raises:
-      ValueError: names the variable, and what keeps the state out of an optimizer.
+      ValueError: names a tensor, and what keeps the state out of an optimizer.
     """
-    for path, _ in _marks_in(params):
+    for table in tables_of(params):
         raise ValueError(
-            f"the optimizer updates quant state, as at {path!r}, which is not a parameter: the next loss would be NaN; "
-            "give the optimizer parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
+            f"the optimizer updates quant state, as at {table.rows[0]!r}, which is not a parameter: the next loss "
+            "would be NaN; give the optimizer parameters alone (jaxquant.state.split), or use "
+            "jaxquant.state.TrainState or Optimizer"
         )
 
 
-def _refuse_swapped(quant_state: State, observation: State) -> None:
+def _refuse_swapped(quant_state: Any, observation: Any) -> None:
     """Refuse the arguments of ``update`` in the wrong order, if one array of each shows it.
 
     In a trace, the state is an array that a layer has read. Otherwise only an observation has numbers in its bins.
     """
-    (_, first), (name, second) = (next(_marks_in(tree), ("", None)) for tree in (quant_state, observation))
-    is_known = isinstance(second, Tracer) or BINS not in name
+    nothing: tuple[Any, Any] = (None, None)
+    (_, first), (table, second) = (next(_marks_in(tree), nothing) for tree in (quant_state, observation))
+    if second is None:
+        return
+    is_known = isinstance(second, Tracer) or BINS not in table.fields
     is_state = _READ.get(id(second)) is second if is_known else any_of(first, np.any) and not any_of(second, np.any)
-    if is_state and second is not None:
+    if is_state:
         raise ValueError(
             "observation is the quant state of the step and quant_state is what the step observed; call "
             "jaxquant.state.update(quant_state, observation), where observation is the gradient"
@@ -149,7 +136,7 @@ def _watch_optax() -> None:
     optax.apply_updates = apply_updates
 
 
-def refuse_trained(quant_state: State) -> None:
+def refuse_trained(quant_state: Any) -> None:
     """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
 
     Its first call with quant state also replaces ``optax.apply_updates``, for the whole process: a jitted step runs
@@ -157,29 +144,22 @@ def refuse_trained(quant_state: State) -> None:
     was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
 
     Raises:
-      ValueError: names the variable, and what keeps the state out of an optimizer.
+      ValueError: names the tensor, and what keeps the state out of an optimizer.
     """
-    if quant_state:
+    for table, leaf in _marks_in(quant_state):
         _watch_optax()
-    for path, leaf in _marks_in(quant_state):
         if isinstance(leaf, Tracer):
             outer: Any = leaf
             while isinstance(inner := getattr(outer, "primal", None), Tracer):  # what jax.grad was given
                 outer = inner
             _READ[id(outer)] = outer
         elif any_of(leaf, lambda part: part < 0):
-            if isinstance(quant_state, PackedState):
-                return refuse_trained(unpack(quant_state))
+            rows = [name for n, name in enumerate(table.rows) if bool(jnp.any(jnp.take(leaf, n, table.axis) < 0))]
             raise ValueError(
-                f"quant state {path!r} has negative numbers, which only an optimizer makes: it was trained "
+                f"quant state {rows[0]!r} has negative numbers, which only an optimizer makes: it was trained "
                 "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
                 "parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
             )
-
-
-def _as_dicts(tree: Any) -> Any:
-    """Return nested dicts for nested mappings, so that what ``update`` returns has the same structure."""
-    return {name: _as_dicts(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
@@ -189,47 +169,42 @@ def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
     return isinstance(value, np.ndarray) and bool(np.any(test(value)))
 
 
-def update(quant_state: State, observation: State) -> Any:
+def update(quant_state: Any, observation: Any) -> Any:
     """Return the quant state after a step.
 
-    A tensor's history takes the largest amax of all uses, exactly, unless different amaxes of the same sum lie within
-    an eighth of the largest one, or more than 2^25 below it; then it may be rounded up, by at most 12.5 %
-    (``core.delayed``). It is never rounded down, whatever the weights of the sum. One that was not used, or whose amax
-    was not finite, keeps its state. State in flax mode is overwritten as flax does it, except that of a tensor that was
-    not used.
+    A tensor's history takes the largest amax of all uses, as it was recorded: rounded up by less than 12.5 %, and
+    never down, whatever the weights of the sum (``core.delayed``). A tensor that was not used, or whose amax was not
+    finite, keeps its state. State in flax mode is overwritten as flax does it, except that of a tensor that was not
+    used.
 
     Args:
-      quant_state: the state that the step used. Where it is packed, so is what is returned.
+      quant_state: the state that the step used.
       observation: its "gradient", from one backward pass or summed or averaged with positive weights over several (all
         with this ``quant_state``).
 
     Raises:
-      TypeError: one of them is not a mapping or packed state.
-      ValueError: the two trees differ, in names or shapes, are swapped, or have no quant state.
+      TypeError: one of them is not quant state.
+      ValueError: the two differ, in tensors or shapes, or are swapped.
     """
-    new = _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
-    if jax.tree.leaves(new) and not next(_marks_in(new), None):
-        raise ValueError(f"quant_state has no quant state, only {list(unpack(new))}; pass that of jaxquant.state.split")
+    new = _in_pairs(quant_state, observation, _advance)
     _refuse_swapped(quant_state, observation)
     return new
 
 
-def accumulate(total: State, observation: State) -> Any:
-    """Combine what two backward passes observed of the same quant state, as micro-batches: the maximum of every amax.
+def accumulate(total: Any, observation: Any) -> Any:
+    """Combine what two backward passes observed of the same quant state, as micro-batches.
 
-    Gradients are added, this is not: ``grads = grads + new_grads``, ``total = accumulate(total, observation)``. The
-    order does not matter. (A sum or mean is right too, apart from the rounding up that ``update`` describes.)
+    Its sum; in flax mode, whose "gradients" are new states, the larger of each. The order does not matter.
 
     Args:
-      total: what was observed so far; ``no_observation(quant_state)`` is where to begin. Where it is packed, so is
-        what is returned.
+      total: what was observed so far; ``no_observation(quant_state)`` is where to begin.
       observation: what the next backward pass observed.
 
     Raises:
-      TypeError: one of them is not a mapping or packed state.
-      ValueError: the two trees differ, in names or shapes.
+      TypeError: one of them is not quant state.
+      ValueError: the two differ, in tensors or shapes.
     """
-    return _in_pairs(total, observation, _combine, "the total", "what is added")
+    return _in_pairs(total, observation, _combine)
 
 
 def no_observation(quant_state: Any) -> Any:
@@ -237,11 +212,7 @@ def no_observation(quant_state: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, quant_state)
 
 
-nothing_seen = no_observation
-"""Alias of ``no_observation``."""
-
-
-def hold_observation(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
+def hold_observation(quant_state: Any, observation: Any) -> Any:
     """Return quant state whose bins are those of an observation, so that it keeps this until it advances.
 
     Args:
@@ -250,12 +221,12 @@ def hold_observation(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
 
     Raises:
       NotImplementedError: state without bins, of flax mode or sparsity.
-      ValueError: the two trees differ, in names or shapes.
+      ValueError: the two differ, in tensors or shapes.
     """
-    return _pairwise(quant_state, observation, _take_bins, "quant state", "its gradient")
+    return _in_pairs(quant_state, observation, _take_bins)
 
 
-def with_waiting(observation: Tree, quant_state: Tree) -> dict[Any, Any]:
+def with_waiting(observation: Any, quant_state: Any) -> Any:
     """Add to an observation what waits in the bins of a state (``hold_observation``); where none does, no bit changes.
 
     State without bins, of flax mode or sparsity, has nothing that waits.
@@ -265,118 +236,134 @@ def with_waiting(observation: Tree, quant_state: Tree) -> dict[Any, Any]:
       quant_state: the state.
 
     Raises:
-      ValueError: the two trees differ, in names or shapes.
+      ValueError: the two differ, in tensors or shapes.
     """
-    return _pairwise(observation, quant_state, _add_waiting, "the gradient", "quant state")
+    return _in_pairs(observation, quant_state, _add_waiting)
 
 
-def _in_pairs(
-    first: State, second: State, combine: Callable[[Tree, Tree], dict[Any, Any]], *names: str
-) -> dict[Any, Any] | PackedState:
-    """Do as ``_pairwise``, of packed state, too: a group is a module with one tensor."""
-    for tree, name in zip((first, second), names, strict=True):
-        require_tree(tree, name)
-    if not isinstance(first, PackedState):
-        return _pairwise(first, unpack(second), combine, *names)
-    shapes = jax.tree.map(jnp.shape, (first, second))
-    if not isinstance(second, PackedState) or shapes[0] != shapes[1]:  # by layers, whose names errors have
-        return pack(_pairwise(unpack(first), unpack(second), combine, *names))
-    pairs = zip(first.groups, second.groups, strict=True)
-    groups = tuple(
-        dataclasses.replace(one, fields=_pairwise(one.fields, other.fields, combine, *names)) for one, other in pairs
-    )
-    return PackedState(groups, _pairwise(first.rest, second.rest, combine, *names))
+def warm(quant_state: Any) -> Any:
+    """Return quant state in which each tensor that has a history is scaled by that history alone.
 
-
-def _pairwise(
-    first: Tree, second: Tree, combine: Callable[[Tree, Tree], dict[Any, Any]], *names: str, path: tuple[Any, ...] = ()
-) -> dict[Any, Any]:
-    """Apply ``combine`` to the variables of every module, pairing two trees of one structure.
+    A step that is traced with it lets no cast wait for its own amax, and computes the same bits. Which tensors have a
+    history is read from the values, so call it between steps: once after the first, and again after what adds tensors
+    without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
+    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. A warm tensor that
+    is all zeros for as long as its history is keeps its last scale until the next call. What micro-batches observed
+    stays. Arrays keep their shapes: a state of ``model.init`` is a template to restore it by.
 
     Args:
-      first, second: the trees.
-      combine: of one module's variables in each.
-      names: what the trees are, for errors.
-      path: of the module.
+      quant_state: arrays, or their shapes, of a state in which every tensor has a history; of a Linen model, a function
+        or, as ``nnx.to_pure_dict``, an NNX model. State of flax mode is left alone.
+
+    Raises:
+      TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known; or not
+        quant state.
     """
-    if difference := next(_differences(first, second, path), None):
-        where, has, other = difference
-        raise ValueError(
-            f"{names[0]} has {has} at {where!r} and {names[1]} has {other}; they must be one tree, so differentiate "
-            "with respect to the whole quant state, or combine just the part that both have"
+    _named_tables(quant_state)
+
+    def mark(state: Tables) -> Tables:
+        return Tables(tuple(dataclasses.replace(table, warm=_with_history(table)) for table in state.tables))
+
+    return jax.tree.map(mark, quant_state, is_leaf=is_tables)
+
+
+def _with_history(table: Table) -> tuple[bool, ...]:
+    history = table.fields.get(HISTORY)
+    if isinstance(history, Tracer):
+        raise TypeError(
+            "state.warm reads which tensors have a history, and was called while tracing; call state.warm(quant_state) "
+            "between two steps, outside of jax.jit and jax.lax.scan, and trace the step with what it returns"
         )
-    inner = {name: value for name, value in first.items() if isinstance(value, Mapping)}
-    new = {name: _pairwise(value, second[name], combine, *names, path=(*path, name)) for name, value in inner.items()}
-    leaves = [{name: tree[name] for name in first if name not in inner} for tree in (first, second)]
-    return new | (combine(*leaves) if leaves[0] else {})
+    if BINS not in table.fields or history is None:
+        return table.warm
+    if isinstance(history, jax.ShapeDtypeStruct):
+        return (True,) * len(table.rows)
+    found = delayed.has_history(table.fields)
+    others = tuple(axis for axis in range(found.ndim) if axis != table.axis)
+    return tuple(np.asarray(jnp.all(found, axis=others)).tolist())
 
 
-def _differences(first: Tree, second: Tree, path: tuple[Any, ...]) -> Iterator[tuple[str, str, str]]:
-    """Describe each name, of two modules' variables, that one lacks or that has another shape."""
-
-    def describe(tree: Tree, name: Any) -> str:
-        if name not in tree:
-            alike = next((key for key in tree if str(key) == str(name)), None)
-            text = f"the key {alike!r}, not {name!r}, as orbax restores without a template (use nnx.restore_int_paths)"
-            return "nothing" if alike is None else text
-        return "a module" if isinstance(tree[name], Mapping) else f"shape {jnp.shape(tree[name])}"
-
-    for name in [*first, *(name for name in second if name not in first)]:
-        has, other = (describe(tree, name) for tree in (first, second))
-        if has != other:
-            yield "/".join(map(str, (*path, name))), has, other
+def warmed_as(observation: Any, quant_state: Any) -> Any:
+    """Return an observation of quant state before ``warm`` as one of what it has become."""
+    return _in_pairs(quant_state, observation, lambda _, own: own)
 
 
-def _advance(old: Tree, observation: Tree) -> dict[str, Any]:
-    new = dict(observation)
-    for tensor in delayed_tensors(old):
-        before, after = fields_of(old, tensor), fields_of(observation, tensor)
-        if BINS in before:
-            fields = delayed.advance(before, after)
-        else:
-            # A scale of 0 is no scale: it is the gradient of a tensor that was not used.
-            used = after[SCALE] != 0
-            fields = {name: jnp.where(used, after[name], before[name]) for name in before}
-        new |= flat({tensor: fields})
-    sparse = fields_of(old, SPARSITY)
-    return new | (flat({SPARSITY: _update_sparsity(sparse, fields_of(observation, SPARSITY))}) if sparse else {})
+def _named_tables(tree: Any) -> dict[str, Tables]:
+    if not isinstance(tree, Mapping | Tables):
+        raise TypeError(
+            f"quant state is {type(tree).__name__}; pass what init, jaxquant.state.split or a gradient with respect to "
+            "it returned, or nnx.to_pure_dict of the QuantState of a model"
+        )
+    return dict(named_tables(tree))
 
 
-def _take_bins(tree: Tree, source: Tree) -> dict[str, Any]:
-    has_bins = all(BINS in fields_of(tree, tensor) for tensor in delayed_tensors(tree))
-    if not has_bins or fields_of(tree, SPARSITY):
+def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Fields]) -> Any:
+    """Combine the tables of two states of the same tensors.
+
+    Args:
+      first, second: the states; what is returned has the structure of the first.
+      combine: of the fields of a table in each.
+    """
+    mine, theirs = (_named_tables(tree) for tree in (first, second))
+    if (what := _difference(mine, theirs)) is not None:
+        raise ValueError(
+            f"quant state and its gradient differ at {what!r}; they must be of one state, so differentiate with "
+            "respect to the whole of it"
+        )
+    new = [
+        Tables(
+            tuple(
+                dataclasses.replace(one, fields=combine(one.fields, other.fields))
+                for one, other in zip(own.tables, theirs[name].tables, strict=True)
+            )
+        )
+        for name, own in mine.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(first, is_leaf=is_tables), new)
+
+
+def _difference(first: Mapping[str, Tables], second: Mapping[str, Tables]) -> str | None:
+    """Return the first tensor that one state lacks or has in another shape, None where there is none."""
+    shapes: list[dict[str, Any]] = []
+    for each in (first, second):
+        tables = [(name, table) for name, state in each.items() for table in state.tables]
+        kinds = [(name, table, {f: jnp.shape(x) for f, x in table.fields.items()}) for name, table in tables]
+        shapes.append({f"{name}{row}": kind for name, table, kind in kinds for row in table.rows})
+    names = [*shapes[0], *(name for name in shapes[1] if name not in shapes[0])]
+    return next((name for name in names if shapes[0].get(name) != shapes[1].get(name)), None)
+
+
+def _advance(old: Fields, observation: Fields) -> Fields:
+    if BINS in old:
+        return delayed.advance(old, observation)
+    if HISTORY in old:
+        # A scale of 0 is no scale: it is the gradient of a tensor that was not used.
+        used = observation[SCALE] != 0
+        return {name: jnp.where(used, observation[name], value) for name, value in old.items()}
+    uses = observation[USES]
+    used, new = uses > 0, {USES: jnp.zeros_like(uses)}
+    for name in (STEP, MASK):
+        shape = uses.shape + (1,) * (old[name].ndim - uses.ndim)
+        mean = observation[name] / jnp.where(used, uses, 1.0).reshape(shape).astype(observation[name].dtype)
+        new[name] = jnp.where(used.reshape(shape), jnp.round(mean), old[name])
+    return {name: new[name] for name in old}
+
+
+def _combine(total: Fields, observation: Fields) -> Fields:
+    if BINS in total or HISTORY not in total:  # sums, which are divided by their uses in the update
+        return jax.tree.map(jnp.add, total, observation)
+    return jax.tree.map(jnp.maximum, total, observation)
+
+
+def _take_bins(fields: Fields, source: Fields) -> Fields:
+    if BINS not in fields:
         raise NotImplementedError(
             "optax.MultiSteps on an NNX model with weight sparsity or amax_init 'flax': their state has no place for "
             "what micro-batches observed; add up the gradients of the micro-batches with jaxquant.state.accumulate"
         )
-    return {name: source[name] if is_named(name, BINS) else value for name, value in tree.items()}
+    # The uses, by which the scale is divided, are those of the step that ends.
+    return fields | {BINS: source[BINS].at[..., -1].set(0)}
 
 
-def _add_waiting(observation: Tree, state: Tree) -> dict[str, Any]:
-    new = dict(observation)
-    for tensor in delayed_tensors(observation):
-        fields = fields_of(observation, tensor)
-        if BINS in fields:
-            waiting = no_observation(fields) | {BINS: fields_of(state, tensor)[BINS]}
-            new |= flat({tensor: delayed.larger(fields, waiting)})
-    return new
-
-
-def _combine(total: Tree, observation: Tree) -> dict[str, Any]:
-    # Sparsity: sums, divided by their uses in the update.
-    new = {name: total[name] + observation[name] for name in total}
-    for tensor in delayed_tensors(total):
-        new |= flat({tensor: delayed.larger(fields_of(total, tensor), fields_of(observation, tensor))})
-    return new
-
-
-def _update_sparsity(old: Tree, observation: Tree) -> dict[str, jax.Array]:
-    uses = observation[USES]
-    used = uses > 0
-    new: dict[str, jax.Array] = {USES: jnp.zeros_like(uses)}
-    for name in (STEP, MASK):
-        trailing = (1,) * (old[name].ndim - uses.ndim)
-        shape = uses.shape + trailing
-        mean = observation[name] / jnp.where(used, uses, 1.0).reshape(shape).astype(observation[name].dtype)
-        new[name] = jnp.where(used.reshape(shape), jnp.round(mean), old[name])
-    return new
+def _add_waiting(observation: Fields, state: Fields) -> Fields:
+    return observation | ({BINS: observation[BINS] + state[BINS]} if BINS in observation else {})

@@ -19,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxquant.core.paths import layer_name
-from jaxquant.state.tree import refuse_trained
 
 Array = jax.Array
 FROZEN_MARK = "jaxquant_frozen_state"
@@ -74,10 +73,9 @@ class Watch:
           state: pytree of its quant state.
 
         Raises:
-          ValueError: an optimizer has changed the state; or, while differentiating with respect to an operand or the
-            state, outside ``frozen``, the state is left out, or its gradient is to be taken in another way.
+          ValueError: while differentiating with respect to an operand or the state, outside ``frozen``, the state is
+            left out, or its gradient is to be taken in another way.
         """
-        refuse_trained(state)
         answer: Answer = _answer.value
         if answer == "stands still":
             return jax.tree.map(lambda leaf: checkpoint_name(leaf, FROZEN_MARK), state)
@@ -99,8 +97,8 @@ STATELESS = (
 NNX = Watch(
     f"take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients; {STATELESS}",
     "its gradient is taken outside jaxquant.state.value_and_grad, where an optimizer would drop it without a word; use "
-    "that and jaxquant.state.apply_gradients, or hold jaxquant.state.by_hand() and hand the gradient of the state to "
-    "jaxquant.state.update or advance (MaxText's pre-training advances the state itself from version 0.2.5 on)",
+    "that and jaxquant.state.apply_gradients, or hold jaxquant.state.by_hand() and hand the gradient of the "
+    "state to jaxquant.state.update or advance (MaxText's pre-training advances it itself from version 0.2.5 on)",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxquant.backends import Backend
 from jaxquant.backends.base import Given
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, flat, nested
+from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import transposed
@@ -29,14 +29,15 @@ from jaxquant.trace.plan import Contraction
 from jaxquant.trace.structure import MAP, Step, run_steps
 
 Array = jax.Array
+Shapes = dict[str, tuple[int, ...]]
 _CONVOLUTION = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
-    """Make the state of a contraction, {} for a recipe without, under flax's names.
+def make_state(site: Contraction, leaves: Sequence[Any]) -> LayerState:
+    """Make the state of a contraction by tensor and field, {} for a recipe without.
 
     It has a leading axis for each scan over the weight, and then the weight's batch axes.
 
@@ -54,7 +55,7 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
     if spec is not None and spec.start_step == 0:
         route = _route_of(site, leaves)
         make = functools.partial(sparsity.initial_state, spec=spec, axes=shape[-1])
-        state |= flat({SPARSITY: run_steps((*route.steps, *batch_steps(site)), make, leaves[route.leaf])})
+        state[SPARSITY] = run_steps((*route.steps, *batch_steps(site)), make, leaves[route.leaf])
     return state
 
 
@@ -64,21 +65,19 @@ def _layout_of(site: Contraction) -> tuple[Recipe, tuple[int, ...], tuple[int, .
     return site.recipe, leading_axes(site), _inner_shape(site), without_batch(*site.weight_axes)
 
 
-def _blank_state(
-    recipe: Recipe, lead: tuple[int, ...], inner: tuple[int, ...], axes: tuple[int, ...]
-) -> dict[str, Array]:
-    """Make state that depends on no weight, under its flat names."""
-    state: dict[str, dict[str, Any]] = {**initial_state(recipe)}
+def _blank_state(recipe: Recipe, lead: tuple[int, ...], inner: tuple[int, ...], axes: tuple[int, ...]) -> LayerState:
+    """Make state that depends on no weight."""
+    state: LayerState = {**initial_state(recipe)}
     if recipe.sparsity is not None:
         dense = dataclasses.replace(recipe.sparsity, start_step=1)
         state[SPARSITY] = sparsity.initial_state(jnp.ones(inner), dense, axes)
-    return flat(jax.tree.map(lambda value: jnp.broadcast_to(value, (*lead, *value.shape)), state))
+    return jax.tree.map(lambda value: jnp.broadcast_to(value, (*lead, *value.shape)), state)
 
 
 @functools.lru_cache
-def _blank_shapes(*layout: Any) -> dict[str, tuple[int, ...]]:
+def _blank_shapes(*layout: Any) -> dict[str, Shapes]:
     blank = jax.eval_shape(functools.partial(_blank_state, *layout))
-    return {name: tuple(value.shape) for name, value in blank.items()}
+    return {tensor: {name: tuple(value.shape) for name, value in each.items()} for tensor, each in blank.items()}
 
 
 def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
@@ -94,17 +93,17 @@ def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
     return route
 
 
-def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the state of a contraction by name."""
+def state_fields(site: Contraction) -> dict[str, Shapes]:
+    """Return the shapes of the state of a contraction by tensor and field."""
     return dict(_blank_shapes(*_layout_of(site)))
 
 
-def kernel_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the state by which a kernel is converted, by name."""
-    found = nested(state_fields(site))
+def kernel_fields(site: Contraction) -> dict[str, Shapes]:
+    """Return the shapes of the state by which a kernel is converted."""
+    found = state_fields(site)
     found.pop("output_grad", None)
     kept = (SCALE, HISTORY, MASK)
-    return flat({tensor: {name: n for name, n in each.items() if name in kept} for tensor, each in found.items()})
+    return {tensor: {name: n for name, n in each.items() if name in kept} for tensor, each in found.items()}
 
 
 def leading_axes(site: Contraction) -> tuple[int, ...]:
@@ -166,7 +165,7 @@ def contract(
     site: Contraction,
     eqn: Any,
     operands: list[Any],
-    state: Mapping[str, Array],
+    state: LayerState,
     key: RandomKey | None,
     prepared: Any = None,
 ) -> Array:
@@ -191,7 +190,7 @@ def contract(
         recipe = dataclasses.replace(recipe, expert_axes=tuple(name for names in site.split for name in names))
     backend, own = backend.runner(site.operation, recipe, site.dtype, bool(site.split)), {}
     if not isinstance(operands[site.side], ConvertedKernel):
-        own = nested(state)
+        own = dict(state)
     elif backend.name == "native":
         check_layout(site, operands[site.side])
     window = tuple((n, eqn.params[n]) for n in _CONVOLUTION) if site.operation == "conv_general_dilated" else ()

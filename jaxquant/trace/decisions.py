@@ -12,7 +12,7 @@ from jaxquant.backends import Backend
 from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.blocks import block_shape
 from jaxquant.core.paths import layer_name
-from jaxquant.core.quant_state import BINS, is_named
+from jaxquant.core.quant_state import BINS, LayerState
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.state import watch
@@ -90,16 +90,16 @@ class Decisions:
     def read_states(
         self,
         plan: Plan,
-        quant_state: Mapping[str, Any],
+        rows: Mapping[str, Any],
         dialect: Dialect,
         served: Collection[Key] = (),
-        fields_of: Callable[[Contraction], dict[str, tuple[int, ...]]] = contract.state_fields,
-    ) -> dict[Key, dict[str, Any]]:
-        """Find the state of every chosen contraction in a tree of quant state.
+        fields_of: Callable[[Contraction], dict[str, contract.Shapes]] = contract.state_fields,
+    ) -> dict[Key, LayerState]:
+        """Find the state of every chosen contraction among the rows of quant state.
 
         Args:
           plan: of the program.
-          quant_state: of the whole model.
+          rows: of the whole model's quant state.
           dialect: says what is missing, and what does not fit.
           served: what has a converted kernel, and needs no state.
           fields_of: returns the shapes of the fields that are needed.
@@ -107,29 +107,32 @@ class Decisions:
         Raises:
           ValueError: state that is missing, or of another layout.
         """
-        found: dict[Key, dict[str, Any]] = {}
+        found: dict[Key, LayerState] = {}
         for site in plan.chosen:
-            fields = fields_of(site)
-            if site.key in found or not fields or site.key in served:
+            wanted = fields_of(site)
+            if site.key in found or not wanted or site.key in served:
                 found.setdefault(site.key, {})
                 continue
             assert site.recipe is not None
             name = self.states.get(site.key)
-            given = {} if name is None else paths.get(quant_state, name)
-            absent = [field for field in fields if field not in given]
             if name is None:
                 raise ValueError(
                     f"layer {site.path!r} is used here {_layout(site.key)}, and its quant state was made for "
                     f"{' and '.join(_layout(key) for key in self.states if key[0] == site.names)}; quantize this "
                     "function by itself, with a state of its own"
                 )
-            if absent:
-                raise ValueError(dialect.missing(site.recipe.name, site.path, absent[0]))
-            for field, shape in fields.items():
-                _check_sharing(site, field, tuple(given[field].shape), shape)
-                if not _has_shape(field, tuple(given[field].shape), shape):
-                    raise ValueError(dialect.misfit(site.path, field, tuple(given[field].shape), shape))
-            found[site.key] = {field: given[field] for field in fields}
+            given = {tensor: rows.get(paths.row(name, tensor), {}) for tensor in wanted}
+            for tensor, fields in wanted.items():
+                for field, shape in fields.items():
+                    if field not in given[tensor]:
+                        raise ValueError(dialect.missing(site.recipe.name, site.path, f"{tensor}_{field}"))
+                    has = tuple(given[tensor][field].shape)
+                    _check_sharing(site, field, has, shape)
+                    if not _has_shape(field, has, shape):
+                        raise ValueError(dialect.misfit(site.path, f"{tensor}_{field}", has, shape))
+            found[site.key] = {
+                tensor: {field: given[tensor][field] for field in fields} for tensor, fields in wanted.items()
+            }
         return found
 
 
@@ -154,7 +157,7 @@ def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: 
 
 def _has_shape(field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether state has the shape that it is made in; the bins of warm state have a column more."""
-    is_warm = is_named(field, BINS) and has == (*wanted[:-1], wanted[-1] + 1)
+    is_warm = field == BINS and has == (*wanted[:-1], wanted[-1] + 1)
     return has == wanted or is_warm
 
 

@@ -23,10 +23,9 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.core.quant_state import nested
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
-from jaxquant.state.packed import State, unpack
+from jaxquant.state.table import Tables, make_state, warm_rows
 from jaxquant.state.tree import refuse_trained
 from jaxquant.state.watch import NOT_TRAINED, refuse_gradient
 from jaxquant.trace import contract, converted, kernels, paths
@@ -99,7 +98,7 @@ class Engine:
         fn: Function,
         params: Any,
         args: tuple[Any, ...],
-        quant_state: State,
+        quant_state: Any,
         key: jax.Array | None = None,
         *,
         prefix: paths.Name = (),
@@ -113,7 +112,7 @@ class Engine:
           fn: pure, of (params, *args); hashable, and equal to another only where that computes the same.
           params: parameters.
           args: further arguments.
-          quant_state: of the parameters' part of the model, nested or packed.
+          quant_state: tables of the model, or a pytree of them; {} for none.
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
           prefix: path of the parameters in the model.
           is_whole: whether the call runs the whole model, so that rules which match nothing are an error.
@@ -132,22 +131,21 @@ class Engine:
 
     def init(
         self, fn: Function, params: Any, args: tuple[Any, ...], *, prefix: paths.Name = (), is_whole: bool = True
-    ) -> dict[str, Any]:
-        """Make the quant state of a function's layers, at ``prefix``, without computing anything; as ``run``."""
+    ) -> Tables:
+        """Make the quant state of a function's layers without computing anything; as ``run``."""
         traced = self.trace(fn, params, args, prefix)
-        state: dict[str, Any] = {}
         if self.resolver is None:
-            return state
+            return Tables()
         decisions = self.decide(traced.analysis, is_whole)
+        rows: dict[str, Any] = {}
         for site in traced.analysis.plan.chosen:
-            if site.key in decisions.states:
-                paths.put(state, decisions.states[site.key], contract.make_state(site, traced.leaves))
-        for part in prefix:
-            state = state.get(part, {})
-        return state
+            if (path := decisions.states.get(site.key)) is not None:
+                made = contract.make_state(site, traced.leaves)
+                rows |= {paths.row(path, tensor): fields for tensor, fields in made.items()}
+        return make_state(rows)
 
     def convert(
-        self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: State
+        self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: Any
     ) -> tuple[dict[paths.Name, ConvertedKernel], dict[str, str]]:
         """Quantize the weight of every layer as the training forward does; as ``find_kernels``.
 
@@ -161,7 +159,7 @@ class Engine:
         return {name: kernel.convert_stacked(leaves[name]) for name, kernel in found.items()}, reasons
 
     def find_kernels(
-        self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: State
+        self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: Any
     ) -> tuple[dict[paths.Name, kernels.LayerKernel], dict[str, str]]:
         """Find the weight of every layer, without computing anything; as ``run``.
 
@@ -178,7 +176,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, leaves, self.backend)
         fields = contract.kernel_fields
-        states = decisions.read_states(analysis.plan, unpack(quant_state), self.dialect, served, fields_of=fields)
+        states = decisions.read_states(analysis.plan, warm_rows(quant_state), self.dialect, served, fields_of=fields)
         for text in kernels.far_examples(analysis, jax.tree.leaves(self._marked(params, args)[1]), states):
             warnings.warn(text, stacklevel=3)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
@@ -305,7 +303,7 @@ class Engine:
         place: tuple[paths.Name, bool, bool],
         params: Any,
         args: Any,
-        quant_state: State,
+        quant_state: Any,
         key: jax.Array | None,
         is_kept: bool = True,
     ) -> Any:
@@ -313,20 +311,18 @@ class Engine:
         if self.resolver is None and instead is None:
             return _Call(not self.dialect.is_model)(fn, params, args)
         prefix, is_whole, skips = place
-        whole_state: Any = unpack(quant_state)
-        for part in reversed(prefix):
-            whole_state = {part: whole_state}
+        rows = warm_rows(quant_state)
         traced = self._trace(fn, params, args, prefix, is_kept)
         analysis, consts, arrays = traced.analysis, traced.closed.consts, [*traced.leaves, *jax.tree.leaves(args)]
         if instead is not None:
-            return traced.rebuild(instead(analysis, consts, arrays, whole_state))
+            return traced.rebuild(instead(analysis, consts, arrays, rows))
         decisions = self.decide(analysis, is_whole)
         if skips and not analysis.plan.chosen:
             return _SKIPPED
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, traced.leaves, self.backend, must_be_converted=must)
         speech = dataclasses.replace(self.dialect, missing=functools.partial(self._missing, bool(served)))
-        states = decisions.read_states(analysis.plan, whole_state, speech, served)
+        states = decisions.read_states(analysis.plan, rows, speech, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)
@@ -357,7 +353,7 @@ class Engine:
         options: dict[str, Any] = {"axes": reading.axes, "implementation": reading.implementation}
         options["is_stored"] = site.stored[0]
         with self._scope(site):
-            return self.backend.share(activation, list(map(nested, states)), recipe=reading.recipe, **options)
+            return self.backend.share(activation, states, recipe=reading.recipe, **options)
 
     def _scope(self, site: Contraction) -> Any:
         return contextlib.nullcontext() if self.dialect.has_scopes else jax.named_scope(site.path)

@@ -24,7 +24,7 @@ from jaxquant.core.blocks import BlocksError
 from jaxquant.core.delayed import together
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
-from jaxquant.core.quant_state import HISTORY, nested
+from jaxquant.core.quant_state import HISTORY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.contract import batch_steps, without_batch
@@ -105,7 +105,7 @@ class LayerKernel:
       path: of the layer.
       name: path of the parameter.
       dtype: name of the dtype in which the op reads it.
-      states: its quant state, by field, as it was given; then those of the contractions that read the same activation.
+      states: its quant state, as it was given; then those of the contractions that read the same activation.
       axes: its contraction axes, in a parameter without stacked layers.
       stacked: axes of the parameter along which scans stack layers, outermost first.
       shape: of the parameter without those.
@@ -190,7 +190,7 @@ def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Ke
       states: quant state of every quantized contraction.
     """
     for site, example in readers_of(analysis.plan, examples):
-        pair: Any = example, states.get(site.key, {}).get(f"input_{HISTORY}")
+        pair: Any = example, states.get(site.key, {}).get("input", {}).get(HISTORY)
         if all(isinstance(each, jax.Array | np.ndarray) and not isinstance(each, Tracer) for each in pair):
             amax, seen = (float(np.max(np.abs(each))) for each in pair)
             if seen and np.ptp(example) and not seen / _FAR <= amax <= seen * _FAR:
@@ -206,11 +206,11 @@ def _is_finite(kernel: Array) -> Array:
     return jnp.isfinite(kernel).all()
 
 
-def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _joined(states: Sequence[Mapping[str, Any]]) -> LayerState:
     """Return the state of a contraction, that of its activation joined with the others that read it."""
-    own, *others = map(nested, states or ({},))
+    own, *others = states or ({},)
     inputs = [each["input"] for each in others if "input" in each]
-    return own | ({"input": together(inputs)} if inputs else {})
+    return {**own} | ({"input": together(inputs)} if inputs else {})
 
 
 def find_kernels(

@@ -76,18 +76,6 @@ def layer_path(layers: Iterable[Name]) -> str:
     return "/".join(common) or "+".join("/".join(name) or "root" for name in distinct)
 
 
-def put(tree: dict[str, Any], path: str, value: Mapping[str, Any]) -> None:
-    """Add the variables of a layer to a tree of quant state, nested by the parts of its path."""
-    for part in filter(None, path.split("/")):
-        tree = tree.setdefault(part, {})
-    tree.update(value)
-
-
-def get(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Find the variables of a layer in a tree of quant state; {} where it has none."""
-    for part in filter(None, path.split("/")):
-        found = tree.get(part, {})
-        if not isinstance(found, Mapping):
-            return {}
-        tree = found
-    return tree
+def row(path: str, tensor: str) -> str:
+    """Return the name of a tensor's row in a table of quant state, of the path of its layer's state."""
+    return f"{path}/{tensor}" if path else tensor

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
-from jaxquant.state.packed import PackedState, State
+from jaxquant.state.table import Tables
 from jaxquant.trace.arguments import is_quantized
 from jaxquant.trace.decisions import Dialect
 from jaxquant.trace.engine import Engine
@@ -105,7 +105,7 @@ class QuantizedFunction:
 
         Args:
           args, kwargs: of the function, by its own names, behind whose first, the parameters, stands ``quant_state``:
-            from ``init`` and ``jaxquant.state.update``, packed or not; {} for recipes that keep none. Its gradient is
+            from ``init`` and ``jaxquant.state.update``; {} for recipes that keep none. Its gradient is
             what was seen.
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
 
@@ -123,8 +123,8 @@ class QuantizedFunction:
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         return self.engine.run(fn, params, tuple(rest), _checked(quant_state), key)
 
-    def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Make the quant state, {} for recipes that keep none, without computing anything of the function.
+    def init(self, *args: Any, **kwargs: Any) -> Tables:
+        """Make the quant state, empty for recipes that keep none, without computing anything of the function.
 
         Args:
           args, kwargs: as the function takes them, parameters first; arrays may be ``jax.ShapeDtypeStruct``.
@@ -199,8 +199,8 @@ class _Named:
         return self.fn(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
 
 
-def _checked(quant_state: Any) -> State:
-    if not isinstance(quant_state, Mapping | PackedState):
+def _checked(quant_state: Any) -> Any:
+    if not isinstance(quant_state, Mapping | Tables):
         raise TypeError(
             "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
             f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"

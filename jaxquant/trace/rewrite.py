@@ -20,6 +20,7 @@ from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.quant_state import LayerState
 from jaxquant.core.rounding import Seed, fold
 from jaxquant.core.sharding import platform_of
 from jaxquant.ops.gradients import forward_only
@@ -29,9 +30,9 @@ from jaxquant.trace.plan import Contraction, Key, Plan, Reading, scan_counts
 from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
 Array = jax.Array
-States = Mapping[Key, Mapping[str, Array]]
-Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Seed | None, Any], Array]
-Share = Callable[[Contraction, Array, list[Mapping[str, Array]]], Any]
+States = Mapping[Key, LayerState]
+Contract = Callable[[Contraction, Any, list[Any], LayerState, Seed | None, Any], Array]
+Share = Callable[[Contraction, Array, list[LayerState]], Any]
 
 
 class Rewriter:

@@ -35,6 +35,7 @@ from flax import nnx
 import jaxquant
 from jaxquant import state
 from tests.gallery import models
+from tests.states import nested
 
 FACES = ("linen", "nnx", "function")
 STEPS, RATE = 2, 2.0**-6
@@ -204,7 +205,7 @@ def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
         value, grads, params, quant = step(params, quant, jax.random.key(i))
         losses.append(float(value))
         gradients.append(digest(grads))
-    return {"losses": losses, "gradients": gradients, "state": digest(quant)}, params, quant
+    return {"losses": losses, "gradients": gradients, "state": digest(nested(quant))}, params, quant
 
 
 def _check(found: Any) -> None:
@@ -230,7 +231,7 @@ def filled(shapes: Any) -> Any:
 def _unseen(quant: Any) -> Any:
     """Make quant state that has seen nothing, as ``init`` does: without compiling that."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.full(leaf.shape, path[-1].key.endswith("_scale"), leaf.dtype), quant
+        lambda path, leaf: jnp.full(leaf.shape, path[-1].key == "scale", leaf.dtype), quant
     )
 
 

@@ -242,7 +242,7 @@ def test_quant_state_advances_in_maxtexts_train_step_and_is_guarded_elsewhere(is
     model = stateful(is_traced)
     theirs(model, True)
     histories = [x for path, x in jax.tree.leaves_with_path(nnx.state(model)) if "history" in str(path)]
-    assert len(histories) == (9 if is_traced else 3)
+    assert len(histories) == (3 if is_traced else 1)  # one array for the three tensors of an op
     assert all((x[..., 0] > 0).all() for x in histories)
     with pytest.raises(ValueError, match=r"MaxText's SFT, GRPO, distillation .* use a string without state"):
         nnx.grad(lambda model: model(X).sum())(model)

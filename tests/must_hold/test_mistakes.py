@@ -1,4 +1,4 @@
-"""Property 28: five loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
+"""Property 28: four loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
 
 Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/delayed.md`` has the table.
 """
@@ -18,13 +18,15 @@ from flax import nnx
 import jaxquant
 from jaxquant import state
 from jaxquant.compat import maxtext
+from jaxquant.state.table import is_tables, make_state
 from tests.must_hold.broken import fails_when_broken
 from tests.must_hold.loop import LENGTH, op_state
+from tests.states import nested, recorded
 
 CONFIG = {"quantization": "fp8", "amax_history_length": LENGTH}
 X = jax.random.normal(jax.random.key(0), (4, 8))
 LARGE = 30 * X
-TRAINED = r"quant state '[\w/]*input[_/]amax_bins' has negative numbers, .*jaxquant\.state\.split.*TrainState"
+TRAINED = r"quant state '[\w/]*input' has negative numbers, .*jaxquant\.state\.split.*TrainState"
 AS_WEIGHT = r"quant state '[\w/]*amax_history' is added to or multiplied, .*jaxquant\.state\.split"
 NORM = r"what was observed of quant state is squared or divided by, .*jaxquant\.state\.split\(grads\)\[0\]"
 
@@ -61,14 +63,6 @@ class Function(Linen):
         return (self.model(params, quant_state, x) ** 2).mean()
 
 
-class Packed(Function):
-    """A plain function whose loop carries packed quant state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = state.pack(self.state)
-
-
 class OfNnx(Linen):
     """An NNX model, whose gradients the caller takes by hand."""
 
@@ -86,7 +80,7 @@ class OfNnx(Linen):
             return (model(x) ** 2).mean()
 
 
-LOOPS = {"Linen": Linen, "function": Function, "packed": Packed, "NNX": OfNnx, "handle": Handle}
+LOOPS = {"Linen": Linen, "function": Function, "NNX": OfNnx, "handle": Handle}
 
 
 def gradients(loop: Linen, params: Any, quant_state: Any, x: jax.Array) -> Any:
@@ -139,7 +133,7 @@ def check_optimized(loop: Linen) -> None:
             return jax.tree.map(jnp.add, variables, updates), opt_state, value
 
         start = (loop.params, warmed(loop))
-        with pytest.raises(ValueError, match=r"updates quant state, as at '.*amax_bins', .*jaxquant\.state\.split"):
+        with pytest.raises(ValueError, match=r"updates quant state, as at '.*input', .*jaxquant\.state\.split"):
             jax.jit(by_optax)(start, tx.init(start))
         with pytest.raises(ValueError, match=AS_WEIGHT):
             jaxquant.coverage(step, start, tx.init(start)).check()
@@ -150,8 +144,6 @@ def check_optimized(loop: Linen) -> None:
             loop(*variables, X)
         with pytest.raises(ValueError, match=TRAINED):
             state.Optimizer(tx).init(state.merge(*variables))
-        with pytest.raises(ValueError, match=TRAINED):
-            state.strip_bins(variables[1])
 
 
 def check_decayed(loop: Linen) -> None:
@@ -182,7 +174,7 @@ def check_clipped(loop: Linen) -> None:
     stepped, _ = optimizer.step(state.merge(grads, observation), optimizer.init(variables), variables)
     moved = jax.tree.map(jnp.subtract, stepped["params"], loop.params)
     np.testing.assert_allclose(optax.global_norm(moved), 1e-3, rtol=2.0**-10)
-    expected = state.unpack(state.update(loop.state, observation))
+    expected = state.update(loop.state, observation)
     jax.tree.map(np.testing.assert_array_equal, stepped[state.OVERWRITE_WITH_GRADIENT], expected)
 
     def clipped(params: Any, quant_state: Any, norm: Any) -> Any:
@@ -226,7 +218,7 @@ def check_overwritten(loop: Linen) -> None:
         return gradients(loop, params, quant_state, X)
 
     found, expected = (step(once, *how)(*vars_of(loop))[1] for how in ((), (state.update,)))
-    histories = [op_state(state.unpack(each))["input_amax_history"] for each in (found, expected)]
+    histories = [op_state(each)["input_amax_history"] for each in (found, expected)]
     np.testing.assert_array_equal(*histories)
     jaxquant.coverage(step(once), *vars_of(loop)).check()
     for several in (twice, averaged, lambda *both: jax.tree.map(lambda leaf: leaf / 8.0, once(*both))):
@@ -261,15 +253,15 @@ def test_28_a_mean_over_examples_and_a_constrained_gradient_are_seen():
 
 
 def check_partly_restored(loop: Linen) -> None:
-    """Parameters of a float run and new state go on as they are; state that lacks a variable is refused."""
+    """Parameters of a float run and new state go on as they are; state that lacks a tensor is refused."""
     assert loop(loop.params, warmed(loop), X) > 0
-    lost = state.strip_bins(loop.state)
-    if isinstance(loop, OfNnx):  # a model that lacks nothing itself
-        assert loop(loop.params, lost, X) == loop(loop.params, loop.state, X)
-    else:
-        with pytest.raises(ValueError, match="input_amax_bins"):
-            loop(loop.params, lost, X)
-    jax.tree.map(np.testing.assert_array_equal, state.with_bins(lost, loop.state), loop.state)
+
+    def without_input(own: Any) -> Any:
+        return make_state({name: row for name, row in state.rows_of(own).items() if not name.endswith("input")})
+
+    with pytest.raises(ValueError, match="'input_scale'"):
+        loop(loop.params, jax.tree.map(without_input, loop.state, is_leaf=is_tables), X)
+    jax.tree.map(np.testing.assert_array_equal, state.from_flax(nested(loop.state), loop.state), loop.state)
     optimizer, floats = state.Optimizer(optax.sgd(0.1)), {"params": loop.params}
     with pytest.raises(ValueError, match=r"jaxquant.state.merge its parameters with the quant state of model.init"):
         optimizer.step(state.merge(loop.params, loop.state), optimizer.init(floats), floats)
@@ -286,7 +278,7 @@ def warmed(loop: Linen) -> Any:
     quant_state = loop.state
     for _ in range(LENGTH):
         quant_state = state.update(quant_state, gradients(loop, loop.params, quant_state, LARGE)[1])
-    assert (op_state(state.unpack(quant_state))["input_amax_history"] == jnp.abs(LARGE).max()).all()
+    assert (op_state(quant_state)["input_amax_history"] == recorded(jnp.abs(LARGE).max())).all()
     return quant_state
 
 

@@ -84,13 +84,13 @@ def check_accumulation(how: str) -> None:
             pure = nnx.to_pure_dict(quant)
             if how == "accumulate":
                 parts = [seen(quant, x, weight) for x, weight in zip(xs, WEIGHTS, strict=True)]
-                total = functools.reduce(state.accumulate, parts, state.nothing_seen(pure))
+                total = functools.reduce(state.accumulate, parts, state.no_observation(pure))
             else:
 
                 def add(total, item, quant=quant, seen=seen):
                     return state.accumulate(total, seen(quant, *item)), None
 
-                total, _ = jax.lax.scan(add, state.nothing_seen(pure), (xs, jnp.array(WEIGHTS)))
+                total, _ = jax.lax.scan(add, state.no_observation(pure), (xs, jnp.array(WEIGHTS)))
             nnx.update(model, state.update(pure, total))
         expected.check(quant_state(model))
     assert not np.any(quant_state(model)["input_amax_bins"])
@@ -111,7 +111,7 @@ def check_plain_grad_of_the_state_is_an_error() -> None:
     """A plain optimizer would take the parameters' part of it, and say nothing of the rest."""
     model, _ = build(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"'dense'.*outside jaxquant\.state\.value_and_grad"):
-        nnx.grad(loss, argnums=nnx.DiffState(0, state.TRAINED))(model, inputs(0)[0], 1.0)
+        nnx.grad(loss, argnums=nnx.DiffState(0, (nnx.Param, state.QuantState)))(model, inputs(0)[0], 1.0)
 
 
 def check_plain_update_is_an_error() -> None:

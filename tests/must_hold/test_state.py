@@ -17,6 +17,7 @@ from jaxquant import state
 from jaxquant.core import delayed
 from tests.must_hold.broken import fails_when_broken
 from tests.must_hold.loop import LENGTH, WEIGHTS, PythonLoop, amax, inputs, op_state
+from tests.states import assert_same_state
 
 CONFIG = {"quantization": "fp8", "amax_history_length": LENGTH}
 OWG = state.OVERWRITE_WITH_GRADIENT
@@ -137,7 +138,7 @@ def check_accumulation(how: str) -> None:
         if how in ("accumulate", "sum", "mean"):
             seen = [grad(accumulated, x, weight)[OWG] for x, weight in zip(xs, WEIGHTS, strict=True)]
             if how == "accumulate":
-                total = functools.reduce(state.accumulate, seen, state.nothing_seen(accumulated[OWG]))
+                total = functools.reduce(state.accumulate, seen, state.no_observation(accumulated[OWG]))
             else:
                 total = jax.tree.map(lambda *leaves: sum(leaves) / (3 if how == "mean" else 1), *seen)
             accumulated = state.merge(params, state.update(accumulated[OWG], total))
@@ -146,7 +147,7 @@ def check_accumulation(how: str) -> None:
             def add(total, item, variables=accumulated):
                 return state.accumulate(total, jax.grad(micro)(variables, *item)[OWG]), None
 
-            total, _ = jax.lax.scan(add, state.nothing_seen(accumulated[OWG]), (xs, jnp.array(WEIGHTS)))
+            total, _ = jax.lax.scan(add, state.no_observation(accumulated[OWG]), (xs, jnp.array(WEIGHTS)))
             accumulated = state.merge(params, state.update(accumulated[OWG], total))
         else:
             for x, weight in zip(xs, WEIGHTS, strict=True):
@@ -156,7 +157,8 @@ def check_accumulation(how: str) -> None:
                     train_state = train_state.apply_gradients(grads=grad(train_state.params, x, weight))
                     accumulated = train_state.params
         expected.check(op_state(accumulated[OWG]))
-        jax.tree.map(np.testing.assert_array_equal, accumulated, big)
+        jax.tree.map(np.testing.assert_array_equal, accumulated["params"], big["params"])
+        assert_same_state(accumulated[OWG], big[OWG])
 
 
 @pytest.mark.parametrize("how", ["accumulate", "sum", "mean", "lax.scan", "MultiSteps", "TrainState"])

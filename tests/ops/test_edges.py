@@ -176,11 +176,10 @@ def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, 
     arrays[side] = arrays[side].at[*(0,) * arrays[side].ndim].set(bad)
     state = ragged.initial_state(recipe, groups) if groups else initial_state(recipe)
     if is_warm and not groups:
-        lead = state["input"]["scale"].shape[:-1]
         for tensor in state.values():
             tensor |= {
                 "amax_history": tensor["amax_history"].at[..., 0].set(4.0),
-                "amax_bins": fit_bins(empty_bins(lead), True),
+                "amax_bins": fit_bins(empty_bins(), True),
             }
 
     def run(x, w, state):

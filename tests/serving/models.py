@@ -52,14 +52,14 @@ def filled(shapes: Any) -> Any:
     """
 
     def fill(path: Any, leaf: Any) -> Any:
-        name = path[-1].key
+        name, is_state = path[-1].key, any(getattr(key, "name", None) == "fields" for key in path)
         rng = np.random.default_rng(sum(map(ord, jax.tree_util.keystr(path))))
-        if name.endswith("amax_history"):
+        if is_state and name == "amax_history":
             values = rng.uniform(1.0, 2.5, leaf.shape)
-        elif name.endswith("_mask"):
+        elif is_state and name == "mask":
             values = (np.arange(leaf.size).reshape(leaf.shape) // leaf.shape[-1]) % 2
-        elif name.endswith(("_scale", "_bins", "_step", "_uses")):
-            values = np.full(leaf.shape, name.endswith("_scale"))
+        elif is_state:
+            values = np.full(leaf.shape, name == "scale")
         else:
             values = rng.normal(size=leaf.shape) * 0.25
         return jnp.asarray(values, leaf.dtype)

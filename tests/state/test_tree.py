@@ -1,4 +1,4 @@
-"""Quant state in a loop: one use, many uses, no use, against a plain Python loop."""
+"""Quant state in a loop: one use, many uses, no use, and trees that do not fit."""
 
 from __future__ import annotations
 
@@ -10,57 +10,80 @@ import pytest
 
 from jaxquant import state
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.quant_state import flat, nested
+from jaxquant.core import delayed
+from jaxquant.core.recipe import DelayedSpec
 from jaxquant.ops import dot_general, initial_state
+from jaxquant.state.table import make_state
+from tests.states import recorded
 
 RECIPE = RECIPES["fp8"].recipe
 NUMBERS = (((1,), (0,)), ((), ()))
 
 
-def loss(quant, xs, w, weights):
-    ys = [dot_general(x, w, NUMBERS, recipe=RECIPE, state=nested(quant)) for x in xs]
-    return sum((y**2).sum() * c for y, c in zip(ys, weights, strict=True))
+def loss(quant, x, w):
+    return (dot_general(x, w, NUMBERS, recipe=RECIPE, state=quant) ** 2).sum()
 
 
-XS = [jax.random.normal(jax.random.key(i), (4, 8)) * scale for i, scale in enumerate((1.0, 9.0, 0.1))]
+X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(9), (8, 8))
-START = flat(initial_state(RECIPE))
+START = initial_state(RECIPE)
+SEEN = jax.grad(loss)(START, X, W)
 
 
-def test_update_reaches_into_nested_trees_and_checks_them():
-    seen = jax.grad(loss)(START, XS[:1], W, [1.0])
-    new = state.update({"a": {"op": START}, "b": START}, {"a": {"op": seen}, "b": seen})
-    np.testing.assert_array_equal(new["a"]["op"]["input_scale"], new["b"]["input_scale"])
-    assert float(new["b"]["input_amax_history"][0]) == float(jnp.abs(XS[0]).max())
-    with pytest.raises(ValueError, match="must be one tree"):
-        state.update({"a": START}, {"b": seen})
+def tables(**layers):
+    """Return the state of layers by name, whose fields are given by tensor."""
+    return make_state({f"{name}/{tensor}": row for name, layer in layers.items() for tensor, row in layer.items()})
+
+
+def test_update_reaches_into_trees_of_tables():
+    """Models of a larger one keep each its own."""
+    start, seen = ({"a": {"op": tables(one=each)}, "b": tables(two=each)} for each in (START, SEEN))
+    new = state.rows_of(state.update(start, seen))
+    np.testing.assert_array_equal(new["a/op/one/input"]["scale"], new["b/two/input"]["scale"])
+    assert new["b/two/input"]["amax_history"][0] == recorded(jnp.abs(X).max())
 
 
 def test_trees_that_differ_are_refused_where_they_do():
-    seen = state.no_observation(START)
-    lacks = {name: value for name, value in seen.items() if name != "kernel_scale"}
-    for other, match in (
-        ({"a": {"op": seen}}, "quant state has a module at 'b' and its gradient has nothing"),
-        ({"a": {"op": lacks}, "b": seen}, r"has shape \(1,\) at 'a/op/kernel_scale' and its gradient has nothing"),
-        ({"a": {"op": seen}, "b": seen, 3: seen}, "quant state has nothing at '3' and its gradient has a module"),
-        (
-            {"a": {"op": jax.tree.map(lambda leaf: leaf[None], seen)}, "b": seen},
-            r"has shape \(1,\) at 'a/op/input_scale' and its gradient has shape \(1, 1\)",
-        ),
+    start, seen = tables(a=START, b=START), tables(a=SEEN, b=SEEN)
+    lacks = {tensor: row for tensor, row in SEEN.items() if tensor != "kernel"}
+    longer = jax.tree.map(lambda leaf: leaf[None], SEEN)
+    for other, where in (
+        (tables(a=SEEN), "b/input"),
+        (tables(a=lacks, b=SEEN), "a/kernel"),
+        (tables(a=SEEN, b=SEEN, c=SEEN), "c/input"),
+        (tables(a=longer, b=SEEN), "a/input"),
+        ({"x": seen}, "a/input"),
     ):
-        with pytest.raises(ValueError, match=match + ".*must be one tree"):
-            state.update({"a": {"op": START}, "b": START}, other)
+        for combine in (state.update, state.accumulate):
+            with pytest.raises(ValueError, match=f"differ at '{where}'; they must be of one state"):
+                combine(start, other)
 
 
-def test_names_that_changed_keep_an_alias():
-    assert state.nothing_seen is state.no_observation
-    assert state.from_flax is state.with_bins
-    assert state.Gradients(1, 2).seen == state.Gradients(1, 2).observation == 2
-    assert state.OptimizerState(1, 2).seen == state.OptimizerState(1, 2).observation == 2
+@pytest.mark.parametrize("mode", ["warmup", "flax"])
+def test_micro_batches_are_accumulated_in_any_order(mode):
+    spec = DelayedSpec(4, amax_init=mode)
+    own = delayed.initial_state(spec) | {"amax_history": jnp.arange(4.0)}
+    start = make_state({"layer/input": own})
+    seen = [
+        make_state({"layer/input": delayed.observe(own, own["scale"], jnp.float32(amax), spec)})
+        for amax in (1.01, 1.12, 0.5)
+    ]
+    for order in (seen, seen[::-1]):
+        total = state.no_observation(start)
+        for each in order:
+            total = state.accumulate(total, each)
+        history = state.rows_of(state.update(start, total))["layer/input"]["amax_history"]
+        newest = np.float32(1.12) if mode == "flax" else recorded(1.12)
+        np.testing.assert_array_equal(history, [newest, 2.0, 3.0, 0.0])
+
+
+def test_names_that_stay_keep_an_alias():
+    assert state.nnx.Gradients(1, 2).seen == state.nnx.Gradients(1, 2).observation == 2
+    assert state.optimizer.OptimizerState(1, 2).seen == state.optimizer.OptimizerState(1, 2).observation == 2
 
 
 def test_frozen_dicts_come_out_as_dicts():
-    frozen = flax.core.freeze({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"a": {"op": START}}})
+    frozen = flax.core.freeze({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"a": tables(op=START)}})
     _, quant = state.split(frozen)
     assert jax.tree.structure(quant) == jax.tree.structure(state.update(quant, state.no_observation(quant)))
 

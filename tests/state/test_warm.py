@@ -16,9 +16,9 @@ import jaxquant
 from jaxquant import state as quant_state
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
-from jaxquant.core.quant_state import flat, nested
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.operand import quantize_operand
+from jaxquant.state.table import make_state, tables_of, warm_rows
 
 RECIPE = RECIPES["fp8"].recipe
 assert RECIPE is not None
@@ -28,15 +28,20 @@ KERNELS = {name: jax.random.normal(jax.random.key(n), (16, 16)) / 4 for n, name 
 
 
 def fresh():
-    return {name: flat(initial_state(RECIPE)) for name in KERNELS}
+    return make_state({f"{name}/{tensor}": row for name in KERNELS for tensor, row in initial_state(RECIPE).items()})
+
+
+def layer(rows, name):
+    return {tensor: rows[f"{name}/{tensor}"] for tensor in ("input", "kernel", "output_grad")}
 
 
 def step(state, x, uses_second):
     """Take a step of two layers, the second of which may be left out."""
 
     def loss(kernels, state, x):
-        y = dot_general(x, kernels["first"], DIMS, recipe=RECIPE, state=nested(state["first"]))
-        second = lambda y: dot_general(y, kernels["second"], DIMS, recipe=RECIPE, state=nested(state["second"]))  # noqa: E731
+        rows = warm_rows(state)
+        y = dot_general(x, kernels["first"], DIMS, recipe=RECIPE, state=layer(rows, "first"))
+        second = lambda y: dot_general(y, kernels["second"], DIMS, recipe=RECIPE, state=layer(rows, "second"))  # noqa: E731
         y = jax.lax.cond(uses_second, second, lambda y: y, y.astype(jnp.float32))
         return (y.astype(jnp.float32) ** 2).mean()
 
@@ -51,44 +56,39 @@ def same(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def widths(state):
-    return {
-        name: value.shape[-1] - delayed.BINS
-        for layer in state.values()
-        for name, value in layer.items()
-        if "bins" in name
-    }
+def warm_of(state):
+    """Return which rows are warm, by name."""
+    return {name: warm for table in tables_of(state) for name, warm in zip(table.rows, table.warm, strict=True)}
 
 
 def test_a_warm_state_has_the_bits_of_a_cold_one_step_for_step():
     cold, _ = STEP(fresh(), X, True)
     warm = quant_state.warm(cold)
-    assert set(widths(warm).values()) == {1}
+    assert all(warm_of(warm).values())
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(warm)) == jax.tree.map(jnp.shape, jax.tree.leaves(cold))
     for scale in (1.0, 3.0, 0.01):
         cold, ours = STEP(cold, X * scale, True)
         warm, theirs = STEP(warm, X * scale, True)
         same(ours, theirs)
-        same(quant_state.strip_bins(cold), quant_state.strip_bins(warm))
-    assert set(widths(warm).values()) == {1}  # a scan can carry it
-    assert set(widths(quant_state.with_bins(quant_state.strip_bins(warm))).values()) == {0}  # as after resuming
+        same(quant_state.rows_of(cold), quant_state.rows_of(warm))
+    assert all(warm_of(warm).values())  # a scan can carry it
 
 
 def test_a_cold_tensor_in_a_warm_step_is_scaled_by_its_own_amax_and_an_unused_one_keeps_its_state():
-    state, _ = STEP(fresh(), X, False)
-    state = quant_state.warm(state)
-    assert {name: set(widths({name: state[name]}).values()) for name in state} == {"first": {1}, "second": {0}}
-    before = state["second"]
+    cold, _ = STEP(fresh(), X, False)
+    state = quant_state.warm(cold)
+    assert warm_of(state) == {name: name.startswith("first") for name in quant_state.rows_of(state)}
+    before = layer(quant_state.rows_of(state), "second")
     state, _ = STEP(state, X, False)
-    same(state["second"], before)  # no gradient reached it
+    cold, _ = STEP(cold, X, False)
+    same(layer(quant_state.rows_of(state), "second"), before)  # no gradient reached it
     # The second layer's first step is the one that a cold state takes, which clips nothing and flushes nothing.
-    cold = quant_state.with_bins(quant_state.strip_bins(state))
     used, ours = STEP(state, X, True)
     expected, theirs = STEP(cold, X, True)
     same(ours, theirs)
-    same(quant_state.strip_bins(used), quant_state.strip_bins(expected))
-    assert float(used["second"]["input_amax_history"][0]) > 0
-    again = quant_state.warm(used)
-    assert set(widths(again).values()) == {1}
+    same(quant_state.rows_of(used), quant_state.rows_of(expected))
+    assert float(quant_state.rows_of(used)["second/input"]["amax_history"][0]) > 0
+    assert all(warm_of(quant_state.warm(used)).values())
 
 
 def reductions(state):
@@ -111,11 +111,11 @@ def test_warm_reads_values_and_says_so_where_there_are_none():
         jax.jit(quant_state.warm)(fresh())
     with pytest.raises(TypeError, match=r"state\.warm"):
         jax.lax.scan(lambda carry, _: (quant_state.warm(carry), None), fresh(), length=2)
-    shapes = jax.eval_shape(fresh)
-    assert set(widths(quant_state.warm(shapes)).values()) == {1}
-    stacked = {"layers": {name: jnp.stack([x, x]) for name, x in fresh()["first"].items()}}
-    stacked["layers"]["input_amax_history"] = stacked["layers"]["input_amax_history"].at[0, 0].set(1.0)
-    assert set(widths(quant_state.warm(stacked)).values()) == {0}  # a layer of the two has none
+    assert all(warm_of(quant_state.warm(jax.eval_shape(fresh))).values())
+    row = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), initial_state(RECIPE)["input"])
+    row["amax_history"] = row["amax_history"].at[0, 0].set(1.0)
+    stacked = make_state({"layers/input": row})
+    assert not any(warm_of(quant_state.warm(stacked)).values())  # a layer of the two has none
 
 
 def linen_accumulates(turns):
@@ -128,7 +128,7 @@ def linen_accumulates(turns):
             train = train.replace(params=quant_state.merge(params, quant_state.warm(quant)))
         grads = jax.grad(lambda v, x: (model.apply(v, x) ** 2).mean())(train.params, size * X)
         train = train.apply_gradients(grads=grads)
-    return quant_state.strip_bins(quant_state.split(train.params)[1])
+    return quant_state.rows_of(quant_state.split(train.params)[1])
 
 
 def nnx_accumulates(turns):
@@ -139,7 +139,7 @@ def nnx_accumulates(turns):
             nnx.update(model, quant_state.warm(nnx.to_pure_dict(nnx.state(model, quant_state.QuantState))))
         _, grads = quant_state.value_and_grad(lambda m, x: (m(x) ** 2).mean())(model, size * X)
         quant_state.apply_gradients(model, optimizer, grads)
-    return quant_state.strip_bins(nnx.to_pure_dict(nnx.state(model, quant_state.QuantState)))
+    return quant_state.rows_of(nnx.to_pure_dict(nnx.state(model, quant_state.QuantState)))
 
 
 ACCUMULATED = {"quantization": "fp8", "amax_history_length": 4}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxquant
+from tests.states import nested
 from tests.trace.functions import CURRENT, FP8, layers, shape
 
 X = shape(6, 8)
@@ -80,7 +81,7 @@ def test_state_is_stacked_over_the_scans_that_slice_the_weight():
 
     p = {"a": {"kernel": shape(2, 3, 8, 8)}, "b": {"kernel": shape(2, 8, 8)}, "c": {"kernel": SQUARE}}
     state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, p, X)
-    assert {name: value["input_scale"].shape for name, value in state.items()} == {
+    assert {name: value["input_scale"].shape for name, value in nested(state).items()} == {
         "a": (2, 3, 1),
         "b": (2, 1),
         "c": (1,),
@@ -111,7 +112,7 @@ def test_stacked_weights_indexed_by_a_counter_share_one_state():
         return jax.lax.scan(body, x, jnp.arange(4))[0]
 
     state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, {"layers": {"kernel": shape(4, 8, 8)}}, X)
-    assert state["layers"]["kernel_scale"].shape == (1,)
+    assert nested(state)["layers"]["kernel_scale"].shape == (1,)
 
 
 def test_a_path_is_not_an_identity():
@@ -124,7 +125,7 @@ def test_a_path_is_not_an_identity():
     p = {"cell": {name: {"kernel": SQUARE} for name in ("ii", "if", "hi", "hf")}}
     assert layers(cell, p, X, X) == {"cell": QUANTIZED}
     state = jax.eval_shape(jaxquant.quantize(cell, FP8).init, p, X, X)
-    assert set(state["cell"]) == {"if_kernel+ii_kernel", "hf_kernel+hi_kernel"}
+    assert set(nested(state)["cell"]) == {"if_kernel+ii_kernel", "hf_kernel+hi_kernel"}
 
 
 def test_one_parameter_in_two_layouts_has_two_states():
@@ -133,7 +134,10 @@ def test_one_parameter_in_two_layouts_has_two_states():
         return x @ p["a"]["kernel"][0]
 
     state = jax.eval_shape(jaxquant.quantize(both, FP8).init, {"a": {"kernel": shape(3, 8, 8)}}, X)
-    assert {name: value["input_scale"].shape for name, value in state["a"].items()} == {"3": (3, 1), "whole": (1,)}
+    assert {name: value["input_scale"].shape for name, value in nested(state)["a"].items()} == {
+        "3": (3, 1),
+        "whole": (1,),
+    }
 
 
 def test_a_weight_that_data_was_added_to_is_named():

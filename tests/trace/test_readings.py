@@ -14,6 +14,7 @@ from jaxquant.audit.cost import saved_for_backward
 from jaxquant.backends.native import NativeBackend
 from jaxquant.trace.quantize import QuantizedFunction
 from tests.lowering import equations
+from tests.states import edited, nested, recorded
 from tests.trace.functions import FP8, assert_same_bits, normal, shape
 
 STRINGS = "fp8", "fp8_current", "fp8_full", "int8", "int8_delayed"
@@ -135,21 +136,21 @@ def test_states_that_differ_are_scaled_by_the_widest_and_observe_for_themselves(
     state = fn.init(params, x)
     step = jax.jit(jax.value_and_grad(lambda p, s, x: jnp.mean(fn(p, s, x) ** 2), argnums=(0, 1)))
     state = quant_state.update(state, step(params, state, x)[1][1])
-    amax = float(jnp.max(jnp.abs(x)))
-    edited = jax.tree.map(jnp.copy, state)
-    edited["q"]["input_amax_history"] = edited["q"]["input_amax_history"] * 0  # as of a layer that was frozen
-    edited["k"]["input_amax_history"] = edited["k"]["input_amax_history"] * 2
+    amax = recorded(jnp.max(jnp.abs(x)))
+    factors = {"q/input": 0, "k/input": 2}  # 0 as of a layer that was frozen
+    scaled = lambda name, row: row | {"amax_history": row["amax_history"] * factors.get(name, 1)}  # noqa: E731
+    changed = edited(state, scaled)
     for warm in (False, True):
-        given = quant_state.warm(edited) if warm else edited
-        new = quant_state.update(given, step(params, given, x)[1][1])
+        given = quant_state.warm(changed) if warm else changed
+        new = nested(quant_state.update(given, step(params, given, x)[1][1]))
         for name, past in (("q", 0), ("k", 2 * amax), ("v", amax)):
             history = new[name]["input_amax_history"]
             np.testing.assert_array_equal(history[0], amax)
             np.testing.assert_array_equal(history[-1], np.float32(past))
         for name in "kv":
             np.testing.assert_allclose(new[name]["input_scale"], 2 * amax / 448, rtol=1e-6)
-    served = fn.convert(params, edited, x)
-    np.testing.assert_array_equal(jax.jit(fn)(served, {}, x), jax.jit(fn)(params, edited, x))
+    served = fn.convert(params, changed, x)
+    np.testing.assert_array_equal(jax.jit(fn)(served, {}, x), jax.jit(fn)(params, changed, x))
 
 
 def test_scans_and_remat_share_inside():

@@ -14,6 +14,7 @@ from jaxquant import ops
 from jaxquant.config.recipes import lookup
 from jaxquant.core.qtensor import ConvertedKernel
 from tests.lowering import equations
+from tests.states import recorded
 from tests.trace.functions import CURRENT, FP8, float8_dots, normal, primitives, shape
 
 X = shape(6, 8)
@@ -168,8 +169,9 @@ def test_experts_record_their_own_amax():
     q = jaxquant.quantize(lambda p, x: jax.vmap(jnp.matmul)(x, p["experts"]), FP8)
     state = q.init(p, x)
     new = jaxquant.state.update(state, jax.jit(jax.grad(lambda s: jnp.sum(q(p, s, x) ** 2)))(state))
-    np.testing.assert_array_equal(new["experts"]["kernel_amax_history"][:, 0], jnp.max(jnp.abs(p["experts"]), (1, 2)))
-    np.testing.assert_array_equal(new["experts"]["input_amax_history"][:, 0], jnp.max(jnp.abs(x), (1, 2)))
+    for tensor, operand in (("kernel", p["experts"]), ("input", x)):
+        history = jaxquant.state.rows_of(new)[f"experts/{tensor}"]["amax_history"]
+        np.testing.assert_array_equal(history[:, 0], recorded(jnp.max(jnp.abs(operand), (1, 2))))
 
 
 def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside():

@@ -64,10 +64,10 @@ def compare(found: Any, metrics: Any, single: Any, single_metrics: Any, before: 
     """
     import jax
 
-    from jaxquant.state import unpack
+    from tests.states import nested
 
     def by_path(state: Any) -> dict[str, np.ndarray]:
-        state = state._replace(quant_state=unpack(state.quant_state))
+        state = state._replace(quant_state=nested(state.quant_state))
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
     distances = {name: metrics[name] / single_metrics[name] - 1 for name in ("loss", "grad_norm")} | {"rest": 0.0}

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.state import pack, unpack
+from jaxquant.state import rows_of
+from tests.states import edited
 from tests.train.conftest import STEPS, read_lines, read_losses, train
 from train import metrics
 from train.checkpoint import Checkpoints
@@ -50,10 +51,12 @@ def test_every_part_of_a_state_is_looked_at(program: Program):
         assert check(poisoned(state, "params", *KERNEL, layer=1, value=value)) == "params/layers/mlp/wo/kernel, layer 1"
     moment = poisoned(state, "opt_state", 1, 0, "nu", *KERNEL, layer=0, value=np.inf)
     assert check(moment) == "opt_state/1/0/nu/layers/mlp/wo/kernel, layer 0"
-    opened = state._replace(quant_state=unpack(state.quant_state))
-    names = [tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(opened.quant_state)]
-    broken = poisoned(opened, "quant_state", *names[-1], layer=1, value=np.nan)
-    assert check(broken._replace(quant_state=pack(broken.quant_state))) == f"quant_state/{'/'.join(names[-1])}, layer 1"
+    name = max(rows_of(state.quant_state))
+    broken = edited(
+        state.quant_state,
+        lambda row, fields: fields | ({"scale": fields["scale"].at[1].set(np.nan)} if row == name else {}),
+    )
+    assert check(state._replace(quant_state=broken)) == f"quant_state/{name}/scale, layer 1"
 
 
 def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp_path: Path):

@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxquant.core.typed import to_mapping
-from jaxquant.state import unpack
 from tests import numerics
+from tests.states import nested
 from tests.train.conftest import ROOT
 from tests.train.mesh_worker import STEPS
 from train.config import TrainConfig
@@ -135,7 +135,7 @@ def test_parameters_moments_and_masks_lie_alike_and_scales_are_replicated(tiny: 
             moments = [s for path, s in leaves if f"['{layer}']['kernel']" in jax.tree_util.keystr(path)]
             assert len(moments) == 2
             assert all(moment == kernel for moment in moments)
-            (quant,) = unpack(whole.quant_state)["layers"][block][layer].values()
+            (quant,) = nested(whole.quant_state)["layers"][block][layer].values()
             for name, leaf in quant.items():
                 assert leaf.sharding.spec == spec if name == "sparsity_mask" else not any(leaf.sharding.spec)
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxquant.state import strip_bins
+from jaxquant.core.trees import leaves_by_path
 from tests.train.conftest import STEPS
 from train.arrays import CHUNK_BYTES, save_args
 from train.checkpoint import Checkpoints
@@ -31,9 +31,8 @@ def state(finished: Any, tiny: TrainConfig) -> TrainState:
 
 
 def _flat(state: TrainState) -> dict[str, np.ndarray]:
-    trees = {"params": state.params, "quant_state": strip_bins(state.quant_state)}
-    leaves = jax.tree_util.tree_leaves_with_path(trees)
-    return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
+    trees = {"params": state.params, "quant_state": state.quant_state}
+    return {path: np.asarray(leaf) for path, leaf in leaves_by_path(trees).items()}
 
 
 def test_every_leaf_is_listed_and_read_bit_for_bit(finished: Any, state: TrainState):
@@ -41,10 +40,8 @@ def test_every_leaf_is_listed_and_read_bit_for_bit(finished: Any, state: TrainSt
     expected = _flat(state)
     assert parameters.step == STEPS
     assert parameters.stores.keys() == expected.keys()
-    trees = {"params": state.params, "quant_state": strip_bins(state.quant_state)}
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), parameters.shapes) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), trees
-    )
+    shapes = {path: (x.shape, x.dtype) for path, x in leaves_by_path(parameters.shapes).items()}
+    assert shapes == {path: (x.shape, x.dtype) for path, x in expected.items()}
     for path in parameters.stores:
         assert parameters.read(path).tobytes() == expected[path].tobytes(), path
 

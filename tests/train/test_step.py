@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh
 
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.core.typed import to_mapping
-from jaxquant.state import unpack
 from tests import numerics
+from tests.states import nested
 from tests.train.conftest import quantized
 from train.config import TrainConfig
 from train.data import make_iterators
@@ -55,13 +55,13 @@ def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: Tra
     programs = {k: build(dataclasses.replace(config, gradient_accumulation_steps=k), data.vocab_size) for k in (1, 4)}
     start, _ = programs[1].step(programs[1].init(), next(data.train), jnp.bool_(True))
     start, batch = jax.tree.map(np.array, start), next(data.train)
-    step = lambda program: unpack(program.step(start, batch, jnp.bool_(True))[0].quant_state)  # noqa: E731
+    step = lambda program: nested(program.step(start, batch, jnp.bool_(True))[0].quant_state)  # noqa: E731
     found = {k: step(program) for k, program in programs.items()}
     count = 0
     for (path, big), small, before in zip(
         jax.tree_util.tree_leaves_with_path(found[1]),
         jax.tree.leaves(found[4]),
-        jax.tree.leaves(unpack(start.quant_state)),
+        jax.tree.leaves(nested(start.quant_state)),
         strict=True,
     ):
         name = jax.tree_util.keystr(path)

@@ -9,7 +9,6 @@ its checkpoints runs on any backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -23,12 +22,15 @@ from jaxquant.backends.base import Given
 from jaxquant.compat.maxtext.stored import freeze, thaw
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
+from jaxquant.core.quant_state import SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
 from jaxquant.ops.dimensions import Dimensions, How, Product
 from jaxquant.ops.dot_general import initial_state
-from jaxquant.state import OVERWRITE_WITH_GRADIENT, watch
+from jaxquant.state import watch
+from jaxquant.state.table import ENTRY, make_state, warm_rows
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, refuse_trained
 
 Array = jax.Array
 COLLECTION, STORED = "aqt", "qrhs"
@@ -61,35 +63,39 @@ class LayerOp(nn.Module):
         dims, recipe = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), self.recipe
         mode = self.quantization.quant_mode.value
         weight: Any = rhs
-        state, masks = {}, {}
+        state: LayerState = {}
         if mode == "serve" and recipe.fwd.rhs is not None:
             weight = self._read(rhs, dims)
         else:
+            state = self._quant_state(rhs, dims)
             if recipe.sparsity is not None:
-                masks = self._quant_state("sparsity", sparsity.initial_state(rhs, recipe.sparsity, dims.rhs_contract))
-                weight = sparsity.sparsify(recipe.sparsity, dims.rhs_contract, rhs, self._watched((rhs,), masks))
-            state = {tensor: self._quant_state(tensor, values) for tensor, values in initial_state(recipe).items()}
+                masks = self._watched((rhs,), state[SPARSITY])
+                weight = sparsity.sparsify(recipe.sparsity, dims.rhs_contract, rhs, masks)
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
-        given = Given(recipe, self._watched((lhs, weight), state), key, How(self.quantization.resolver.implementation))
+        amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
+        given = Given(recipe, self._watched((lhs, weight), amaxes), key, How(self.quantization.resolver.implementation))
         out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
         if mode == "convert" and recipe.fwd.rhs is not None:
-            self._write(rhs, dims, {**state, "sparsity": masks})
+            self._write(rhs, dims, state)
         return out
 
-    def _quant_state(self, prefix: str, values: Mapping[str, Array]) -> dict[str, Array]:
+    def _quant_state(self, rhs: Array, dims: Dimensions) -> LayerState:
         """Read the state, or make it while initializing; state that is made anew in each call would never advance."""
-        names = [f"{prefix}_{name}" for name in values]
-        missing = [name for name in names if not self.has_variable(OVERWRITE_WITH_GRADIENT, name)]
-        if missing and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
+        recipe, initial = self.recipe, {**initial_state(self.recipe)}
+        if recipe.sparsity is not None:
+            initial[SPARSITY] = sparsity.initial_state(rhs, recipe.sparsity, dims.rhs_contract)
+        if not initial:
+            return {}
+        is_there = self.has_variable(OVERWRITE_WITH_GRADIENT, ENTRY)
+        if not is_there and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             raise ValueError(
-                f"{missing_state(self.recipe.name, self.layer, missing[0])}; where the layer is under nn.scan, give it "
-                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
+                f"{missing_state(recipe.name, self.layer, next(iter(initial)))}; where the layer is under nn.scan, "
+                f"give it variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
             )
-        return {
-            name: self.variable(OVERWRITE_WITH_GRADIENT, full, lambda value=value: value).value
-            for full, (name, value) in zip(names, values.items(), strict=True)
-        }
+        state: Any = self.variable(OVERWRITE_WITH_GRADIENT, ENTRY, make_state, initial).value
+        refuse_trained(state)
+        return warm_rows(state)
 
     def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
         """Return state, watched so that a gradient which leaves it out is an error."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxquant.backends import load
+from jaxquant.backends import native
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -22,7 +22,6 @@ _AQT_NAMES: dict[Op, str] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsu
 
 def op_name(backend: str, op: Op, recipe: Recipe | None) -> str:
     """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
-    native: Any = load("native")
     return _AQT_NAMES[op] if backend == "aqt" else native.op_name(op, recipe)
 
 

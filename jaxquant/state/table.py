@@ -1,0 +1,293 @@
+"""Quant state of a model as tables: one for each kind of tensor, with a row for each tensor of a layer.
+
+A jitted step pays for each array that it takes and returns. The 252 tensors of a twelve-layer decoder have 756 arrays;
+as tables they have 24.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import serialization
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
+
+from jaxquant.core import delayed
+from jaxquant.core.paths import join_path
+from jaxquant.core.quant_state import BINS, FIELDS, HISTORY, SPARSITY_FIELDS, Fields
+
+ENTRY = "quant_state"
+"""Name of the one variable that a Linen module holds in the collection of quant state; no part of a layer's path."""
+LARGEST = 32
+"""The most rows of a table: XLA for CPUs makes one function of all that a stack of observations is made of."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("fields",), meta_fields=("rows", "warm", "rank"))
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The state of tensors whose fields have the same shapes and dtypes.
+
+    Attributes:
+      fields: arrays by field, with an axis of rows in front of a tensor's own. ``nn.scan`` and ``jax.vmap`` over whole
+        states put theirs before it.
+      rows: path of the layer's state and name of the tensor, joined by "/".
+      warm: for each row, whether the tensor is scaled by its history alone (``state.warm``).
+      rank: of the field whose name comes first, without further axes.
+    """
+
+    fields: Fields
+    rows: tuple[str, ...]
+    warm: tuple[bool, ...]
+    rank: int
+
+    @property
+    def axis(self) -> int:
+        """The axis of rows."""
+        return self.fields[min(self.fields)].ndim - self.rank
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("tables",), meta_fields=())
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tables:
+    """Quant state, or what a step observed of it. It is a pytree: save it and restore it as any other.
+
+    ``jaxquant.state.rows_of`` lists the tensors.
+    """
+
+    tables: tuple[Table, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tables)
+
+    def __repr__(self) -> str:
+        tensors = sum(len(table.rows) for table in self.tables)
+        return f"Tables({tensors} tensors in {len(jax.tree.leaves(self))} arrays)"
+
+
+def make_state(rows: Mapping[str, Fields]) -> Tables:
+    """Stack the state of tensors.
+
+    A stack is sharded as all of its rows are, its first axis is on no mesh axis; rows that are sharded in different
+    ways make one that is replicated. Masks of sparse weights, as large as these, are not stacked.
+
+    Args:
+      rows: fields of each tensor; arrays, their shapes or tracers.
+    """
+    kinds: dict[Any, list[str]] = {}
+    for name in sorted(rows):
+        own = rows[name]
+        kind = tuple((field, tuple(own[field].shape), own[field].dtype.name) for field in _order(own))
+        kinds.setdefault(kind, []).append(name)
+    tables = []
+    for kind in sorted(kinds):
+        most = 1 if kind[0][0] in SPARSITY_FIELDS else LARGEST
+        for start in range(0, len(kinds[kind]), most):
+            names = kinds[kind][start : start + most]
+            fields = {field: _stack([rows[name][field] for name in names]) for field, *_ in kind}
+            tables.append(Table(fields, tuple(names), (False,) * len(names), fields[min(fields)].ndim))
+    return Tables(tuple(tables))
+
+
+def _order(fields: Fields) -> list[str]:
+    return [name for name in (*FIELDS, *SPARSITY_FIELDS) if name in fields]
+
+
+def is_tables(node: Any) -> bool:
+    """Check whether a node of a pytree is quant state."""
+    return isinstance(node, Tables)
+
+
+def tables_of(tree: Any) -> list[Table]:
+    """List the tables within a pytree."""
+    return [table for each in jax.tree.leaves(tree, is_leaf=is_tables) if is_tables(each) for table in each.tables]
+
+
+def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
+    """Yield each state within a pytree and what its rows have in front of their names: "", or a path that ends in "/".
+
+    Raises:
+      TypeError: a leaf that belongs to no state.
+    """
+    for path, each in jax.tree.leaves_with_path(tree, is_leaf=is_tables):
+        if not is_tables(each):
+            raise TypeError(
+                f"quant state has {type(each).__name__} at {join_path(path)!r}, not tables; pass what init or "
+                "jaxquant.state.split returned, and state of flax or of an earlier version through "
+                "jaxquant.state.from_flax"
+            )
+        # Without the attribute under which a variable of NNX holds its value.
+        keys = [key for key in path if not isinstance(key, GetAttrKey) and getattr(key, "key", None) != ENTRY]
+        yield f"{join_path(keys)}/" if keys else "", each
+
+
+def rows_of(quant_state: Any) -> dict[str, Fields]:
+    """Return the fields of every tensor, by the path of its layer's state and its name.
+
+    ``rows_of(quant_state)["Dense_0/Fp8DirectDotGeneralOp_0/input"]["amax_history"]`` is one array.
+
+    Args:
+      quant_state: of a Linen model, an NNX model (``nnx.to_pure_dict``) or a function; or what was observed of it.
+
+    Raises:
+      TypeError: not quant state.
+      ValueError: arrays with further axes in front, as of an ensemble.
+    """
+    return {name: row for name, row, _ in _rows_in(quant_state)}
+
+
+def warm_rows(quant_state: Any) -> dict[str, Fields]:
+    """Return the rows as ops take them: the bins of a tensor that ``state.warm`` marked are those of a warm one."""
+    rows = {}
+    for name, row, is_warm in _rows_in(quant_state):
+        rows[name] = row | ({BINS: delayed.fit_bins(row[BINS], is_warm=True)} if is_warm else {})
+    return rows
+
+
+def _rows_in(quant_state: Any) -> Iterator[tuple[str, Fields, bool]]:
+    for prefix, state in named_tables(quant_state):
+        for table in state.tables:
+            if table.axis:
+                way = "read an ensemble inside of jax.vmap" if table.axis > 0 else "make each member inside of jax.vmap"
+                raise ValueError(f"quant state has {table.axis:+d} axes beside those that it was made with; {way}")
+            parts = {field: _unstack(stack) for field, stack in table.fields.items()}
+            for number, (name, is_warm) in enumerate(zip(table.rows, table.warm, strict=True)):
+                yield prefix + name, {field: part[number] for field, part in parts.items()}, is_warm
+
+
+def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
+    """Return tables of rows by name, as ``flax.serialization`` stores them, in the layout of others."""
+    if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
+        raise ValueError(f"quant state {different[0]!r} is stored or the model's, not both; restore its own model")
+
+    def fill(table: Table) -> Table:
+        fields = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
+        return dataclasses.replace(table, fields=fields)
+
+    return Tables(tuple(map(fill, like.tables)))
+
+
+serialization.register_serialization_state(Tables, rows_of, _restore)
+
+
+def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
+    """Read quant state that is nested by module, as flax's fp8 ops and jaxquant before tables had it.
+
+    Args:
+      quant_state: arrays or their shapes, ``{"layer": {"op": {"input_scale": …, "input_amax_history": …}}}``. Bins may
+        be missing. Keys that are text, as orbax restores integers without a template, may stand for integers.
+      like: the model's own quant state or its shapes, whose tensors are looked up.
+
+    Returns:
+      State as ``like``, in float32, with its bins empty.
+
+    Raises:
+      ValueError: a tensor that one of them has and the other has not, a history of another length, or bins that hold
+        what micro-batches observed.
+    """
+    rows = dict(_nested_rows(quant_state, ""))
+
+    def take(prefix: str, own: Tables) -> Tables:
+        return Tables(tuple(_filled(table, [_pop(rows, prefix + name) for name in table.rows]) for table in own.tables))
+
+    paths, tree = jax.tree.flatten(like, is_leaf=is_tables)
+    new = [take(prefix, own) for (prefix, own), _ in zip(named_tables(like), paths, strict=True)]
+    if rows:
+        raise ValueError(f"quant state has {next(iter(rows))!r} and the model's has not; restore it into its own model")
+    return jax.tree.unflatten(tree, new)
+
+
+def _nested_rows(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Fields]]:
+    rows: dict[str, Fields] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _nested_rows(value, f"{path}{name}/")
+            continue
+        field = next((each for each in (*FIELDS, *SPARSITY_FIELDS) if str(name).endswith(f"_{each}")), None)
+        if field is None:
+            raise ValueError(f"quant state has {path + str(name)!r}, which is no field of it")
+        rows.setdefault(path + str(name).removesuffix(f"_{field}"), {})[field] = value
+    yield from rows.items()
+
+
+def _pop(rows: dict[str, Fields], name: str) -> Fields:
+    # NNX models named state by its operation before.
+    module, _, tensor = name.rpartition("/")
+    owner = module.rpartition("/")[0]
+    for each in (name, *("/".join(filter(None, (owner, op, tensor))) for op in ("dot_general", "einsum_op"))):
+        if each in rows:
+            return rows.pop(each)
+    raise ValueError(f"the model has quant state {name!r}, and what is restored has not; restore it into its own model")
+
+
+def _filled(table: Table, rows: Sequence[Fields]) -> Table:
+    for name, row in zip(table.rows, rows, strict=True):
+        bins = row.get(BINS)
+        if isinstance(bins, jax.Array) and not isinstance(bins, Tracer) and bool(jnp.any(bins != 0)):
+            raise ValueError(
+                f"quant state {name!r} holds what micro-batches observed since the optimizer's last step; store it "
+                "after that step"
+            )
+    fields: Fields = {}
+    for field, own in table.fields.items():
+        if field == BINS:
+            is_shape = isinstance(rows[0][HISTORY], jax.ShapeDtypeStruct)
+            fields[field] = own if is_shape else _placed(jnp.zeros(own.shape, own.dtype), own)
+            continue
+        found = [row.get(field) for row in rows]
+        for name, value in zip(table.rows, found, strict=True):
+            if value is None or tuple(value.shape) != tuple(own.shape[1:]):
+                has = "none" if value is None else f"shape {tuple(value.shape)}"
+                raise ValueError(f"quant state {name!r} has {field} of {has}, and the model's {tuple(own.shape[1:])}")
+        new: Any = _stack(found)
+        if isinstance(new, jax.ShapeDtypeStruct):
+            fields[field] = jax.ShapeDtypeStruct(new.shape, own.dtype, sharding=new.sharding)
+        else:
+            fields[field] = _placed(new.astype(own.dtype), own)
+    return dataclasses.replace(table, fields=fields)
+
+
+def _placed(new: jax.Array, like: Any) -> jax.Array:
+    sharding = getattr(like, "sharding", None)
+    return jax.device_put(new, sharding) if isinstance(sharding, NamedSharding) else new
+
+
+def _stack(rows: Sequence[Any]) -> Any:
+    """Stack arrays, tracers or shapes along a new first axis."""
+    if any(isinstance(row, Tracer) for row in rows):
+        return jnp.stack(rows)
+    shardings = [getattr(row, "sharding", None) for row in rows]
+    found = shardings[0] if all(each == shardings[0] for each in shardings) else None
+    if isinstance(shardings[0], NamedSharding):
+        is_cut = found is not None and any(shardings[0].spec)
+        found = shardings[0].update(spec=PartitionSpec(None, *shardings[0].spec) if is_cut else PartitionSpec())
+    if isinstance(rows[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=found)
+    return jax.jit(_stacked, out_shardings=found if isinstance(found, NamedSharding) else None)(rows)
+
+
+def _unstack(stack: Any) -> Sequence[Any]:
+    """Return the rows of a stack."""
+    if isinstance(stack, Tracer):
+        return _rows(stack)
+    sharding = getattr(stack, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding)
+    if is_named:
+        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
+    if isinstance(stack, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)] * stack.shape[0]
+    return jax.jit(_rows, out_shardings=sharding if is_named else None)(stack)
+
+
+def _stacked(rows: Sequence[Any]) -> jax.Array:
+    return jnp.stack(rows)
+
+
+def _rows(stack: Any) -> list[jax.Array]:
+    # One operation, whose transpose is one: of indexing it would be a sum of as many arrays of the whole size.
+    return [part.reshape(part.shape[1:]) for part in jax.lax.split(stack, (1,) * len(stack))]
