@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -12,14 +13,16 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 import yaml
 
 from jaxquant import state as quantization_state
 from jaxquant.core.typed import to_mapping
-from jaxquant.serving.arrays import save_args_of
+from jaxquant.export.sums import check_sums, write_whole
 from jaxquant.serving.placement import first_line
 from train import processes, sums
+from train.arrays import save_args
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
@@ -32,7 +35,7 @@ _OTHER_AXIS = (
 def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write the resolved configuration as ``config.yml``, whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    sums.write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
+    write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
 def finished(run_dir: Path, config: TrainConfig) -> float | None:
@@ -54,7 +57,8 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
         return None
     _compare(made_with, config, folder, step)
     try:
-        summary = sums.read_signed((run_dir / "summary.json").read_bytes(), 1)
+        check_sums(run_dir, ["summary.json"], required=False)
+        summary = json.loads((run_dir / "summary.json").read_bytes())
         if not step == summary["steps"] == config.steps:
             return None
         sums.check_sums(folder / str(step))
@@ -116,7 +120,7 @@ class Checkpoints:
             raise OSError(f"{self._folder} is gone")
         self._saving, stored = step, _stored(state)
         # In chunks, so that `train.conversion` reads a layer of stacked ones without the others.
-        arrays = ocp.args.StandardSave(stored, save_args=save_args_of(stored))
+        arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(save_args, stored))
         position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
         with _failures():
             self._manager.save(step, args=ocp.args.Composite(state=arrays, data=position), force=True)
@@ -185,7 +189,7 @@ class Checkpoints:
         """Return what a process found wrong with the files of a checkpoint, each of which one process reads."""
         damage = None
         try:
-            sums.check_sums(self._folder / str(step), *processes.share())
+            sums.check_sums(self._folder / str(step), None, *processes.share())
         except (ValueError, OSError) as error:
             damage = str(error)
             if not processes.is_main():  # whose ``say`` is heard

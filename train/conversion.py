@@ -28,10 +28,10 @@ from jaxquant.core.qtensor import QTensor, is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.model import choose_recipes
-from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
 from jaxquant.serving.leaves import unflatten
 from jaxquant.serving.placement import first_line
 from jaxquant.trace.kernels import LayerKernel
+from train.arrays import list_arrays, open_array
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
@@ -135,13 +135,12 @@ def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorS
             raise ValueError(f"there are no arrays in {state}")
         tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
         trees = {kind: tree[kind] for kind in KINDS}
-        stores = {path: open_array(state, node.name, chunks_at_once=1) for path, node in leaves_by_path(trees).items()}
+        stores = {path: open_array(state, node.name) for path, node in leaves_by_path(trees).items()}
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
 
     def describe(path: str, _: Any) -> jax.ShapeDtypeStruct:
-        shape, dtype = shape_and_dtype(stores[path])
-        return jax.ShapeDtypeStruct(shape, _widened(path, dtype))
+        return jax.ShapeDtypeStruct(stores[path].shape, _widened(path, stores[path].dtype.numpy_dtype))
 
     return map_by_path(describe, trees), stores
 

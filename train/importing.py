@@ -24,7 +24,7 @@ from jaxquant.core.qtensor import INPUT_SCALE, QTensor, dequantize, make_qtensor
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
-from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
+from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.hf import to_recipe
 from jaxquant.export.layouts import check_finite
@@ -58,7 +58,7 @@ def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[S
       FileNotFoundError, ValueError, NotImplementedError: it is none, damaged, or no Llama.
     """
     path = Path(path)
-    check_sums(path)
+    check_export(path)
     if path.is_dir():
         folder = HfFolder(path)
         return folder.source(has_tokenizer=has_tokenizer), folder

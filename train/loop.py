@@ -21,8 +21,9 @@ import numpy as np
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
 from jaxquant.core.trees import tree_bytes
+from jaxquant.export.sums import write_sums
 from jaxquant.ops.implementation import Choice, choices_made
-from train import processes, sums
+from train import processes
 from train.checkpoint import Checkpoints, finished, reason_of, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
@@ -117,7 +118,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         run = _Run(run_dir, lock, program, data, checkpoints, health, FiniteCheck(program))
         run.start(say)
         if processes.is_main():
-            (run_dir / "coverage.json").write_text(sums.signed(json.loads(coverage.to_json()), 1) + "\n")
+            (run_dir / "coverage.json").write_text(coverage.to_json())
+            write_sums(run_dir, ["coverage.json"])
         processes.wait_for_all("configuration written")
         count = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
         low = [layer for layer in program.model.layers if layer.recipe is not None]
@@ -191,7 +193,8 @@ class _Run:
             _check_held_out(held_out, config.steps, self.checkpoints)
             summary = _summary(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
             if processes.is_main():
-                (self.run_dir / "summary.json").write_text(sums.signed(summary, 1) + "\n")
+                (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+                write_sums(self.run_dir, ["summary.json"])
             metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {self.run_dir}")
 
     def _steps(self, first: int) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import statistics
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant import terminal
-from train import processes, sums
+from jaxquant.export.sums import write_whole
+from train import processes
 from train.config import TrainConfig
 
 WARM_STEPS = 2
@@ -39,13 +41,13 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
     kept = [line + b"\n" for line, number in lines if number is not None and number <= step]
     if damaged:
         say(f"{path}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
-    sums.write_whole(path, b"".join(kept))
+    write_whole(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line, of a change the step after it; None where it is no line of numbers."""
     try:
-        row = sums.read_signed(line)
+        row = json.loads(line)
         return row["step"] + ("changed" in row) if type(row["step"]) is int else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -146,5 +148,5 @@ class Metrics:
 
     def _line(self, name: str, row: Mapping[str, Any]) -> None:
         if self._is_main:
-            self._files[name].write(sums.signed(row) + "\n")
+            self._files[name].write(json.dumps(row, allow_nan=False) + "\n")
             self._files[name].flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import json
 import math
 import re
 import string
@@ -17,6 +18,7 @@ import numpy as np
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.quant_state import TENSORS
+from jaxquant.export.sums import check_sums
 from train import sums
 from train.metrics import warm_median
 
@@ -145,7 +147,7 @@ def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> l
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             if line.strip():
-                found.append(of(sums.read_signed(line)))
+                found.append(of(json.loads(line)))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             shown = repr(line[:60].decode(errors="backslashreplace"))
             raise ValueError(
@@ -156,7 +158,10 @@ def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> l
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(sums.read_signed(path.read_bytes(), indent=1)) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        check_sums(path.parent, [path.name], required=False)
+        return dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written ({error}); start the run again") from None
 

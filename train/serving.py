@@ -80,7 +80,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     if not folder.is_dir():
         raise FileNotFoundError(f"{directory} does not exist; give the folder of a run or a converted one")
     if not (folder / "config.yml").is_file():
-        if (folder / "jaxquant.json").exists() or (folder / "params").exists():
+        if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})
         raise ValueError(
             f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run or a converted one"
@@ -118,7 +118,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     step, train = manifest.extra.get("step"), manifest.extra["train"]
     if type(step) is not int or not isinstance(train, Mapping):
         raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
-    if "tokenizer.json" in manifest.files:
+    if (folder / "tokenizer.json").is_file():
         train = {**train, "tokenizer_path": str(folder / "tokenizer.json")}
     config: TrainConfig = build(TrainConfig, {**train, **overrides})
     check_files(folder, train, manifest.extra.get("files", {}))

@@ -1,31 +1,22 @@
-"""What the files of a run are checked by: sums of checkpoints and of lines, and the configuration of each checkpoint.
+"""Checks of the files of a run: the sums of each checkpoint, and the configuration that made it.
 
-``sums.json`` stands beside the arrays of a checkpoint, and without it no byte of them is used. The first process writes
-it when every process has written its part, before the checkpoint gets its name; so a checkpoint without it was not
-finished, is damaged, or was written before there were sums. The configuration that made a checkpoint is summed with it.
+``SHA256SUMS`` stands in the folder of a checkpoint, and without it no byte of the arrays is used. The first process
+writes it when every process has written its part, before the checkpoint gets its name; so a checkpoint without it was
+not finished or is damaged. The configuration that made a checkpoint is summed with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build, show, to_mapping
+from jaxquant.export import sums
 from jaxquant.export.sums import sha256_of
-from jaxquant.serving import manifest
-from jaxquant.serving.manifest import File
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
-
-NAME, _PARTIAL = "sums.json", "sums.json.partial"
-FORMAT = "jaxquant-checkpoint-sums"
-_STILL_READ = "commit 8950e07 of jaxquant still reads"
-_CRC = "crc32"
 
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
@@ -34,86 +25,32 @@ DATA = Path("data", "metadata")
 _FILES = ("quant_cfg_path", "tokenizer_path")
 
 
-# -- lines and files ---------------------------------------------------------------------------------------------------
-
-
-def signed(row: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return a mapping as JSON with the CRC-32 of its text, in which every flipped bit shows."""
-    text = json.dumps(row, indent=indent, allow_nan=False)
-    return json.dumps({**row, _CRC: f"{zlib.crc32(text.encode()):08x}"}, indent=indent)
-
-
-def read_signed(text: bytes, indent: int | None = None) -> Any:
-    """Read what ``signed`` wrote, and JSON of before it did.
-
-    Raises:
-      ValueError, RecursionError: it is not what was written, or no JSON.
-    """
-    row = json.loads(text)
-    if isinstance(row, dict) and row.pop(_CRC, None) is not None and text.strip() != signed(row, indent).encode():
-        raise ValueError(f"its {_CRC} is that of another text")
-    return row
-
-
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(data if isinstance(data, bytes) else data.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-# -- a checkpoint ------------------------------------------------------------------------------------------------------
-
-
 def write_sums(folder: Path) -> None:
-    """Sum every file of a checkpoint that is about to get its name."""
-    write_whole(folder / NAME, _dump(manifest.list_files(folder, besides=(NAME, _PARTIAL, *LATE))))
+    """Write the sums of a checkpoint that is about to get its name."""
+    sums.write_sums(folder, [name for name in sums.files_of(folder) if name not in LATE])
 
 
 def seal(folder: Path) -> None:
-    """Add the sums of the files that orbax wrote since; nothing to do where all have theirs."""
-    if not (folder / NAME).is_file():
-        return
-    files = _read(folder)
-    if late := {name: File.of(folder / name) for name in LATE if name not in files and (folder / name).is_file()}:
-        write_whole(folder / NAME, _dump(files | late))
+    """Add the sums of the files that orbax wrote since."""
+    if (folder / sums.NAME).is_file():
+        sums.write_sums(folder, [name for name in LATE if (folder / name).is_file()])
 
 
-def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare the files of a checkpoint with their sums, without holding one in memory.
+def check_sums(folder: Path, names: Iterable[str] | None = None, share: int = 0, shares: int = 1) -> None:
+    """Compare the files of a checkpoint with their sums.
 
     Args:
-      folder: of the checkpoint.
-      share, shares: one in so many files is read; names and sizes of all are compared.
+      folder: folder of the checkpoint.
+      names: files to read; None is all.
+      share, shares: one in so many of them is read; whether all have a sum is always checked.
 
     Raises:
-      ValueError: naming the first file that is missing, another, or not the checkpoint's.
+      ValueError: naming the first file that is missing, another, or without a sum.
     """
-    files = _read(folder)
-    besides = (NAME, _PARTIAL, *(name for name in LATE if name not in files))
-    manifest.check_files(folder, files, sorted(files)[share::shares], besides=besides, fix="")
-
-
-def _dump(files: Mapping[str, Any]) -> str:
-    contents = {"format": FORMAT, "files": {name: [files[name].bytes, files[name].sha256] for name in sorted(files)}}
-    text = json.dumps(contents, indent=1, sort_keys=True)
-    return json.dumps(contents | {"checksum": hashlib.sha256(text.encode()).hexdigest()}, indent=1, sort_keys=True)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / NAME).is_file():
-        raise ValueError(f"{folder / NAME} is gone; {_STILL_READ} checkpoints without it")
-    try:
-        text = (folder / NAME).read_bytes().decode()
-        files = {name: File(size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder / NAME} is not the sums of a checkpoint ({type(error).__name__})") from None
-    if text != _dump(files):  # every byte counts, also where it would mean the same
-        raise ValueError(f"{folder / NAME} does not match its own checksum")
-    return files
+    if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
+        raise ValueError(f"{folder} has the sums of an earlier version, sums.json; commit a87bb9a of jaxquant reads it")
+    some = sorted(sums.read_sums(folder) if names is None else names)[share::shares]
+    sums.check_sums(folder, some, late=LATE)
 
 
 # -- the configuration that made it ------------------------------------------------------------------------------------
@@ -154,15 +91,11 @@ def recorded(folder: Path) -> dict[str, Any]:
     """Read the configuration that made a checkpoint, whose record is compared with its sum.
 
     Raises:
-      ValueError: the record is damaged, or of a version of jaxquant that kept no configuration or no sums.
+      ValueError: the record is damaged, or of an earlier version of jaxquant.
       OSError: the checkpoint has no data position.
     """
-    if _read(folder).get(DATA.as_posix()) != File.of(folder / DATA):
-        raise ValueError(f"{folder / DATA} is damaged; resume the run, or delete that step")
-    contents = json.loads((folder / DATA).read_bytes())
-    if "config" not in contents:
-        raise ValueError(f"{folder} does not say what configuration made it; {_STILL_READ} it")
-    return contents
+    check_sums(folder, [DATA.as_posix()])
+    return json.loads((folder / DATA).read_bytes())
 
 
 def config_of(folder: Path) -> TrainConfig:

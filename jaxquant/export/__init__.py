@@ -10,15 +10,13 @@ from jaxquant.export.folder import Row as Row
 from jaxquant.export.folder import write_folder
 from jaxquant.export.gguf import FILE_TYPES, export_gguf
 from jaxquant.export.gguf import open_gguf as open_gguf
-from jaxquant.export.gpt_oss import export_experts as export_experts
 from jaxquant.export.llama import LlamaShape as LlamaShape
 from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
 from jaxquant.export.schemes import ROWS
 from jaxquant.export.source import Source as Source
 from jaxquant.export.source import Vocabulary as Vocabulary
-from jaxquant.export.sums import check_sums as check_sums
-from jaxquant.export.sums import write_sums
+from jaxquant.export.sums import check_sums, write_sums
 
 SCHEMES = {scheme.name: scheme for scheme in ROWS}
 """Formats of Hugging Face folders by name; ``hf`` is the float one."""
@@ -37,7 +35,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Write a model in a format, and the SHA-256 of its files: in a folder's ``SHA256SUMS``, in a file's ``.sha256``.
+    """Write a model in a format, and the sums of its files in ``SHA256SUMS``: in the folder, or next to a GGUF file.
 
     Args:
       source: named tensors, shape and tokenizer.
@@ -57,5 +55,15 @@ def export(
         rows = export_gguf(source, out, format.removeprefix("gguf_").upper(), progress=progress)
     else:
         rows = write_folder(source, out, SCHEMES[format], dtype=dtype, shard_bytes=shard_bytes, progress=progress)
-    write_sums(Path(out))
+    out = Path(out)
+    write_sums(out) if out.is_dir() else write_sums(out.parent, [out.name])
     return rows
+
+
+def check_export(out: Path) -> None:
+    """Compare a folder or a GGUF file with its sums, if it has any.
+
+    Raises:
+      ValueError: naming the first file that is gone or has changed.
+    """
+    check_sums(out, required=False) if out.is_dir() else check_sums(out.parent, [out.name], required=False)

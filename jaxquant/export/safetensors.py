@@ -109,6 +109,10 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
             return np.empty(shape, dtype)
         return np.frombuffer(self._map, dtype, math.prod(shape), self._start + entry.start).reshape(shape)
 
+    def release(self) -> None:
+        """Take the pages that were read out of the resident memory of this process; views stay valid."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
@@ -146,7 +150,7 @@ class SafetensorsWriter:
         """
         written = array.dtype if cast is None else np.dtype(cast)
         kind = NAMES.get(written)
-        if kind is None or name in self.entries:
+        if kind is None or name in self.entries or name == "__metadata__":
             raise ValueError(f"tensor {name!r} of {array.dtype.name} cannot be written, or is there already")
         flat, size = np.ascontiguousarray(array).reshape(-1), array.size * written.itemsize
         for start in range(0, flat.size, _PART):

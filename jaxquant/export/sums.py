@@ -1,13 +1,15 @@
-"""SHA-256 of what an export wrote, in the format of ``sha256sum``, with which an import sees a flipped bit."""
+"""``SHA256SUMS`` of a folder, in the format of ``sha256sum``: with it a reader finds a flipped bit in any file."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-_NAME, _END = "SHA256SUMS", ".sha256"
-_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
+NAME = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?!/|.*\.\.)([^\n]+)\n")
 
 
 def sha256_of(path: Path) -> str:
@@ -16,31 +18,68 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_sums(out: Path) -> None:
-    """Write the sums of a folder into it, or that of a file beside it."""
-    files = sorted(out.iterdir()) if out.is_dir() else [out]
-    text = "".join(f"{sha256_of(path)}  {path.name}\n" for path in files)
-    _place(out).write_text(text, encoding="utf-8")
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(data if isinstance(data, bytes) else data.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
-def check_sums(out: Path) -> None:
-    """Compare an export with its sums; what has none is somebody else's, and files that were added are the user's.
+def files_of(folder: Path) -> list[str]:
+    """Return the paths of the files in a folder, relative to it and without ``SHA256SUMS``."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name not in (NAME, f"{NAME}.partial"))
+
+
+def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Write the sums of all files of a folder, or add those of some to the sums that it has."""
+    sums = read_sums(folder) if names is not None and (folder / NAME).is_file() else {}
+    sums |= {name: sha256_of(folder / name) for name in (files_of(folder) if names is None else names)}
+    write_whole(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """Read the sums of a folder by the names of the files.
 
     Raises:
-      ValueError: naming the first file that is gone or another.
+      ValueError: there are none, or the file is damaged.
     """
-    place = _place(out)
+    place = folder / NAME
     if not place.is_file():
-        return
+        raise ValueError(f"{place} is gone; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
-        raise ValueError(f"{place} is no list of sums; export the model again, or delete it to go without")
-    for digest, name in _LINE.findall(text):
-        path = place.parent / name
-        if not path.is_file() or sha256_of(path) != digest:
-            what = "has changed since it was exported" if path.is_file() else "is gone"
-            raise ValueError(f"{path} {what}; export the model again, or delete {place} if that is meant")
+        raise ValueError(f"{place} is no list of sums; copy the folder again, or delete that file to go without")
+    return {name: digest for digest, name in _LINE.findall(text)}
 
 
-def _place(out: Path) -> Path:
-    return out / _NAME if out.is_dir() else out.with_name(out.name + _END)
+def check_sums(
+    folder: Path, names: Iterable[str] | None = None, *, required: bool = True, late: Collection[str] = ()
+) -> None:
+    """Compare the files of a folder with their sums.
+
+    Args:
+      folder: the folder that has ``SHA256SUMS``.
+      names: files to read; None is every file with a sum.
+      required: whether every file must have a sum. If not, a folder without sums is another program's, and a file
+        without a sum is the user's.
+      late: files that need no sum.
+
+    Raises:
+      ValueError: naming the first file that is gone, has changed or has no sum.
+    """
+    if not required and not (folder / NAME).is_file():
+        return
+    sums = read_sums(folder)
+    for name in files_of(folder) if required else ():
+        if name not in sums and name not in late:
+            raise ValueError(f"{folder / name} has no sum in {NAME}; move it elsewhere, or copy the folder again")
+    for name in sums if names is None else names:
+        path = folder / name
+        if name in sums and (not path.is_file() or sha256_of(path) != sums[name]):
+            what = "has changed since it was written" if path.is_file() else "is gone"
+            way_out = "" if required else f", or delete {folder / NAME} if that is meant"
+            raise ValueError(f"{path} {what}; copy the folder again, or write it again{way_out}")

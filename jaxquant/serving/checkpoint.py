@@ -1,49 +1,38 @@
 """Quantized checkpoints: written whole or not at all, verified, and restored straight into sharded quantized arrays.
 
-A checkpoint is a folder with ``jaxquant.json`` (see ``manifest``) and ``params/``, which orbax writes: a folder for
-each array of the parameters, four-bit elements packed two to a byte along their last axis, nothing compressed.
+A checkpoint is a folder of three files. ``model.safetensors`` holds the arrays by name, four-bit elements packed two to
+a byte along their last axis. ``jaxquant.json`` holds the config and a row for each leaf. ``SHA256SUMS`` has their sums.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
+import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.tensor_spec import TensorSpec
-from jaxquant.serving.arrays import open_array, read_sharded, save_args, shape_and_dtype
-from jaxquant.serving.leaves import Stored, check_like, check_width, describe, flatten, unflatten
-from jaxquant.serving.manifest import (
-    ARRAYS,
-    Manifest,
-    Progress,
-    as_json,
-    check_files,
-    list_files,
-    read_manifest,
-    write_manifest,
-)
-from jaxquant.serving.placement import ChooseSharding, automatic, choose_sharding, first_line, from_stored, to_stored
-from jaxquant.serving.validation import check_store
+from jaxquant.core.typed import build, convert, show
+from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
+from jaxquant.export.sums import check_sums, write_sums
+from jaxquant.serving.leaves import Leaf, check_like, describe, flatten, unflatten
+from jaxquant.serving.placement import ChooseSharding, choose_sharding, place, to_stored
 
 __all__ = ["Checkpoint", "load", "read_manifest", "save"]
 
-CHUNK_BYTES = 16 * 2**20
-"""A chunk is read whole, also where a sharding cuts through it."""
+FORMAT, VERSION = "jaxquant-quantized", 2
+NAME, ARRAYS = "jaxquant.json", "model.safetensors"
+_REPLACE = "copy the checkpoint again or convert the run again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +45,28 @@ class Checkpoint:
     version: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Contents of ``jaxquant.json``.
+
+    Attributes:
+      config: config of the quantization.
+      extra: values that the writer added.
+      leaves: leaves of the parameters, in order of their paths.
+      version: version of the format.
+    """
+
+    config: dict[str, Any]
+    extra: dict[str, Any]
+    leaves: tuple[Leaf, ...]
+    version: int = VERSION
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+
 def save(
     directory: str | Path,
     params: Mapping[str, Any],
@@ -63,20 +74,19 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
 ) -> None:
     """Write a quantized checkpoint, whole or not at all.
 
-    It is written beside, in ``DIRECTORY.jaxquant-partial``, and renamed; what a killed process left there goes. Every
-    process of a run calls this with the same global arrays and a directory that all of them see.
+    It is written in ``DIRECTORY.jaxquant-partial``, which is then renamed; a folder of that name from a killed process
+    is replaced. Every process of a run calls this with the same global arrays. The first process gathers one array at a
+    time and writes it.
 
     Args:
       directory: must not exist.
       params: nested dict of arrays and ``QTensor``.
-      config: of the quantization; plain values, as ``to_mapping`` gives them.
+      config: config of the quantization; plain values, as ``to_mapping`` gives them.
       extra: more plain values to keep, such as the model's shape.
       files: texts of more files by name, such as a tokenizer.
-      progress: called now and then, by every process.
 
     Raises:
       FileExistsError: the directory exists.
@@ -88,45 +98,48 @@ def save(
     if isinstance(params.get("params"), Mapping):
         raise ValueError("params has the collection 'params', so it is the whole variables; save variables['params']")
     _check_made_by(leaves, config)
-    manifest = Manifest(
-        config=as_json("config", config),
-        extra=as_json("extra", extra or {}),
-        leaves=tuple(describe(path, leaf) for path, leaf in leaves.items()),
-        files={},
-    )
+    rows = [describe(path, leaf) for path, leaf in leaves.items()]
+    contents = {"format": FORMAT, "version": VERSION}
+    contents |= {"config": _as_json("config", config), "extra": _as_json("extra", extra or {})}
+    contents |= {"leaves": [row.as_row() for row in rows]}
     if directory.exists():
         raise FileExistsError(f"{directory} exists; give a folder that does not, or remove that one")
-    arrays = {}
-    for leaf in manifest.leaves:
-        for stored, array in zip(leaf.arrays().values(), _parts(leaves[leaf.path]), strict=True):
-            arrays[stored.name] = to_stored(stored, array)
-    partial = directory.with_name(directory.name + ".jaxquant-partial")
-    with _written(partial) as is_main:
-        report = progress or (lambda *_: None)
-        report(0, manifest.bytes, "writing")
-        # OCDBT, orbax's default, keeps small arrays in index nodes that it writes anew with every commit: it made 2.3
-        # MB of 150 layers of 9 KB. A folder for each array also tells which leaf a damaged file is of.
-        handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=False, use_compression=False, type_handler_registry=_without_copies()
-        )
-        with _without_ocdbt_warning(), ocp.Checkpointer(handler) as checkpointer:
-            cut = {name: save_args(array, CHUNK_BYTES) for name, array in arrays.items()}
-            checkpointer.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays, save_args=cut))
-        report(manifest.bytes, manifest.bytes, "writing")
+    partial, is_main = directory.with_name(directory.name + ".jaxquant-partial"), jax.process_index() == 0
+    try:
+        writer = None
         if is_main:
-            for name, text in (files or {}).items():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            writer = SafetensorsWriter(partial / ARRAYS, sum(len(row.arrays()) for row in rows), {})
+        for row in rows:
+            leaf = leaves[row.path]
+            parts = list(leaf.parts.values()) if isinstance(leaf, QTensor) else [leaf]
+            for stored, array in zip(row.arrays().values(), parts, strict=True):
+                if isinstance(array, jax.Array) and not array.is_fully_addressable:
+                    array = multihost_utils.process_allgather(array, tiled=True)
+                if writer is not None:
+                    writer.add(stored.path, to_stored(stored, array))
+        if writer is not None:
+            writer.close()
+            for name, text in {NAME: json.dumps(contents, indent=1) + "\n", **(files or {})}.items():
                 (partial / name).write_text(text, encoding="utf-8")
-            write_manifest(partial, dataclasses.replace(manifest, files=list_files(partial, progress)))
+            write_sums(partial)
             os.rename(partial, directory)
-    _wait("checkpoint saved")
+    finally:
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("checkpoint saved")
 
 
-def _without_copies() -> ocp.type_handlers.TypeHandlerRegistry:
-    """Make orbax write host arrays from where they lie; by itself it copies them all until the save has ended."""
-    return ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),
-    )
+def _as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping as it will be read back."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{name} is {type(mapping).__name__}, not a mapping; give a dict of plain values")
+    try:
+        return json.loads(json.dumps(dict(mapping), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} cannot be written as JSON ({error}); give plain finite values") from None
 
 
 def _check_made_by(leaves: Mapping[str, Any], config: Any) -> None:
@@ -145,35 +158,63 @@ def _check_made_by(leaves: Mapping[str, Any], config: Any) -> None:
             )
 
 
-@contextlib.contextmanager
-def _without_ocdbt_warning() -> Iterator[None]:
-    """Keep orbax from warning that there is no OCDBT store to merge where none was asked for."""
+def read_manifest(directory: str | Path) -> Manifest:
+    """Read ``jaxquant.json`` of a quantized checkpoint, without its arrays.
 
-    def wanted(record: logging.LogRecord) -> bool:
-        return "Skipping merge of OCDBT" not in record.getMessage()
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(wanted)
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: it is no quantized checkpoint, one of another version, or its ``jaxquant.json`` is damaged.
+    """
+    directory = Path(directory)
+    path = directory / NAME
+    if not directory.exists():
+        raise FileNotFoundError(f"checkpoint {directory} does not exist; give a folder that scripts/convert.py wrote")
+    if not path.is_file():
+        raise ValueError(f"{directory} is not a quantized checkpoint, it has no {NAME}; convert a run into it first")
     try:
-        yield
-    finally:
-        logger.removeFilter(wanted)
-
-
-@contextlib.contextmanager
-def _written(partial: Path) -> Iterator[bool]:
-    """Make a folder to write in, and remove it where that fails. Gives whether this is the process that finishes."""
-    is_main = jax.process_index() == 0
-    _wait("checkpoint begun")
-    if is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _wait("checkpoint folder made")
+        contents = convert(dict[str, Any], json.loads(path.read_bytes()), "the file")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON of a checkpoint ({error}); {_REPLACE}") from None
+    version = contents.get("version")
+    if contents.get("format") == FORMAT and version == 1:
+        raise ValueError(
+            f"checkpoint {directory} is of format version 1, which commit a87bb9a of jaxquant reads; convert the run "
+            f"again, or load it there and save it as {ARRAYS}"
+        )
+    if contents.get("format") == FORMAT and type(version) is int and version > VERSION:
+        raise ValueError(
+            f"checkpoint {directory} is of format version {version} and this jaxquant reads version {VERSION}; "
+            "install a newer jaxquant, or convert the run again with this one"
+        )
+    check_sums(directory, [NAME])
+    if contents.get("format") != FORMAT or version != VERSION:
+        found = f"its format is {show(contents.get('format'))}, version {show(version)}"
+        raise ValueError(f"{path} is not of a quantized checkpoint: {found}; give another folder, or {_REPLACE}")
     try:
-        yield is_main
-    finally:
-        if is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+        parts = {name: convert(dict[str, Any], contents.get(name), name) for name in ("config", "extra")}
+        rows = convert(list[Any], contents.get("leaves"), "leaves")
+        leaves = tuple(_read_leaf(row, f"leaves[{index}]") for index, row in enumerate(rows))
+        paths = [leaf.path for leaf in leaves]
+        if paths != sorted(set(paths)):
+            raise ValueError("leaves must be in order of their paths, each once")
+        unflatten(dict.fromkeys(paths, ()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}; {_REPLACE}") from None
+    return Manifest(**parts, leaves=leaves)
+
+
+def _read_leaf(row: Any, place: str) -> Leaf:
+    """Build a leaf of a manifest; it must be the description of arrays that there can be."""
+    if isinstance(row, Mapping) and isinstance(row.get("path"), str):
+        place = f"leaf {show(row['path'])}"
+    leaf = build(Leaf, row, place)
+    if leaf.role == "quantized" and leaf.codec is None and None in (leaf.scale_shape, leaf.scale_dtype):
+        raise ValueError(f"{place} is of role 'quantized' and has no scale")
+    arrays = leaf.arrays().items()
+    like = {path: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for path, array in arrays}
+    if describe(leaf.path, leaf.assemble(like)) != leaf or any(n < 1 for array in like.values() for n in array.shape):
+        raise ValueError(f"{place} does not describe the arrays of a leaf, got {show(row)}")
+    return leaf
 
 
 def load(
@@ -182,7 +223,6 @@ def load(
     like: Mapping[str, Any] | None = None,
     sharding: Sharding | ChooseSharding | None = None,
     verify: bool = True,
-    progress: Progress | None = None,
 ) -> Checkpoint:
     """Load a quantized checkpoint straight into device arrays, each device reading its own part.
 
@@ -190,87 +230,40 @@ def load(
     float array of a kernel is made.
 
     Args:
-      directory: that ``save`` wrote.
+      directory: folder that ``save`` wrote.
       like: the tree that the model expects, with ``jax.ShapeDtypeStruct`` for arrays, inside ``QTensor`` too. Its
         shardings are not read.
       sharding: of every array; or a function of (path, shape, dtype name) that gives it, called for each array, those
         of a ``QTensor`` as ``PATH/qvalue``, ``PATH/scale`` and ``PATH/zero_point``, with the shape and dtype that they
         have in the model. None is the default device.
-      verify: whether the bytes of all files are compared with their sums. Names, sizes, shapes and dtypes always are.
-      progress: called now and then.
+      verify: whether the bytes of all files are compared with their sums. Names, shapes and dtypes always are.
 
     Raises:
       FileNotFoundError: nothing is there.
-      ValueError: it is no quantized checkpoint, of a newer format, damaged, does not fit ``like``, or a sharding does
+      ValueError: it is no quantized checkpoint, of another version, damaged, does not fit ``like``, or a sharding does
         not fit an array. Names the directory, file or leaf.
     """
     directory = Path(directory).resolve()
     manifest = read_manifest(directory)
     if like is not None:
         check_like(directory, manifest.leaves, like)
-    stored = {path: array for leaf in manifest.leaves for path, array in leaf.arrays().items()}
-    for array in stored.values():
-        check_width(array.path, array.dtype)
-    shardings = {path: choose_sharding(array, sharding) for path, array in stored.items()}
-    check_files(directory, manifest.files, verify, progress)
-    stores = _open_arrays(directory, stored.values())
-    leaves: dict[str, Any] = {}
-    done = 0
-    for leaf in manifest.leaves:
-        arrays = {path: _read(directory, stored[path], stores[path], shardings[path]) for path in leaf.arrays()}
-        leaves[leaf.path] = leaf.assemble(arrays)
-        done += leaf.bytes
-        if progress is not None:
-            progress(done, manifest.bytes, "loading")
-    return Checkpoint(unflatten(leaves), manifest.config, manifest.extra, manifest.version)
-
-
-def _wait(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def _parts(leaf: Any) -> list[Any]:
-    return list(leaf.parts.values()) if isinstance(leaf, QTensor) else [leaf]
-
-
-def _open_arrays(directory: Path, expected: Iterable[Stored]) -> dict[str, ts.TensorStore]:
-    """Open every array and compare what is stored with the table of leaves."""
-    folder = directory / ARRAYS
-    names = {array.name: array for array in expected}
-    for path in sorted(path.parent for path in folder.glob("*/.zarray")):
-        if path.name not in names:
-            raise ValueError(f"{path} is no leaf of the checkpoint; convert the run again")
-    opened = {}
-    for name, array in names.items():
-        if not (folder / name / ".zarray").is_file():
-            raise ValueError(f"leaf {array.path} is missing in {folder}; convert the run again")
-        with _naming(directory, array):
-            opened[array.path] = open_array(folder / name)
-        found, wanted = shape_and_dtype(opened[array.path]), (array.stored_shape, array.stored_dtype)
-        if found != wanted:
-            raise ValueError(
-                f"leaf {array.path} is stored as {found[1]}{found[0]} in {folder / name}, and jaxquant.json says "
-                f"{wanted[1]}{wanted[0]}; convert the run again"
-            )
-    for name, array in names.items():
-        check_store(folder / name, array)
-    return opened
-
-
-def _read(directory: Path, stored: Stored, store: ts.TensorStore, sharding: Sharding) -> jax.Array:
-    with _naming(directory, stored):
-        array = read_sharded(store, automatic(sharding))
-    return from_stored(stored, array, sharding)
-
-
-@contextlib.contextmanager
-def _naming(directory: Path, stored: Stored) -> Iterator[None]:
-    """Add the leaf's name to what tensorstore raises, of which a verified checkpoint gives it no reason."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        where = directory / ARRAYS / stored.name
+    wanted = {path: array for leaf in manifest.leaves for path, array in leaf.arrays().items()}
+    shardings = {path: choose_sharding(array, sharding) for path, array in wanted.items()}
+    if verify:
+        check_sums(directory)
+    if not (directory / ARRAYS).is_file():
+        raise ValueError(f"{directory / ARRAYS} is gone, or no file; {_REPLACE}")
+    file = SafetensorsFile(directory / ARRAYS)
+    found = {name: (entry.array_shape, file[name].dtype.name) for name, entry in file.entries.items()}
+    expected = {path: (array.stored_shape, array.stored_dtype) for path, array in wanted.items()}
+    if found != expected:
+        name = min(path for path in found.keys() | expected.keys() if found.get(path) != expected.get(path))
+        here, there = (show(each.get(name, "nothing")) for each in (expected, found))
         raise ValueError(
-            f"leaf {stored.path} in {where} cannot be read ({first_line(error)}); copy the checkpoint again"
-        ) from error
+            f"{directory}: {NAME} says that {show(name)} is {here}, and {ARRAYS} has {there}; convert the run again"
+        )
+    leaves = {
+        leaf.path: leaf.assemble({path: place(array, file, shardings[path]) for path, array in leaf.arrays().items()})
+        for leaf in manifest.leaves
+    }
+    return Checkpoint(unflatten(leaves), manifest.config, manifest.extra, manifest.version)

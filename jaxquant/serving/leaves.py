@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
-import urllib.parse
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxquant.core.qtensor import QTensor, check
+from jaxquant.export.safetensors import NAMES
 from jaxquant.formats.packing import PACKED_DTYPES
 
-_LONGEST_NAME = 200
-_WIDE = ("int64", "uint64", "float64", "complex128")
+_AS_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz")
+"""Elements that are stored as uint8, because not every reader of safetensors files has a type for them."""
+_WIDE = ("int64", "uint64", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Leaf:
       path: keys joined by "/".
       role: "quantized" is a ``QTensor``.
       dtype, shape: of the elements, in the model.
-      bytes: on disk, before the few that the storage adds.
+      bytes: bytes on disk.
       scale_shape, scale_dtype: of a ``QTensor``.
       zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
       outer_shape: of the outer scale, float32; None without one.
@@ -99,21 +98,11 @@ class Stored:
 
     @property
     def stored_dtype(self) -> str:
-        return "uint8" if self.is_packed else self.dtype
+        return "uint8" if self.is_packed or self.dtype in _AS_BYTES else self.dtype
 
     @property
     def bytes(self) -> int:
         return math.prod(self.stored_shape) * jnp.dtype(self.stored_dtype).itemsize
-
-    @property
-    def name(self) -> str:
-        """Folder name: the path with "." for "/", what a file system may not take written as %XX."""
-        name = ".".join(urllib.parse.quote(key, safe="").replace(".", "%2E") for key in self.path.split("/"))
-        if name.startswith("_") or name == "array_metadatas":  # orbax has files of such names beside it
-            name = f"%{ord(name[0]):02X}{name[1:]}"
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[: _LONGEST_NAME - 33]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-        return name
 
 
 def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
@@ -181,22 +170,12 @@ def describe(path: str, leaf: Any) -> Leaf:
 
 def _dtype_name(path: str, array: Any) -> str:
     name = array.dtype.name
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended) or np.dtype(array.dtype).hasobject:
-        raise ValueError(f"{path} is of dtype {name}, which a checkpoint does not keep; store numbers")
-    check_width(path, name)
-    if jax.dtypes.itemsize_bits(array.dtype) < 8 and name not in PACKED_DTYPES:
-        raise ValueError(f"{path} is {name}, which does not pack; of less than a byte are {', '.join(PACKED_DTYPES)}")
+    if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f"{path} is {name}, which JAX reads in half of its bits; cast it or set jax_enable_x64")
+    if name not in PACKED_DTYPES and array.dtype not in NAMES:
+        kept = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
+        raise ValueError(f"{path} is of dtype {name}, which a checkpoint does not keep; it keeps {kept}")
     return name
-
-
-def check_width(path: str, dtype: str) -> None:
-    """Refuse a dtype that JAX would read as a narrower one.
-
-    Raises:
-      ValueError: a 64-bit dtype without ``jax_enable_x64``.
-    """
-    if dtype in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(f"{path} is {dtype}, which JAX reads in half of its bits; cast it or set jax_enable_x64")
 
 
 def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) -> None:

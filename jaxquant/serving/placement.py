@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint lie: packed on the devices for storage, and unpacked there into given shardings."""
+"""Where the arrays of a checkpoint lie: packed in the file, and unpacked on the devices into given shardings."""
 
 from __future__ import annotations
 
@@ -9,47 +9,54 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jaxquant.formats.packing import pack, unpack
+from jaxquant.export.safetensors import SafetensorsFile
+from jaxquant.formats.packing import unpack
 from jaxquant.serving.leaves import Stored
 
 ChooseSharding = Callable[[str, tuple[int, ...], str], Sharding]
 """(path, shape, dtype name) of an array in the model -> its sharding."""
 
 
-def to_stored(stored: Stored, array: Any) -> jax.Array | np.ndarray:
-    """Return an array as it is stored: as it is, or packed where it lies.
+def to_stored(stored: Stored, array: Any) -> np.ndarray:
+    """Return an array in host memory as it is stored: four-bit elements two to a byte, the first in the low bits.
 
     Raises:
       TypeError: it has a shape and a dtype and no numbers.
     """
     if not isinstance(array, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{stored.path} is {type(array).__name__}, which holds no numbers; give an array")
-    if not isinstance(array, jax.Array):
-        array = np.asarray(array)
-        return np.asarray(_packer(None)(array)) if stored.is_packed else array
+    array = np.asarray(array)
     if not stored.is_packed:
-        return array
-    given = automatic(array.sharding)
-    packed: Sharding | None = given
-    if _splits_bytes(stored, given):
-        # Neighbours in a byte come together before they are stored: their axis is not cut.
-        spec = given.spec[: array.ndim - 1] if isinstance(given, NamedSharding) else ()
-        packed = NamedSharding(given.mesh, PartitionSpec(*spec)) if isinstance(given, NamedSharding) else None
-    return _packer(packed)(jax.device_put(array, given))
+        return array.view(stored.stored_dtype)
+    nibbles = array.view(np.uint8) & 0xF
+    packed = nibbles[..., ::2].copy()
+    packed[..., : array.shape[-1] // 2] |= nibbles[..., 1::2] << 4
+    return packed
 
 
-def from_stored(stored: Stored, array: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return what was stored as the array of the model."""
+def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
+    """Read an array onto devices, one part after the other: the host holds one part at a time.
+
+    Parts that several devices share are read once.
+    """
+    shape, given, found = stored.stored_shape, automatic(sharding), file[stored.path]
+    devices: dict[Any, list[Any]] = {}
+    for device, index in given.addressable_devices_indices_map(shape).items():
+        spans = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        devices.setdefault(spans, []).append(device)
+    placed = []
+    for spans, owners in devices.items():
+        part = np.array(found[tuple(slice(*span) for span in spans)])  # a copy: no device array aliases the file
+        file.release()
+        part = part if stored.is_packed else part.view(stored.dtype)
+        kinds = [SingleDeviceSharding(device, memory_kind=given.memory_kind) for device in owners]
+        placed += [jax.block_until_ready(jax.device_put(part, kind)) for kind in kinds]
+    array = jax.make_array_from_single_device_arrays(shape, given, placed)
     if stored.is_packed:
-        array = _unpacker(stored.dtype, stored.shape[-1], automatic(sharding))(array)
+        array = _unpacker(stored.dtype, stored.shape[-1], given)(array)
     return jax.device_put(array, sharding)
-
-
-@functools.lru_cache
-def _packer(sharding: Sharding | None) -> Any:
-    return jax.jit(pack, out_shardings=sharding)
 
 
 @functools.lru_cache

@@ -14,10 +14,10 @@ from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.core.typed import build
 from tests.attacks.tally import Tally
 from tests.mutate import mutate_bytes, mutate_json
-from tests.serving.test_hostile import ODD
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
+ODD = [None, True, -1, 0, 10**12, 1e308, "", "x", "object", [], [[]], [-1], {}, {"a": 1}, "\0", "../x", ["x"] * 50]
 
 
 def attack_configs(count: int, seed: int) -> Tally:

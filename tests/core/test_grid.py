@@ -18,8 +18,10 @@ from jaxquant.ops import initial_state
 from jaxquant.ops.operand import quantize_kernel
 from tests import numerics
 
-STRINGS = {id(row): name for name, row in RECIPES.items() if row.recipe is not None}
+STRINGS = ("int8", "int4w", "fp8", "fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "aqt_fp8", "int8_delayed")
+"""A string of each kind of element and scale."""
 # llama.cpp's encoders search a grid by least squares, and another one may fit the decoded values as well.
+E2M1 = "float4_e2m1fn"
 SEARCHED = ("q4_k", "q5_k", "q6_k")
 
 
@@ -37,7 +39,7 @@ def twice(quantized, x):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("string", [name for name in STRINGS.values() if not name.endswith(SEARCHED)])
+@pytest.mark.parametrize("string", STRINGS)
 def test_every_string(string, dtype):
     recipe, x = RECIPES[string].recipe, weights(dtype=dtype)
     if recipe.is_lean and recipe.delayed and dtype == "bfloat16":
@@ -52,16 +54,14 @@ def test_every_string(string, dtype):
         assert np.linalg.norm(second - first) < numerics.SCALE_AGAIN * np.linalg.norm(first)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "dtype_name", ["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]
+    ("dtype_name", "dtype"),
+    [("int8", "float32"), ("int4", "bfloat16"), ("float8_e4m3fn", "bfloat16"), (E2M1, "float32")],
 )
 @pytest.mark.parametrize(
     "sharing",
     [
         {"granularity": "per_tensor"},
-        {"granularity": "per_channel"},
-        {"granularity": "per_tile", "tile_size": 32},
         {"granularity": "per_tile", "tile_size": 96},
         {"granularity": "per_block", "tile_size": 64, "free_size": 16},
     ],
@@ -86,8 +86,7 @@ def test_every_granularity(dtype_name, sharing, dtype):
         assert np.linalg.norm(again - old) > 0.003 * np.linalg.norm(old)
 
 
-@pytest.mark.parametrize(("element", "top"), [("int8", 127), ("int4", 7)])
-@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("element", "top", "scale_dtype"), [("int8", 127, "bfloat16"), ("int4", 7, "float16")])
 def test_a_grid_of_others_that_reaches_an_end_is_kept(element, top, scale_dtype):
     """Checkpoints use -max - 1 too, with scales in the dtype of the model."""
     rng = np.random.default_rng(0)

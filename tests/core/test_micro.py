@@ -14,11 +14,10 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Rotation, TensorSpec
+from jaxquant.core.recipe import Recipe, Rotation, TensorSpec
 from jaxquant.ops import dot_general
 
 NUMBERS = (((1,), (0,)), ((), ()))
-STRINGS = ("nvfp4", "te_nvfp4_no_rht", "quartet2", "tetrajet_v2")
 F32 = np.float32
 
 
@@ -85,13 +84,6 @@ def test_the_error_on_normal_numbers_is_the_published_one(chosen, published):
     assert error(x, dequantize(quantize(x, chosen, (1,), key=jax.random.key(1)))) == pytest.approx(published, rel=3e-3)
 
 
-def test_four_over_six_chooses_alike_at_every_magnitude():
-    x, chosen = normal((64, 256)), spec("quartet2", four_over_six=True)
-    usual, small = (quantize(x * size, chosen, (1,)) for size in (1.0, 2.0**-100))
-    np.testing.assert_array_equal(usual.qvalue, small.qvalue)
-    np.testing.assert_array_equal(usual.scale.astype(jnp.float32), small.scale.astype(jnp.float32))
-
-
 def through_eden(x, seed):
     """Rotate, quantize with EDEN's scales, and rotate back."""
     gradient, signs = recipe("quartet2").dlhs, draw_signs(Rotation(128, "fresh"), jax.random.key(seed))
@@ -108,23 +100,22 @@ def through_noise(x, seed):
 @pytest.mark.parametrize(("through", "one"), [(through_eden, 0.0987), (through_noise, 0.1531)], ids=["eden", "noise"])
 def test_what_is_rounded_at_random_has_no_bias(through, one):
     """The error of a mean of n draws falls as one over the root of n."""
-    x, total, draws = normal(), 0.0, 64
+    x, total, draws = normal((128, 1024)), 0.0, 16
     run = jax.jit(through)
     for n in range(1, draws + 1):
         total += run(x, n)
-        if n in (1, 4, 16, draws):
+        if n in (1, 4, draws):
             assert error(x, total / n) == pytest.approx(one / n**0.5, rel=0.04)
 
 
-@pytest.mark.parametrize("place", ["fwd_lhs", "dlhs_lhs"])
-@pytest.mark.parametrize("string", STRINGS)
+@pytest.mark.parametrize(("string", "place"), [("nvfp4", "fwd_lhs"), ("quartet2", "dlhs_lhs")])
 def test_what_is_too_small_for_an_outer_scale_is_zero_and_a_number(string, place):
     tiny = normal((16, 128)) * 1e-36
     read = dequantize(quantize(tiny, spec(string, place), (1,), key=jax.random.key(0)))
     np.testing.assert_array_equal(read, jnp.zeros_like(tiny))
 
 
-@pytest.mark.parametrize("rotation", [Rotation(16), Rotation(32), Rotation(128, "fresh")], ids=str)
+@pytest.mark.parametrize("rotation", [Rotation(16), Rotation(128, "fresh")], ids=str)
 def test_a_rotation_of_both_operands_leaves_their_product(rotation):
     signs = draw_signs(rotation, jax.random.key(0))
     x, w = normal((24, 200)), normal((40, 200), 1)
@@ -150,30 +141,14 @@ def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "run", "axis"),
-    [
-        ((3, 128, 128), 128, 2),
-        ((512, 128), 16, 1),
-        ((64, 64), 128, 1),
-        ((8, 4), 16, 0),
-        ((2048, 4), 16, 0),
-        ((7,), 16, 0),
-    ],
+    ("sizes", "run", "axis"), [((3, 128, 128), 128, 2), ((64, 64), 128, 1), ((2048, 4), 16, 0), ((7,), 16, 0)]
 )
 def test_the_last_axis_that_holds_a_run_is_rotated(sizes, run, axis):
     """Not the batch, where it is larger than a text is long, nor the heads: these are what a mesh cuts."""
     assert rotated_axis(sizes, run) == axis
 
 
-def test_both_operands_are_rotated_along_the_same_of_two_equal_axes():
-    x, grad = normal((32, 32, 48)), normal((32, 32, 24), 1)
-    numbers, scheme = (((2,), (0,)), ((), ())), recipe("nvfp4")
-    dw = jax.vjp(lambda w: dot_general(x, w, numbers, recipe=scheme, key=jax.random.key(0)), normal((48, 24), 2))[1]
-    wanted = jnp.einsum("abk,abn->kn", x, grad)
-    assert error(wanted, dw(grad)[0]) < (0.0951**2 + 0.1531**2) ** 0.5  # of both operands
-
-
-@pytest.mark.parametrize("string", STRINGS)
+@pytest.mark.parametrize("string", ["nvfp4", "quartet2"])
 def test_gradients_are_those_of_the_quantized_product_on_average(string):
     """Tokens and features that no run and no block divides, with several axes of tokens."""
     x, w, grad = normal((3, 50, 72)), normal((72, 40), 1), normal((3, 50, 40), 2)
@@ -206,20 +181,11 @@ def test_quartet_ii_keeps_the_forward_s_codes_alone():
 
 
 def test_bad_specs_are_refused_by_name():
-    own = spec("nvfp4")
     with pytest.raises(ValueError, match="Rotation size 24 must be a power of two"):
         Rotation(24)
-    with pytest.raises(ValueError, match="rotation needs two operands with specs of their own"):
-        MatmulSpec(own, FORWARD, rotation=Rotation(16))
-    with pytest.raises(ValueError, match="has a rotation or a source in its forward matmul"):
-        dataclasses.replace(recipe("nvfp4"), fwd=MatmulSpec(own, own, rotation=Rotation(16)))
-    with pytest.raises(ValueError, match="micro belongs to blocks with an outer_scale"):
-        TensorSpec("int8", micro=own.micro)
-    with pytest.raises(ValueError, match=r"amax_bound 2\.0 change that"):
-        dataclasses.replace(own, amax_bound=2.0)
-    for drawing in (spec("quartet2", "dlhs_lhs"), spec("tetrajet_v2", "dlhs_lhs")):
-        assert drawing.micro is not None
-        with pytest.raises(ValueError, match="four_over_six compares errors of rounding to nearest"):
-            dataclasses.replace(drawing, micro=dataclasses.replace(drawing.micro, four_over_six=True))
+    drawing = spec("quartet2", "dlhs_lhs")
+    assert drawing.micro is not None
+    with pytest.raises(ValueError, match="four_over_six compares errors of rounding to nearest"):
+        dataclasses.replace(drawing, micro=dataclasses.replace(drawing.micro, four_over_six=True))
     with pytest.raises(ValueError, match="needs a random key"):
         quantize(normal((16, 16)), spec("tetrajet_v2", "dlhs_lhs"), (1,))

@@ -44,16 +44,7 @@ def test_representable_values_come_back_exactly(dtype):
     np.testing.assert_array_equal(dequantize(tensor), values)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "text"),
-    [
-        ("int8", "absmax"),
-        ("int8", "minmax"),
-        ("int8", "rms,3"),
-        ("float8_e4m3fn", "absmax"),
-        ("float8_e4m3fn", "rms,3"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "text"), [("int8", "minmax"), ("int8", "rms,3"), ("float8_e4m3fn", "absmax")])
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 def test_a_nan_shows(dtype, text, granularity):
     """XLA:CPU can lose a NaN in the maximum of a long axis; a dequantized row must still not be finite."""
@@ -65,16 +56,9 @@ def test_a_nan_shows(dtype, text, granularity):
         assert not jnp.isfinite(out[3, column])
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"spec": TensorSpec("int8"), "shards": 5}, r"quantization_local_shard_count 5 does not divide contraction a"),
-        ({"spec": TensorSpec("int8", rounding="stochastic")}, r"stochastic rounding to int8 needs a random key"),
-    ],
-)
-def test_refusals(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        quantize(jnp.ones((6, 32)), axes=(1,), **kwargs)
+def test_shards_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="quantization_local_shard_count 5 does not divide"):
+        quantize(jnp.ones((6, 32)), TensorSpec("int8"), (1,), shards=5)
 
 
 def test_minmax_represents_zero_exactly_and_uses_all_codes():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path, tree_bytes
+from jaxquant.core.trees import array_bytes, leaves_by_path, tree_bytes
 
 
 class Pair(NamedTuple):
@@ -24,13 +24,6 @@ def test_dict_keys_attributes_and_indices_are_names():
     assert list(leaves_by_path(TREE)) == ["layers/0/bias", "layers/0/kernel", "layers/1/first", "layers/1/second/x"]
     assert leaves_by_path(TREE)["layers/0/kernel"].shape == (2, 3)
     assert leaves_by_path(jnp.ones(2)).keys() == {""}
-
-
-def test_a_map_sees_paths_and_keeps_the_structure():
-    named = map_by_path(lambda path, leaf: (path, leaf.ndim), TREE)
-    assert named["layers"][0] == {"kernel": ("layers/0/kernel", 2), "bias": ("layers/0/bias", 1)}
-    whole = map_by_path(lambda path, leaf: path, TREE, is_leaf=lambda node: isinstance(node, Pair))
-    assert whole["layers"][1] == "layers/1"
 
 
 def test_elements_of_less_than_a_byte_are_counted_packed():

@@ -18,7 +18,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
-from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, export_experts, open_gguf
+from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf import gguf_name, read_shape, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import read_quantization
@@ -199,29 +199,6 @@ def test_the_container_is_the_librarys(written):
         assert tensor in loaded[file]
         assert not loaded[file][tensor].flags.writeable
     np.testing.assert_array_equal(loaded[index["weight_map"][f"{Q}.weight_shape"]][f"{Q}.weight_shape"], [256, 256])
-
-
-def test_experts_are_gpt_oss_s(tmp_path):
-    rng = np.random.default_rng(1)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    kernel = rng.normal(size=(3, 64, 32)).astype(np.float32)
-    others = {"model.layers.0.mlp.router.weight": rng.normal(size=(3, 64)).astype(np.float32)}
-    export_experts([(name, kernel), *others.items()], {"architectures": ["GptOssForCausalLM"]}, tmp_path / "moe")
-    rules = read_quantization(json.loads((tmp_path / "moe/config.json").read_text()))
-    assert rules.is_quantized("model.layers.0.mlp.experts")
-    assert not rules.is_quantized("model.layers.0.mlp.router")
-    file = SafetensorsFile(tmp_path / "moe/model.safetensors")
-    blocks, scales = file[f"{name}_blocks"], file[f"{name}_scales"]
-    assert (blocks.shape, scales.shape) == ((3, 32, 2, 16), (3, 32, 2))
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    plain = np.stack([values[blocks & 15], values[blocks >> 4]], -1).reshape(3, 32, 2, 32)
-    plain = (plain * 2.0 ** (scales[..., None].astype(int) - 127)).reshape(3, 32, 64).transpose(0, 2, 1)
-    decoded = codec("mxfp4").decode({"qvalue": blocks.reshape(3, 32, -1), "scale": scales})
-    np.testing.assert_array_equal(np.asarray(decoded).transpose(0, 2, 1), plain.astype(np.float32))
-    assert sqnr(kernel, plain) > 18
-    with pytest.raises(ValueError, match=r"no tensor …experts"):
-        export_experts(others.items(), {}, tmp_path / "none")
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K"])

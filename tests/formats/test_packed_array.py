@@ -11,7 +11,7 @@ from jaxquant.formats import fake_quantize, matmul, pack_array
 from tests.lowering import equations
 from tests.numerics import dot_bound
 
-FORMATS = ["q4_k", "q8_0", "mxfp6_e2m3", "nvfp4", "bf16"]
+FORMATS = ["q4_k", "mxfp6_e2m3", "nvfp4"]
 
 
 def arrays(rows: int, depth: int = 256) -> tuple[np.ndarray, np.ndarray]:
@@ -26,11 +26,10 @@ def test_decoding_puts_the_axis_back():
     assert packed.nbytes == 256 * 4 // 32 * 34
 
 
-@pytest.mark.parametrize("rows", [1, 11])
 @pytest.mark.parametrize("name", FORMATS)
-def test_matmul_is_that_of_the_decoded_kernel(name, rows, monkeypatch):
+def test_matmul_is_that_of_the_decoded_kernel(name, monkeypatch):
     monkeypatch.setattr("jaxquant.formats.packed_matmul.DECODED_ELEMENTS", 4 * 256)  # four rows at a time
-    x, kernel = arrays(rows)
+    x, kernel = arrays(11)
     packed = pack_array(jnp.asarray(kernel), name, 0)
     decoded = np.asarray(packed.decode())
     out, pullback = jax.vjp(lambda x: matmul(x, packed), jnp.asarray(x))
@@ -62,8 +61,7 @@ def test_the_kernel_is_never_whole_in_float():
     assert max(aval.size for aval in made if jnp.issubdtype(aval.dtype, jnp.floating)) <= 1 << 20 < 20000 * 256
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["q4_0", "q5_k", "mxfp4", "nvfp4", "int4"])
+@pytest.mark.parametrize(("name", "dtype"), [("q4_0", "float32"), ("mxfp4", "bfloat16"), ("nvfp4", "bfloat16")])
 def test_fake_quantization_is_the_round_trip_with_a_straight_gradient(name, dtype):
     x = jnp.asarray(arrays(4)[1], dtype)
     expected = pack_array(x, name, 0).decode(dtype)
@@ -74,19 +72,9 @@ def test_fake_quantization_is_the_round_trip_with_a_straight_gradient(name, dtyp
     np.testing.assert_array_equal(pullback(grad)[0], grad)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p: matmul(jnp.ones((2, 8)), p), r"x of shape \(2, 8\) does not contract with a packed kernel of shape"),
-        (lambda p: matmul(jnp.ones((2, 256)), p, implementation="pallas"), "implementation 'pallas' of this matmul"),
-        (lambda p: pack_array(jnp.ones((2, 8)), "q4_0"), r"axis -1 of shape \(2, 8\) does not divide into blocks of"),
-        (lambda p: fake_quantize(jnp.ones((2, 8)), "q4_00"), "'q4_00' is not a tensor format; did you mean 'q4_0'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, message):
-    packed = pack_array(jnp.ones((256, 8)), "q8_0", 0)
-    with pytest.raises(ValueError, match=message):
-        call(packed)
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"x of shape \(2, 8\) does not contract with a packed kernel of shape"):
+        matmul(jnp.ones((2, 8)), pack_array(jnp.ones((256, 8)), "q8_0", 0))
 
 
 def test_a_tensor_scale_gets_no_gradient():

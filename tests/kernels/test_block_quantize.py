@@ -10,13 +10,12 @@ import pytest
 
 import jaxquant
 from jaxquant.core.blocks import spread
-from jaxquant.core.calibration import Calibration
 from jaxquant.core.qtensor import QTensor
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import api, gpu, reference, tpu
 from jaxquant.kernels.block_quantize.cases import CASES
 from jaxquant.ops.implementation import choices_made
-from tests.kernels.test_block_matmul import gradients, mapped, sharded
+from tests.kernels.test_block_matmul import gradients
 from tests.ops.test_block_scaled import matmuls, on
 
 TINY = 2.0**-140
@@ -80,7 +79,6 @@ def test_on_a_gpu_every_bit_is_the_references(case):
     ("kind", "name", "implementation", "casts", "products", "why"),
     [
         ("NVIDIA H200", "fp8_block", "pallas", 3, (0, 3), "asked for"),
-        ("NVIDIA H200", "mxfp8", "pallas", 3, (3, 0), "asked for"),
         ("NVIDIA H200", "fp8_block", None, 3, (0, 3), "times as fast as XLA: benchmarks/results/kernels"),
         ("NVIDIA H200", "fp8_block", "xla", 0, (3, 0), "asked for"),
         ("NVIDIA B200", "fp8_block", "pallas", 0, (3, 0), "for TPUs and Hopper GPUs, and the device is NVIDIA B200"),
@@ -95,12 +93,6 @@ def test_on_hopper_the_cast_is_picked(kind, name, implementation, casts, product
     assert text.count("name=jaxquant_block_quantize") == casts
     assert matmuls(step, *shapes) == products  # of bfloat16 values, and of elements
     assert any(piece == "block_quantize" and why in choice.reason for piece, choice in choices_made())
-
-
-@pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, 256, 128), 1), (sharded, (8 * 256, 128), 8)])
-def test_a_mapped_and_a_sharded_step_cast_by_the_kernel_of_hopper(form, x, size):
-    shapes = on("NVIDIA H200", *x, size=size), on("NVIDIA H200", 128, 384, size=size)
-    assert str(jax.jit(form).trace(*shapes).jaxpr).count("name=jaxquant_block_quantize") == 3
 
 
 @pytest.mark.aot
@@ -121,19 +113,10 @@ def test_what_the_kernel_does_not_cast_is_refused_by_name():
         return api.refusal(jnp.zeros(shape, x_dtype), (cast,)) or ""
 
     assert refusal((2, 128, 4, 96), (1, 128, 1, 1)) == ""
-    for shape, block in (
-        ((1, 384), (1, 128)),
-        ((256, 300), (1, 128)),
-        ((256, 384), (1, 64)),
-        ((2, 64, 128), (1, 64, 1)),
-        ((0, 384), (1, 128)),
-    ):
+    for shape, block in (((256, 300), (1, 128)), ((256, 384), (1, 64)), ((0, 384), (1, 128))):
         assert f"whole tiles of 128×128, not {shape} in blocks of" in refusal(shape, block)
     assert "not float16" in refusal(x_dtype="float16")
     assert "not int8" in refusal(dtype="int8")
     assert "rounds to nearest" in refusal(rounding="stochastic")
     assert "powers of two that are rounded up" in refusal(scale_rounding="nearest")
     assert "as it is" in refusal(amax_bound=3.0)
-    assert "as it is" in refusal(calibration=Calibration(factor=1.5))
-    with jax.enable_x64(True):
-        assert "jax_enable_x64 is on" in refusal()

@@ -96,9 +96,6 @@ def test_what_quantize_cannot_do_is_refused_by_name():
         assert refusal(capability=capability) == ""
     told = "the kernel is for Hopper to Blackwell and does not compile for compute capability 8.9"
     assert refusal(capability=(8, 9)) == told
-    assert "needs an NVIDIA GPU of a known" in refusal()
-    assert "tiles of 64×128, which do not divide 100×128" in refusal((100, 128))
-    assert "not float16" in refusal(x_dtype="float16")
     assert "not int4" in refusal(dtype="int4")
     assert (refusal(interpret=True) == "") == mosaic_gpu.NEW
 
@@ -116,7 +113,7 @@ def test_matmul_is_its_reference_to_the_bit(case):
     equal_bits(found, product(case, reference.matmul, lhs, rhs, *scales))
 
 
-def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
+def test_what_matmul_cannot_do_is_refused_by_name():
     def refusal(lhs=E4M3, rhs=E4M3, sizes=(1, 128, 128, 128), out_dtype="bfloat16", accumulator="float32", **options):
         B, M, N, K = sizes
         more: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": (9, 0)} | options
@@ -128,12 +125,6 @@ def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
     assert "which do not divide 128×128×100" in refusal(sizes=(1, 128, 128, 100))
     assert "not int8 with float8_e4m3fn" in refusal("int8")
     assert "does not add int8 in float32" in refusal("int8", "int8")
-    assert "not float16" in refusal(out_dtype="float16")
-    monkeypatch.setattr(mosaic_gpu, "NEW", False)
-    assert "needs jax 0.11 or newer" in refusal(E5M2)
-    assert refusal(E5M2, E5M2) == ""
-    monkeypatch.setattr(mosaic_gpu, "NEW", True)
-    assert refusal(E5M2) == ""
 
 
 def compiled(step, *shapes, target):

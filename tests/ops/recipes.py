@@ -37,5 +37,3 @@ RECIPES: dict[str, Recipe] = {name: nearest(recipe) for name, recipe in _TABLE.i
     "fp8_full clipping": change(_TABLE["fp8_full"], calibration=parse_calibration("rms,4")),
     "fp8_current clipping": change(_TABLE["fp8_current"], calibration=parse_calibration("absmax,0.5")),
 }
-KINDS = ["int8", "fp8", "fp8 as flax", "fp8_full", "aqt_fp8", "aqt_fp8_full", "int8w", "fp8_full clipping", "fp4"]
-"""Recipes of every kind: per tensor, per channel, delayed, clipping, float backward, 4 bits, weights alone."""

@@ -40,6 +40,7 @@ from jaxquant.ops import dot_general, initial_state, ragged, sparsity
 from tests.ops.recipes import RECIPES
 
 M, K, N = 16, 32, 24
+FP8 = {"quantization": "fp8", "quant_backend": "native"}
 NUMBERS = (((1,), (0,)), ((), ()))
 PLACES = {
     "replicated": (P("data"), P()),
@@ -61,7 +62,7 @@ def _both(x: Any, w: Any, g: Any, state: Any, op: Callable[..., Any]) -> dict[st
     """Output and gradients of op(x, w, state), with g as the output's gradient."""
     out, pull = jax.vjp(op, x, w, state)
     dx, dw, new = pull(g)
-    return {"out": out, "dx": dx, "dw": dw} | {f"state/{t}/{n}": v for t, d in new.items() for n, v in d.items()}
+    return {"out": out, "dx": dx, "dw": dw, "state": new}
 
 
 @functools.cache
@@ -85,12 +86,11 @@ def manual(recipe: Recipe, place: str) -> dict[str, Any]:
         return jax.lax.psum(out, "tensor") if place == "rows" else out
 
     out = P("data", "tensor") if place == "columns" else P("data")
-    specs = {"out": out, "dx": left, "dw": right}
     mapped = jax.shard_map(
         lambda x, w, g, s: _both(x, w, g, s, op),
         mesh=mesh_of(AxisType.Auto),
         in_specs=(left, right, out, P()),
-        out_specs=specs | {name: P() for name in one_device(recipe) if name not in specs},
+        out_specs={"out": out, "dx": left, "dw": right, "state": P()},
     )
     return jax.jit(mapped)(*operands(), initial_state(recipe))
 
@@ -110,39 +110,6 @@ def explicit(recipe: Recipe, place: str) -> dict[str, Any]:
         return found
 
 
-def layers(kind: str, quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two nn.Dense of a quantized model, replicated weights, mean square loss: mesh and one device."""
-    x = jax.random.normal(jax.random.key(0), (M, K))
-    config = {"quantization": quantization, "quant_backend": "native"}
-    if quantization == "int8":
-        config |= {"quantization_local_shard_count": 1}
-    model = jaxquant.maybe_quantize_model(nn.Sequential([nn.Dense(N), nn.relu, nn.Dense(K)]), config, x)
-    params, state = jaxquant.state.split(jax.jit(model.init)(jax.random.key(1), x))
-
-    def loss(params: Any, state: Any, x: Any, reduce: Callable[[Any], Any]) -> Any:
-        return reduce((model.apply(jaxquant.state.merge(params, state), x) ** 2).mean())
-
-    def run(params: Any, state: Any, x: Any, reduce: Callable[[Any], Any]) -> dict[str, Any]:
-        value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, state, x, reduce)
-        new = jaxquant.state.update(state, seen) if state else {}
-        leaves = jax.tree_util.tree_leaves_with_path({"grads": grads, "state": new})
-        return {"out": value} | {jax.tree_util.keystr(path, simple=True, separator="/"): v for path, v in leaves}
-
-    one = jax.jit(lambda *args: run(*args, lambda v: v))(params, state, x)
-    if kind == "manual":
-        mapped = jax.shard_map(
-            lambda *args: run(*args, lambda v: jax.lax.pmean(v, "data")),
-            mesh=mesh_of(AxisType.Auto),
-            in_specs=(P(), P(), P("data")),
-            out_specs=P(),
-        )
-        return jax.jit(mapped)(params, state, x), one
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
-        return jax.jit(lambda *args: run(*args, lambda v: v))(params, state, placed), one
-
-
 def masks(place: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A 2:4 mask made of a kernel that lies so, at the step that makes one: explicit mesh and one device."""
     spec = SparsitySpec(2, 4, 1, 1)
@@ -151,15 +118,14 @@ def masks(place: str) -> tuple[dict[str, Any], dict[str, Any]]:
     def run(w: Any, state: Any) -> dict[str, Any]:
         out, pull = jax.vjp(lambda w, s: sparsity.sparsify(spec, (0,), w, s), w, state)
         dw, seen = pull(w)
-        return {"out": out, "dw": dw, "state/mask": seen["mask"].astype(jnp.float32)}
+        return {"out": out, "dw": dw, "state": seen["mask"].astype(jnp.float32)}
 
     one = jax.jit(run)(w, sparsity.initial_state(w, spec, (0,)))
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         placed = jax.device_put(w, PLACES[place][1])
         found = jax.jit(run)(placed, sparsity.initial_state(placed, spec, (0,)))
-        assert jax.typeof(found["state/mask"]).sharding == jax.typeof(placed).sharding
-        whole = jax.sharding.reshard(found["state/mask"], P())
-        return found | {"state/mask": whole}, one
+        assert jax.typeof(found["state"]).sharding == jax.typeof(placed).sharding
+        return found | {"state": jax.sharding.reshard(found["state"], P())}, one
 
 
 class Heads(nnx.Module):
@@ -173,14 +139,10 @@ class Heads(nnx.Module):
         return self.up(self.split(x, out_sharding=by_head), out_sharding=by_column)
 
 
-def nnx_layers(quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def nnx_layers() -> tuple[dict[str, Any], dict[str, Any]]:
     """NNX layers of a quantized model that pass ``out_sharding`` on: mesh and one device."""
-    config = {"quantization": quantization, "quant_backend": "native"}
-    if quantization == "int8":
-        config |= {"quantization_local_shard_count": 1}
-    model = jaxquant.maybe_quantize_model(
-        Heads(nnx.Rngs(0)), config, jax.ShapeDtypeStruct((M, K), jnp.float32), None, None
-    )
+    shape = jax.ShapeDtypeStruct((M, K), jnp.float32)
+    model = jaxquant.maybe_quantize_model(Heads(nnx.Rngs(0)), FP8, shape, None, None)
 
     def run(model: Any, x: Any, *places: Any) -> dict[str, Any]:
         def loss(model: Any, x: Any) -> Any:
@@ -189,9 +151,8 @@ def nnx_layers(quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
         (_, out), grads = jaxquant.state.value_and_grad(loss, has_aux=True)(model, x)
         jaxquant.state.advance(model, grads)
-        trees = nnx.to_pure_dict(grads.params), nnx.to_pure_dict(nnx.state(model, jaxquant.state.QuantState))
-        leaves = jax.tree_util.tree_leaves_with_path({"grads": trees[0], "state": trees[1]})
-        return {"out": out} | {jax.tree_util.keystr(path, simple=True, separator="/"): v for path, v in leaves}
+        state = nnx.to_pure_dict(nnx.state(model, jaxquant.state.QuantState))
+        return {"out": out, "grads": nnx.to_pure_dict(grads.params), "state": state}
 
     x = jax.random.normal(jax.random.key(0), (M, K))
     one = jax.jit(lambda x: run(nnx.clone(model), x, None, None))(x)
@@ -202,13 +163,6 @@ def nnx_layers(quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = jax.jit(lambda x: run(nnx.clone(model), x, *places))(placed)
         assert jax.typeof(found["out"]).sharding.spec == places[1], jax.typeof(found["out"])
         return found, one
-
-
-EXACT = ("fp8", "fp8 as flax", "fp8_current", "fp8_current clipping", "aqt_fp8_full")
-"""Recipes that under ``shard_map`` compute what one device does: every scale is that of a whole tensor."""
-
-LOCAL = ("int8", "int8 stochastic", "int8 shards", "int4w", "aqt_fp8")
-"""Recipes with a scale a channel, which a device takes from its own part of a sharded contraction."""
 
 
 def noises() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -245,18 +199,16 @@ SIZES = np.array([5, 0, 9])
 
 def _updated(found: dict[str, Any], state: Any) -> dict[str, Any]:
     """Put the state of the next step in the place of what was seen of this one."""
-    seen = {tensor: {n: found.pop(f"state/{tensor}/{n}") for n in fields} for tensor, fields in state.items()}
-    new = jaxquant.state.update(state, seen) if state else {}
-    return found | {f"state/{tensor}/{n}": value for tensor, fields in new.items() for n, value in fields.items()}
+    return found | {"state": jaxquant.state.update(state, found["state"]) if state else {}}
 
 
-def _by_parts(op: Callable[..., Any], operands: Sequence[Any], state: Any, one: dict[str, Any]) -> dict[str, Any]:
+def _by_parts(op: Callable[..., Any], operands: Sequence[Any], state: Any) -> dict[str, Any]:
     """Run with rows split over "data" and the weight on every device, inside ``jax.shard_map`` with its default."""
     mapped = jax.shard_map(
         lambda x, w, g, s: _both(x, w, g, s, op),
         mesh=mesh_of(AxisType.Auto),
         in_specs=(P("data"), P(), P("data"), P()),
-        out_specs={name: P("data") if name in ("out", "dx") else P() for name in one},
+        out_specs={"out": P("data"), "dx": P("data"), "dw": P(), "state": P()},
     )
     return _updated(jax.jit(mapped)(*operands, state), state)
 
@@ -276,7 +228,7 @@ def groups(recipe: Recipe, sizes: np.ndarray) -> tuple[dict[str, Any], dict[str,
 
     one = _updated(_both(x[order], w, g[order], state, op(lambda: jnp.asarray(sizes.sum(0)))), state)
     one |= {what: one[what][np.argsort(order)] for what in ("out", "dx")}
-    return _by_parts(op(lambda: jnp.asarray(sizes)[jax.lax.axis_index("data")]), (x, w, g), state, one), one
+    return _by_parts(op(lambda: jnp.asarray(sizes)[jax.lax.axis_index("data")]), (x, w, g), state), one
 
 
 EXPERTS, TO_EACH = 8, 4
@@ -307,8 +259,8 @@ def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str,
         new = jaxquant.state.update(state, seen) if state else {}
         if way == "served":
             np.testing.assert_array_equal(jax.jit(q)(q.convert(w, new, x), new, x), jax.jit(q)(w, new, x))
-        whole = {f"state/{n}": jnp.asarray(np.asarray(v)) for n, v in new.get("w", {}).items()}
-        return {"out": out, "dx": dx, "dw": dw["w"]} | whole
+        whole = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), new)  # each device has its experts' state
+        return {"out": out, "dx": dx, "dw": dw["w"], "state": whole}
 
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     rows, by_expert = P(("a", "b")), lambda x: x.swapaxes(0, 1).reshape(EXPERTS, -1, K)
@@ -316,19 +268,16 @@ def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str,
     return run(sharded), run(lambda w, x: multiply(w["w"], by_expert(x)).reshape(EXPERTS, 8, -1, K).swapaxes(0, 1))
 
 
-def by_axis(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_axis() -> tuple[dict[str, Any], dict[str, Any]]:
     """Experts by an axis of an einsum: explicit mesh, where jax 0.10 wants the activation alone cut, and one device."""
     w, x = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((EXPERTS, K, N), (EXPERTS, M, K))))
-    q = jaxquant.quantize(lambda w, x: jnp.einsum("ecd,edf->ecf", x, w["w"]), {"quantization": name})
-    state, key = q.init({"w": w}, x), jax.random.key(7)
+    q = jaxquant.quantize(lambda w, x: jnp.einsum("ecd,edf->ecf", x, w["w"]), FP8)
+    state = q.init({"w": w}, x)
 
     def run(w: Any, s: Any, x: Any) -> dict[str, Any]:
-        out, pull = jax.vjp(lambda w, s, x: q({"w": w}, s, x, key=key), w, s, x)
+        out, pull = jax.vjp(lambda w, s, x: q({"w": w}, s, x), w, s, x)
         dw, seen, dx = pull(jnp.sin(out))
-        new = jaxquant.state.update(s, seen) if s else {}
-        leaves = jax.tree_util.tree_leaves_with_path({"state": new})
-        found = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-        return {"out": out, "dw": dw, "dx": dx} | found
+        return _updated({"out": out, "dw": dw, "dx": dx, "state": seen}, s)
 
     one = jax.jit(run)(w, state, x)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
@@ -372,7 +321,7 @@ def convolutions(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return ops.conv_general_dilated(x, w, (1,), "SAME", **options)
 
     one = _updated(_both(x, w, g, initial_state(recipe), op), initial_state(recipe))
-    return _by_parts(op, (x, w, g), initial_state(recipe), one), one
+    return _by_parts(op, (x, w, g), initial_state(recipe)), one
 
 
 def residuals(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -399,19 +348,6 @@ def idle(backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return run(), run(quantization_local_shard_count=1)
 
 
-EXPLICIT = (
-    "fp8",
-    "int8",
-    "int8 stochastic",
-    "int8 tiles",
-    "int8 shards",
-    "int8 asymmetric",
-    "fp8_full clipping",
-    "mxfp8",
-    "nvfp4",
-)
-
-
 PLACED = {
     "data": (P(("data", "tensor")), P()),
     "fsdp": (P("data"), P("data")),
@@ -419,19 +355,17 @@ PLACED = {
     "both": (P("data"), P("data", "tensor")),
 }
 """Where activations and a weight lie: data parallel, FSDP, tensor parallel, FSDP with tensor parallel."""
-INTEGERS = {"int8": ("aqt", "qwix", "native"), "int4": ("qwix", "native"), "int8_delayed": ("native",)}
-
-
-def sent_cases() -> list[str]:
-    """Integers on every backend and kind of mesh; every other pair that trains under FSDP with tensor parallel."""
-    kinds = [f"{kind} {place}" for kind in ("auto", "explicit") for place in PLACED] + ["manual data", "manual fsdp"]
-    found = []
-    for name, libraries in INTEGERS.items():
-        for backend in libraries:  # the libraries refuse explicit meshes
-            found += [f"{name} {backend} {kind}" for kind in kinds if backend == "native" or "explicit" not in kind]
-    rest = [name for name, row in jaxquant.RECIPES.items() if row.recipe and row.recipe.name == name]
-    quantized = [name for name in rest if jaxquant.RECIPES[name].recipe.dlhs.lhs and name not in INTEGERS]
-    return found + [f"{name} {each} auto both" for name in quantized for each in jaxquant.RECIPES[name].backends]
+SENT = [f"int8 native auto {place}" for place in PLACED]
+SENT += ["int8 native explicit both", "int8 native manual data", "int8 native manual fsdp", "int4 qwix auto both"]
+SENT += [
+    "int8_delayed native auto fsdp",
+    "int8_delayed native auto both",
+    "int8 aqt auto both",
+    "int8 qwix manual fsdp",
+]
+SENT += [f"{name} native auto both" for name in ("fp8", "fp8_current", "fp8_block", "mxfp8", "nvfp4")]
+SENT += ["aqt_fp8_full aqt auto both", "fp8_full qwix auto both"]
+"""Integers under every kind of mesh; of the others a recipe of each kind, under FSDP with tensor parallel."""
 
 
 def sent(name: str) -> list[str]:
@@ -466,58 +400,55 @@ REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError, jax.erro
 
 def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     found: dict[str, Any] = {}
-
-    def add(kind: str, name: str, place: str) -> None:
+    alone = [
+        ("manual", name, "columns")
+        for name in ("fp8 as flax", "fp8_current clipping", "int8 stochastic", "int8 shards")
+    ]
+    alone += [("explicit", name, "columns") for name in ("fp8", "int8 tiles", "int8 shards", "int8 asymmetric")]
+    alone += [("explicit", name, "columns") for name in ("fp8_full clipping", "nvfp4")]
+    alone += [(kind, name, place) for kind, name in (("manual", "fp8"), ("explicit", "int8")) for place in PLACES]
+    for kind, name, place in alone:
         run = manual if kind == "manual" else explicit
-        found[f"{kind} {name} {place}"] = lambda: (run(RECIPES[name], place), one_device(RECIPES[name]))
-
-    for place in PLACES:
-        add("manual", "fp8", place)
-        add("explicit", "int8", place)
-    for name in EXACT + LOCAL:
-        add("manual", name, "columns")
-    for name in EXPLICIT:
-        add("explicit", name, "columns")
+        found[f"{kind} {name} {place}"] = lambda r=run, n=name, p=place: (r(RECIPES[n], p), one_device(RECIPES[n]))
     found["automatic noise"] = noises
     found["explicit rotations"] = rotations
-    for place in ("columns", "rows", "fsdp"):
-        found[f"explicit mask {place}"] = lambda p=place: masks(p)
+    for place in ("rows", "fsdp"):
+        found[f"explicit mask {place}"] = functools.partial(masks, place)
     for kind in ("manual", "explicit"):
-        found[f"{kind} fp8 residuals"] = lambda k=kind: residuals(k)
-        for name in ("fp8", "int8"):
-            found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)
-    for name in ("fp8", "fp8_current", "int8"):
-        found[f"manual {name} groups"] = lambda n=name: groups(RECIPES[n], np.tile(SIZES, (4, 1)))
-        found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
-    flax = QuantConfig(quantization="fp8", amax_init="flax").recipe()
-    found["manual fp8 flax groups"] = lambda: groups(flax, np.array([[5, 0, 9], [0, 0, 3], [7, 0, 0], [1, 0, 2]]))
-    for name in ("fp8", "int8", "fp8_block", "nvfp4"):
-        config = {"quantization": name} | ({"quantization_local_shard_count": 1} if name == "int8" else {})
-        way = "served" if name in ("fp8", "fp8_block") else "exchanged"
-        found[f"manual {name} experts"] = lambda w=way, c=config: experts(w, **c)
-        found[f"manual {name} gathered"] = lambda c=config: experts("gathered", **c)
-    for backend in INTEGERS["int8"]:
-        found[f"idle {backend} devices"] = lambda b=backend: idle(b)
-    found["manual fp8 unchecked"] = lambda: experts("exchanged", False, quantization="fp8")
-    shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
-    found["manual fp8 of one scale"] = lambda: experts("exchanged", **shared)
-    found["manual fp8 all_to_all"] = exchanged
+        found[f"{kind} fp8 residuals"] = functools.partial(residuals, kind)
     for name in ("fp8", "int8"):
-        found[f"explicit {name} nnx layers"] = lambda n=name: nnx_layers(n)
-    for name in ("fp8", "quartet2", "fp8_block"):
-        found[f"explicit {name} axis"] = lambda n=name: by_axis(n)
+        found[f"manual {name} groups"] = functools.partial(groups, RECIPES[name], np.tile(SIZES, (4, 1)))
+        found[f"manual {name} convolutions"] = functools.partial(convolutions, name)
+    flax = QuantConfig(quantization="fp8", amax_init="flax").recipe()
+    uneven = np.array([[5, 0, 9], [0, 0, 3], [7, 0, 0], [1, 0, 2]])
+    found["manual fp8 flax groups"] = functools.partial(groups, flax, uneven)
+    for name, way in (("fp8", "served"), ("fp8_block", "served"), ("fp8", "gathered")):
+        place = "gathered" if way == "gathered" else "experts"
+        found[f"manual {name} {place}"] = functools.partial(experts, way, quantization=name)
+    int8 = {"quantization": "int8", "quantization_local_shard_count": 1}
+    found["manual int8 gathered"] = functools.partial(experts, "gathered", **int8)
+    found["manual fp8 unchecked"] = functools.partial(experts, "exchanged", False, quantization="fp8")
+    shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
+    found["manual fp8 of one scale"] = functools.partial(experts, "exchanged", **shared)
+    found["manual fp8 all_to_all"] = exchanged
+    for backend in ("native", "aqt", "qwix"):
+        found[f"idle {backend} devices"] = functools.partial(idle, backend)
+    found["explicit fp8 nnx layers"] = nnx_layers
+    found["explicit fp8 axis"] = by_axis
     return found
 
 
-def case_names() -> list[str]:
-    return list(cases())
+def flat(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def main(path: str) -> None:
     arrays: dict[str, np.ndarray] = {}
     for name, case in cases().items():
         try:
-            mesh, one = case()
+            mesh, one = map(flat, case())
+            assert mesh.keys() == one.keys()
         except REFUSALS as error:  # one case that raises is one test that fails
             arrays[f"{name}|error"] = np.array(f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}")
             continue
@@ -525,7 +456,7 @@ def main(path: str) -> None:
             parts = [np.asarray(part.data) for part in value.addressable_shards] if what.startswith("state") else []
             arrays[f"{name}|{what}|same"] = np.array(all(np.array_equal(part, parts[0]) for part in parts))
             arrays[f"{name}|{what}|mesh"], arrays[f"{name}|{what}|one"] = np.asarray(value), np.asarray(one[what])
-    arrays |= {f"{name}|sent": np.array(sent(name), dtype=str) for name in sent_cases()}
+    arrays |= {f"{name}|sent": np.array(sent(name), dtype=str) for name in SENT}
     np.savez(path, **arrays)
 
 

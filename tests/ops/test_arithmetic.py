@@ -61,12 +61,7 @@ def turned(a):
 
 @pytest.mark.parametrize(
     ("dtype", "kernel", "past"),
-    [
-        ("float32", "float32", 1.7),
-        ("bfloat16", "float32", 1.7),
-        ("bfloat16", "bfloat16", 1.7),
-        ("bfloat16", "bfloat16", None),
-    ],
+    [("float32", "float32", 1.7), ("bfloat16", "float32", 1.7), ("bfloat16", "bfloat16", None)],
 )
 @pytest.mark.parametrize("name", LEAN)
 def test_every_rounding_is_the_documented_one(name, dtype, kernel, past):

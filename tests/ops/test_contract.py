@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +24,9 @@ MX = TensorSpec("float8_e4m3fn", "per_tile", tile_size=32, scale_dtype="float8_e
 INT4 = TensorSpec("int4", "per_tile", tile_size=32)
 LONE = {
     "int8w": TensorSpec("int8"),
-    "int4w": TensorSpec("int4"),
     "int4 tiles": INT4,
     "fp8": TensorSpec("float8_e4m3fn"),
     "fp8 blocks": TensorSpec("float8_e4m3fn", "per_block", tile_size=32, free_size=32),
-    "mxfp4": dataclasses.replace(MX, dtype="float4_e2m1fn"),
     "nvfp4": RECIPES["quartet2"].recipe.fwd.rhs,
 }
 """Weights that a float activation meets."""
@@ -52,8 +48,7 @@ def sizes(function, *arguments):
     return [variable.aval.size for eqn in found for variable in eqn.outvars]
 
 
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn"])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("float8_e4m3fn", "float32"), ("float4_e2m1fn", "bfloat16")])
 def test_tiles_with_scales_that_are_powers_of_two_lose_nothing_in_bfloat16(dtype, out_dtype):
     x, w = operands()
     spec = TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
@@ -80,7 +75,7 @@ def test_blocks_with_float32_scales_lose_a_bfloat16_rounding_and_no_more():
         assert np.linalg.norm(found - expected) <= most * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp4", "nvfp4", "te_nvfp4_no_rht"])
+@pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
 def test_no_step_of_a_block_recipe_holds_a_result_a_tile(name):
     x, w = operands()
     recipe = RECIPES[name].recipe
@@ -92,8 +87,8 @@ def test_no_step_of_a_block_recipe_holds_a_result_a_tile(name):
     assert max(sizes(step, x, w)) <= max(M * K, K * N, M * N) * 1.01
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 17])
-@pytest.mark.parametrize("spec", [TensorSpec("int8"), TensorSpec("float8_e4m3fn"), INT4, MX], ids=str)
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("spec", [TensorSpec("int8"), INT4], ids=str)
 def test_a_lone_weight_is_scaled_after_the_product(rows, spec):
     """The qvalues are exact in bfloat16: with channels, or half as many rows as a tile, it is rounded once."""
     x, w = operands(rows)
@@ -103,44 +98,6 @@ def test_a_lone_weight_is_scaled_after_the_product(rows, spec):
     assert (dequantized_dtype(x, weight, DIMS, "bfloat16") is None) == is_after
     rounded = numerics.dot_bound(exact(x), exact(weight), numerics.FLOAT32_EPS if is_after else numerics.BFLOAT16_EPS)
     assert np.all(np.abs(found - expected) <= rounded + numerics.BFLOAT16_EPS * np.abs(expected))
-
-
-@pytest.mark.parametrize(
-    ("shape", "contracted"),
-    [((1, K), (1,)), ((1, 1, K), (2,)), ((K,), (0,)), ((1, 16, 1, 16), (1, 3)), ((16, 1, 16), (2, 0))],
-    ids=str,
-)
-def test_a_single_row_is_one_of_two_where_matmuls_want_two(shape, contracted, monkeypatch):
-    """On GPUs and TPUs alone, whatever axes it has; its elements here are integers, so that sums are exact."""
-    x = jnp.round(4 * jax.random.normal(jax.random.key(0), shape)).astype("bfloat16")
-    sizes = tuple(shape[axis] for axis in contracted)
-    weight = quantize(operands()[1].reshape(*sizes, N), TensorSpec("int8"), tuple(range(len(sizes))))
-    dims = Dimensions(contracted, tuple(range(len(sizes))), (), (), len(shape), len(sizes) + 1)
-    two = f"tensor<{'x'.join(map(str, (2, *sizes)))}xbf16>"
-
-    def product():
-        return jax.jit(lambda x, w: contract(x, w, dims, out_dtype="bfloat16"))
-
-    def text(platform):
-        return product().trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
-
-    assert two not in text("tpu")  # the weight is small
-    monkeypatch.setattr("jaxquant.ops.contract.SMALL", 0)
-    assert two in text("tpu")
-    assert two not in text("cpu")
-    plain = product()(x, weight)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cpu, default: default(*given))
-    padded = product()(x, weight)
-    assert padded.shape == plain.shape
-    np.testing.assert_array_equal(padded, plain)
-
-
-def test_rows_of_several_axes_are_few_together():
-    x, w = operands(4)
-    weight, dims = quantize(w, INT4, (0,)), Dimensions((2,), (0,), (), (), 3, 2)
-    found = contract(x.reshape(2, 2, K), weight, dims, out_dtype="bfloat16")
-    np.testing.assert_array_equal(found.reshape(4, N), contract(x, weight, DIMS, out_dtype="bfloat16"))
-    assert dequantized_dtype(jnp.zeros((5, 4, K)), weight, dims, "bfloat16") == "float32"
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in LONE), ("int4 tiles", "float32")])
@@ -168,10 +125,3 @@ def test_a_row_is_answered_alike_alone_and_among_half_a_tile_of_others():
         alone = np.concatenate([exact(contract(row[None], weight, DIMS, out_dtype="bfloat16")) for row in x])
         bound = numerics.dot_bound(exact(x), exact(weight), numerics.FLOAT32_EPS)
         assert np.all(np.abs(together - alone) <= 2 * bound + numerics.BFLOAT16_EPS * np.abs(alone))
-
-
-def test_channels_of_the_free_axes_are_not_tiles():
-    """The gradient of a served layer's input contracts the axis along which each element has a scale of its own."""
-    _, w = operands()
-    weight, grad = quantize(w, TensorSpec("int8"), (0,)), jnp.ones((2, N), jnp.bfloat16)
-    assert dequantized_dtype(grad, weight, Dimensions((1,), (1,), (), (), 2, 2), "bfloat16") == "bfloat16"

@@ -17,6 +17,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general, initial_state
 from tests import numerics, reference
+from tests.lowering import dot_operand_types
 from tests.ops.recipes import nearest
 
 M, K, N = 24, 32, 16
@@ -103,7 +104,7 @@ def check_three_matmuls(recipe, x, w, grad):
         assert np.all(np.abs(np.asarray(result, np.float64) - a @ b) <= numerics.dot_bound(a, b, eps))
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_full", "aqt_fp8_full", "int4w"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4w"])
 def test_batch_dimensions_are_independent_matmuls(name):
     recipe = nearest(DISTINCT[name])
     x, w = jax.random.normal(jax.random.key(0), (3, M, K)), jax.random.normal(jax.random.key(1), (K, 3, N))
@@ -131,9 +132,8 @@ def test_the_accumulator_is_asked_of_the_matmul(accumulator, name):
     x, w, _ = operands()
     recipe = DISTINCT[name]
     text = jax.jit(lambda a, b: dot_general(a, b, NUMBERS, recipe=recipe)).lower(x, w).as_text()
-    line = next(line for line in text.splitlines() if "stablehlo.dot_general" in line)
     spelled = {"int32": "i32", "bfloat16": "bf16", "float32": "f32"}[accumulator]
-    assert line.rstrip().endswith(f"-> tensor<{M}x{N}x{spelled}>")
+    assert [kinds[2] for kinds in dot_operand_types(text)] == [spelled]
 
 
 def on_absent_devices(platform, devices):
@@ -146,8 +146,7 @@ def on_absent_devices(platform, devices):
     return x, w
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])
-@pytest.mark.parametrize(("name", "shards"), [("int8_delayed", 1), ("int8", 1), ("int8", 2), ("int8", -1)])
+@pytest.mark.parametrize(("platform", "name", "shards"), [("tpu", "int8_delayed", 1), ("gpu", "int8", 2)])
 def test_sums_of_integers_are_scaled_before_devices_add_them_in_the_gradients_dtype(platform, name, shards):
     recipe = DISTINCT[name]
     recipe = dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=shards))
@@ -215,14 +214,6 @@ def test_zero_points_in_all_three_matmuls(text):
         assert float(jnp.abs(ours - exact).mean() / jnp.abs(exact).mean()) < 0.02
 
 
-def test_one_tiled_operand_is_enough():
-    tiled, whole = TensorSpec("int8", "per_tile", tile_size=8), TensorSpec("int8")
-    x, w, grad = operands()
-    for lhs, rhs in ((tiled, whole), (whole, tiled)):
-        out, *_ = run(Recipe("half", MatmulSpec(lhs, rhs, "int32")), x, w, grad)
-        assert float(jnp.abs(out - x @ w).mean() / jnp.abs(x @ w).mean()) < 0.02
-
-
 def test_shards_of_the_weight_gradient_are_quantized_by_themselves():
     """With n shards, scaling the rows of one shard up leaves the error of the others as it was."""
     x, w, grad = operands()
@@ -257,23 +248,15 @@ def test_stochastic_rounding_touches_the_gradient_only_and_is_unbiased():
         assert float(mean) < 0.5 * float(single)
 
 
-def test_without_a_key_the_noise_follows_the_gradient():
-    recipe = DISTINCT["int8"]
-    x, w, grad = operands()
-    first, again = run(recipe, x, w, grad), run(recipe, x, w, grad)
-    np.testing.assert_array_equal(first[1], again[1])
-    other = run(recipe, x, w, grad * (1 + 1e-6))
-    assert (other[1] != first[1]).any()
-
-
 def test_stochastic_rounding_of_a_forward_operand():
+    """Without a key the noise follows the operands."""
     spec = TensorSpec("int4", rounding="stochastic")
     recipe = Recipe("noisy", MatmulSpec(spec, spec, "int32"), MatmulSpec(None, FORWARD), MatmulSpec(FORWARD, None))
     x, w, grad = operands()
-    first, again = run(recipe, x, w, grad), run(recipe, x, w, grad)
-    np.testing.assert_array_equal(first[0], again[0])
+    first, again, other = (run(recipe, x * size, w, grad)[0] for size in (1, 1, 1 + 1e-6))
+    np.testing.assert_array_equal(first, again)
+    assert (other != first).any()
     keyed = [run(recipe, x, w, grad, key=jax.random.key(i))[0] for i in range(48)]
-    assert (keyed[0] != keyed[1]).any()
     single = float(jnp.abs(keyed[0] - x @ w).mean())
     assert float(jnp.abs(jnp.stack(keyed).mean(0) - x @ w).mean()) < 0.5 * single
 
@@ -282,7 +265,6 @@ def test_stochastic_rounding_of_a_forward_operand():
     ("changes", "error", "message"),
     [
         ({"lhs": jnp.ones((M, K), int)}, TypeError, "lhs has dtype int32"),
-        ({"recipe": DISTINCT["fp8"]}, ValueError, "'fp8' takes state of"),
         ({"recipe": DISTINCT["fp8"], "state": {}}, ValueError, "got none"),
         ({"state": initial_state(DISTINCT["fp8"])}, ValueError, "'int8' takes state of no tensor"),
     ],

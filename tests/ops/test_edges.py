@@ -14,16 +14,14 @@ from jaxquant.core.calibration import Calibration
 from jaxquant.core.delayed import empty_bins, fit_bins
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
-from jaxquant.ops import choose_implementation, dot_general, initial_state, ragged
+from jaxquant.ops import dot_general, initial_state, ragged
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from tests import numerics
 
 OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
 NUMBERS = (((1,), (0,)), ((), ()))
 DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
-FOUR_BITS = ("int4", "fp4", "mxfp4")
-CLASSES = ("int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "quartet2", "tetrajet_v2", "ggml_q4_0")
-CLASSES += ("aqt_fp8", "aqt_fp8_full", "fp8_current", "int8_delayed", *FOUR_BITS)
+CLASSES = ("int8", "int8w", "fp8", "fp8_block", "mxfp8", "nvfp4", "quartet2", "ggml_q4_0", "aqt_fp8", "int4")
 """One recipe of each kind of scale, rounding and backward pass; others differ from one of these in the element."""
 
 
@@ -67,17 +65,15 @@ def test_an_empty_batch_and_a_batch_of_one(name):
     assert all(jnp.isfinite(part).all() for part in run(jnp.ones((1, 32))))
 
 
-@pytest.mark.parametrize("name", ["int8", *FOUR_BITS, "nvfp4", "quartet2", "tetrajet_v2"])
-@pytest.mark.parametrize(
-    ("lhs", "rhs"), [((1,), (1, 3)), ((8,), (8, 3)), ((8,), (8,)), ((3, 8), (8,)), ((1, 1), (1, 1))]
-)
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "quartet2"])
+@pytest.mark.parametrize(("lhs", "rhs"), [((8,), (8, 3)), ((8,), (8,)), ((1, 1), (1, 1))])
 def test_vectors(name, lhs, rhs):
     numbers = (((len(lhs) - 1,), (0,)), ((), ()))
     x, w = jnp.ones(lhs), jnp.ones(rhs)
     exact, pull = jax.vjp(lambda x, w: jnp.tensordot(x, w, numbers[0]), x, w)
     found = jax.jit(lambda x, w: gradients(DISTINCT[name], x, w, 1.0, numbers))(x, w)
     # int8 maps an amax to 127.5 steps and keeps 127 of them, four bits 7 of 7.5; a rotated run is rounded at random.
-    bound = {"int8": 0.01, "nvfp4": 0.5, "quartet2": 0.5, "tetrajet_v2": 0.5}.get(name, 0.2)
+    bound = {"int8": 0.01, "mxfp4": 0.2, "quartet2": 0.5}[name]
     for ours, theirs in zip(found, (exact, *pull(jnp.ones_like(exact))), strict=True):
         assert ours.shape == theirs.shape
         assert np.abs(ours / theirs - 1).max() < bound
@@ -88,7 +84,7 @@ FIXED = Recipe("fixed int8", MatmulSpec(None, RANGE), MatmulSpec(None, FORWARD))
 RANGED = Recipe("fixed int8", MatmulSpec(RANGE, RANGE), MatmulSpec(None, FORWARD), MatmulSpec(FORWARD, None))
 
 
-@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8", "quartet2", "ggml_q4_0", "fixed int8"])
+@pytest.mark.parametrize("name", ["fp8", "int8w", "fixed int8"])
 def test_a_second_derivative_is_refused_only_where_it_is_used(name):
     """First-order meta-learning drops it; the value of a vjp would go through the rounding."""
     recipe, x, w = {**DISTINCT, "fixed int8": FIXED}[name], normal((4, 32)), normal((32, 16), 1)
@@ -112,7 +108,7 @@ def converted(recipe, w):
     return ConvertedKernel(tensor, w.dtype.name, input_scale(recipe, state))
 
 
-@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("name", ["int8w", "fp8", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("numbers", [NUMBERS, (((0,), (0,)), ((), ()))])
 def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one(name, numbers):
     recipe = DISTINCT[name]
@@ -163,27 +159,15 @@ def test_block_scaled_matmuls_keep_their_signal(name):
         assert distance(ours[0], exact[0]) == pytest.approx(0.0369, rel=numerics.BLOCK_RMSE_RTOL)
 
 
-def test_the_choice_of_an_implementation_can_be_asked_and_refused():
-    assert choose_implementation("dot_general").name == "xla"
-    assert "no kernel is known to beat" in choose_implementation("dot_general").reason
-    assert choose_implementation("quantize", "xla").reason == "asked for"
+def test_an_implementation_that_is_not_known_is_refused():
     x, w = normal((4, 32)), normal((32, 16))
-    asked = dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], implementation="xla")
-    np.testing.assert_array_equal(asked, dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"]))
     with pytest.raises(ValueError, match="implementation 'xl' of dot_general is not known; did you mean 'xla'"):
         dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], implementation="xl")
 
 
 @pytest.mark.parametrize(
     ("is_warm", "bad", "side", "groups"),
-    [
-        (False, jnp.nan, "x", 0),
-        (True, jnp.nan, "w", 0),
-        (True, jnp.inf, "x", 0),
-        (False, jnp.inf, "w", 0),
-        (False, jnp.nan, "x", 2),
-        (False, jnp.inf, "w", 2),
-    ],
+    [(True, jnp.nan, "w", 0), (False, jnp.inf, "x", 0), (False, jnp.nan, "x", 2), (False, jnp.inf, "w", 2)],
 )
 def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, groups):
     """Integers hold no NaN: the scale of an operand with one is NaN, in the forward and in the other's gradient."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests import numerics
-from tests.ops.sharding_cases import case_names, sent_cases
+from tests.ops.sharding_cases import SENT, cases
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZED = False
@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", case_names())
+@pytest.mark.parametrize("name", list(cases()))
 def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
     assert f"{name}|error" not in found, str(found[f"{name}|error"])
     whats = [key.split("|")[1] for key in found if key.startswith(f"{name}|") and key.endswith("|mesh")]
@@ -48,7 +48,7 @@ def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sent_cases())
+@pytest.mark.parametrize("name", SENT)
 def test_devices_send_8_bits_or_the_gradients_dtype(found: Any, name: str):
     sent = [each for call in found[f"{name}|sent"] for each in re.findall(r"([a-z]+)(\d+)\w*\[(.*)\]", call)]
     assert sent

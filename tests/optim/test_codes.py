@@ -121,8 +121,7 @@ def test_int8_linear_is_within_half_a_step():
     assert np.abs(np.asarray(coded.codes).astype(int)).max() == 127
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(("scheme", "signed"), [("fp8_coat", False), ("int8_dynamic", True), ("int8_linear", True)])
 def test_equal_values_zeros_and_extremes(scheme: str, signed: bool):
     rows = np.zeros((7, 128), np.float32)
     rows[1], rows[2], rows[3, 5] = 3e-9, 3.4e38, 1e-20

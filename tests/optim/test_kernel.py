@@ -16,7 +16,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optax import contrib
 
 from jaxquant.aot.topology import environment
 from jaxquant.kernels.optimizer_update import reference, tpu
@@ -35,7 +34,6 @@ CASES = {
     "adamw": (optax.adamw(1e-2), "fp8_coat", -2, MATRIX),
     "adam of dynamic": (optax.adam(1e-2), "int8_dynamic", -2, MATRIX | {"v": MATRIX["w"][:, ::-1]}),
     "lion, schedule": (optax.lion(optax.cosine_decay_schedule(1e-3, 9)), "fp8_coat", -3, HEADS),
-    "sgd": (optax.sgd(1e-2, momentum=0.9, nesterov=True), "int8_linear", -2, MATRIX),
 }
 
 
@@ -112,27 +110,14 @@ def test_updates_and_bfloat16_weights():
     )  # a product and a sum, rounded once or twice
 
 
-def shown(updates: Any, _: Any = None) -> Any:
-    jax.debug.print("{}", updates["w"])
-    return updates
-
-
 def normalized(updates: Any, _: Any = None) -> Any:
     return jax.tree.map(lambda g: g / jnp.sqrt((g * g).mean()), updates)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "reduce_sum is not elementwise": (lambda: optax.chain(optax.stateless(normalized), optax.adam(1e-3)), MATRIX, -2),
-    "reshape is not elementwise": (lambda: contrib.muon(1e-3), MATRIX, -2),
-    "reduce_and is not elementwise": (lambda: optax.apply_if_finite(optax.adam(1e-3), 3), MATRIX, -2),
     "takes an array of another kind": (
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
-        MATRIX,
-        -2,
-    ),
-    "debug_print is not elementwise": (lambda: optax.chain(optax.adam(1e-3), optax.stateless(shown)), MATRIX, -2),
-    "copy is not elementwise": (
-        lambda: optax.chain(optax.adam(1e-3), optax.stateless(lambda u, _: jax.tree.map(jnp.array, u))),
         MATRIX,
         -2,
     ),
@@ -143,11 +128,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     ),
     "takes groups along another axis than the last": (lambda: optax.adam(1e-3), MATRIX, -1),
     "takes groups of a multiple of 32 rows, not of 40": (lambda: optax.adam(1e-3), {"w": jnp.ones((40, 128))}, -2),
-    "and groups of 128 rows of (128, 300, 32) have more": (
-        lambda: optax.adam(1e-3),
-        {"w": jnp.ones((128, 300, 32))},
-        -3,
-    ),
 }
 
 
@@ -169,8 +149,6 @@ def test_a_state_goes_on_along_its_own_axis():
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
     with pytest.raises(ValueError, match="counts the axis of groups from the end, as -1 or -2, or has 'rows'; got 1"):
         quantize_state(optax.adam(1e-2), "fp8_coat", axis=1)
-    with pytest.raises(ValueError, match="no implementation 'palas'"):
-        quantize_state(optax.adam(1e-2), "fp8_coat", implementation="palas")
 
 
 def test_new_weights_are_no_updates():

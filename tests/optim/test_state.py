@@ -17,8 +17,6 @@ from optax import contrib
 
 import jaxquant
 from jaxquant.optim import SCHEMES, describe_state, quantize_state, stochastic_round
-from jaxquant.optim.codes import Codec
-from jaxquant.optim.state import _groups
 from tests import numerics
 from tests.models import NnxChain
 
@@ -67,7 +65,6 @@ def same_bits(a: Any, b: Any) -> None:
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
     "lion": optax.lion(1e-3),
-    "sgd": optax.sgd(1e-2, momentum=0.9),
     "adafactor": optax.adafactor(1e-3, momentum=0.9),
     "muon": contrib.muon(1e-3),
 }
@@ -101,19 +98,6 @@ def test_what_is_said_of_each_moment():
     assert describe_state(quantize_state(optax.adam(1e-3), "fp8_coat").init({})) == {}
 
 
-# size of the last axis, largest group, devices -> group; None: float32
-GROUPS = {(4096, 128, 1): 128, (4096, 128, 64): 64, (4096, 2048, 1): 2048, (300, 128, 1): 100, (64, 128, 8): 16}
-GROUPS |= {(8192, 256, 16): 256, (4099, 128, 1): None, (50257, 128, 8): 29, (8, 128, 1): None, (96, 128, 2): 48}
-
-
-def test_groups_divide_what_a_device_has():
-    for (size, most, devices), group in GROUPS.items():
-        codec = Codec(most, "int8", *[lambda *_: None] * 2)  # pyright: ignore[reportArgumentType]
-        x = jnp.zeros((4096, size))
-        found = _groups("w", codec, x, (), lambda path, axis, n=devices: n, None)
-        assert (found and (found[0], size // found[1])) == (group and (-1, group)), (size, most, devices)
-
-
 def inside(tx: Any) -> Any:
     return quantize_state(tx, "int8_dynamic")
 
@@ -125,9 +109,7 @@ def kernels(tree: Any) -> Any:
 WRAPPED = {
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), inside(tx), stochastic_round()),
     "MultiSteps": lambda tx: optax.MultiSteps(inside(tx), 2).gradient_transformation(),
-    "masked": lambda tx: optax.masked(inside(tx), kernels),
     "multi_transform": lambda tx: optax.multi_transform({True: inside(tx), False: optax.sgd(1e-2)}, kernels),
-    "of multi_transform": lambda tx: inside(optax.multi_transform({True: tx, False: optax.sgd(1e-2)}, kernels)),
     "of apply_if_finite": lambda tx: inside(optax.apply_if_finite(tx, 3)),
 }
 
@@ -143,10 +125,9 @@ def test_wrapped_scanned_stored_and_resumed_to_the_bit(name: str):
     same_bits(run(jax.tree.map(jnp.asarray, restored), 2), run(half, 2))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_orbax_stores_the_codes(scheme: str, tmp_path: Path):
+def test_orbax_stores_the_codes(tmp_path: Path):
     params = {"layer": PARAMS["layer"]}
-    tx = quantize_state(optax.adam(1e-3), scheme)
+    tx = quantize_state(optax.adam(1e-3), "fp8_coat")
     _, state = tx.update(jax.tree.map(jnp.sin, params), tx.init(params), params)
     with ocp.StandardCheckpointer() as store:
         store.save(tmp_path / "state", state)
@@ -201,17 +182,10 @@ REFUSED = {
     "the optimizer's state has 'acc_grads/flat' of shape": lambda: quantize_state(
         optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), "fp8_coat"
     ).init(PARAMS),
-    "the optimizer's state has '0/step_sizes/flat'": lambda: quantize_state(optax.rprop(1e-3), "fp8_coat").init(PARAMS),
-    "put stochastic_round or compensated_round behind it": lambda: quantize_state(
-        optax.chain(optax.adam(1e-3), stochastic_round()), "fp8_coat"
-    ).init(SMALL),
     "has a quantize_state in it already; leave one of the two out": lambda: quantize_state(
         quantize_state(optax.adam(1e-3), "fp8_coat"), "fp8_coat"
     ).init(PARAMS),
     "takes shards of at least 1, got 0": lambda: quantize_state(optax.adam(1e-3), "fp8_coat", shards=0),
-    "must be at least 1, got 0 for '0/mu/": lambda: quantize_state(
-        optax.adam(1e-3), "fp8_coat", shards=lambda path, axis: 0
-    ).init(PARAMS),
 }
 
 
@@ -227,16 +201,6 @@ def test_a_state_of_another_scheme_is_refused():
         other = quantize_state(optax.adam(1e-3), scheme).init(PARAMS)
         with pytest.raises(ValueError, match=f"codes of {made}, and scheme 'int8_dynamic' those of uint8: another"):
             tx.update(PARAMS, other, PARAMS)
-    with pytest.raises(TypeError, match="takes the state that its init made, got tuple"):
-        tx.update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_types_are_promoted_by_nobody(scheme: str):
-    tx, params = quantize_state(optax.lion(1e-3), scheme), {"w": jnp.ones((64, 128))}
-    with jax.numpy_dtype_promotion("strict"):
-        updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["w"].dtype == jnp.float32
 
 
 def test_a_class_of_ones_own_and_a_name():
@@ -247,9 +211,8 @@ def test_a_class_of_ones_own_and_a_name():
     assert state.inner.nu["flat"].dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_compiler_encodes_the_zeros_of_a_first_state(scheme: str):
+def test_no_compiler_encodes_the_zeros_of_a_first_state():
     """Known moments are hidden from it: of a hundred million on a CPU that took minutes."""
-    init = jax.jit(quantize_state(optax.adamw(1e-3), scheme).init)
+    init = jax.jit(quantize_state(optax.adamw(1e-3), "fp8_coat").init)
     text = init.lower({"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}).compile().as_text()
     assert re.search(r"= f32\[\S* reduce\(", text), "the largest magnitudes were computed at compile time"

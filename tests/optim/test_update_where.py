@@ -24,7 +24,6 @@ WAYS: dict[str, Any] = {
     "float32": lambda: optax.adamw(1e-2),
     "bfloat16": lambda: optax.chain(quantize_state(optax.adamw(1e-2), "fp8_coat"), stochastic_round()),
     "xla": lambda: quantize_state(optax.adamw(1e-2), "fp8_coat", apply=True),
-    "updates": lambda: quantize_state(optax.adamw(1e-2), "int8_dynamic", axis=-2, implementation="pallas"),
     "kernel": lambda: quantize_state(optax.adamw(1e-2), "fp8_coat", axis=-2, apply=True, implementation="pallas"),
     "masked": lambda: optax.masked(quantize_state(optax.lion(1e-2), "int8_linear"), {"w": True, "b": False}),
     "MultiSteps": lambda: optax.MultiSteps(quantize_state(optax.adamw(1e-2), "fp8_coat"), 2),
@@ -65,8 +64,6 @@ def test_a_state_that_is_not_told_is_an_error():
     for tx in (deaf, steps.gradient_transformation(), optax.MultiSteps(optax.chain(inner, deaf), 2)):
         with pytest.raises(ValueError, match=r"hands it no extra arguments.*ExtraArgs\(m.init, m.update\), not m.gra"):
             update_where(jnp.bool_(True), tx, PARAMS, tx.init(PARAMS), PARAMS)
-    with jax.disable_jit():
-        update_where(jnp.bool_(True), steps, PARAMS, steps.init(PARAMS), PARAMS)
     tx = optax.chain(optax.clip(1.0), optax.GradientTransformationExtraArgs(steps.init, steps.update))
     _, (_, state) = update_where(jnp.bool_(False), tx, PARAMS, tx.init(PARAMS), PARAMS)
     assert bits(state) == bits(steps.init(PARAMS))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +10,6 @@ import numpy as np
 
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.qtensor import QTensor
-from jaxquant.serving import manifest as manifests
 
 
 def quantized(
@@ -44,8 +40,7 @@ def every_kind() -> dict[str, Any]:
             "a.b c%2Fü": {"layers.mlp": jnp.arange(3, dtype=jnp.int32)},
         },
         "token_embedder": {"embedding": np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)},
-        "_sharding": jnp.ones((1,)),
-        "array_metadatas": jnp.ones((2,)),
+        "scalar": jnp.float32(3),
         "long": {"x" * 150: {"y" * 100: {name: jnp.full((1,), ord(name)) for name in "ab"}}},
         "norm": {"scale": jnp.ones((5,), jnp.bfloat16), "on": np.array([True, False])},
     }
@@ -72,16 +67,3 @@ def assert_same(found: Any, expected: Any) -> None:
         assert isinstance(one, jax.Array), where
         assert (one.dtype, one.shape) == (other.dtype, other.shape), where
         assert raw_bytes(one) == raw_bytes(other), where
-
-
-def sign(directory: Path, contents: dict[str, Any], sum_files: bool = True) -> None:
-    """Write a manifest with sums that fit."""
-    if sum_files:
-        contents["files"] = {n: dataclasses.asdict(file) for n, file in manifests.list_files(directory).items()}
-    contents["checksum"] = manifests._checksum(contents)
-    (directory / manifests.NAME).write_text(manifests._dump(contents))
-
-
-def contents_of(directory: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint."""
-    return json.loads((directory / manifests.NAME).read_text())

@@ -40,24 +40,13 @@ def test_a_weight_that_the_function_closes_over_is_told():
         jaxquant.quantize(lambda p, x: x @ weight * p["b"], CURRENT).init({"b": shape(8)}, X)
 
 
-def test_structural_steps_between_leaf_and_matmul():
-    def fn(p, x):
-        weight = p["w"].astype("bfloat16").T.reshape(8, 2, 4)
-        return jax.lax.dot_general(weight.reshape(2, 4, 8), x.astype("bfloat16"), (((2,), (1,)), ((), ())))
-
-    report = jaxquant.quantize(lambda p, x: fn(p["m"], x), CURRENT).report({"m": {"w": SQUARE}}, X)
-    assert [(row.path, row.weight, row.recipe) for row in report] == [("m", "lhs", QUANTIZED)]
-
-
-@pytest.mark.parametrize("merged", ["kernel + a @ b", "scaled", "normed", "bias", "stopped"])
+@pytest.mark.parametrize("merged", ["kernel + a @ b", "normed", "stopped"])
 def test_weights_made_of_several_parameters_stay_their_layer(merged):
     def fn(p, x):
         p = p["l"]
         weight = {
             "kernel + a @ b": lambda: p["kernel"] + p["a"] @ p["b"],
-            "scaled": lambda: p["kernel"] * p["g"],
             "normed": lambda: p["kernel"] / jnp.linalg.norm(p["kernel"], axis=0) * p["g"],
-            "bias": lambda: p["kernel"],
             "stopped": lambda: jax.lax.stop_gradient(p["kernel"]),
         }[merged]()
         return x @ weight + p["g"]
@@ -66,14 +55,13 @@ def test_weights_made_of_several_parameters_stay_their_layer(merged):
     assert layers(fn, p, X) == {"l": QUANTIZED}
 
 
-@pytest.mark.parametrize("made", ["biased", "normed", "multiplied again", "one"])
+@pytest.mark.parametrize("made", ["biased", "multiplied again"])
 def test_what_is_made_of_a_product_of_two_parameters_is_no_weight(made):
     """Learned queries with a bias, a norm's scale or another layer on them: their scores are no layer of these."""
 
     def learned_queries(p, x):
-        queries = p["queries"][:1] if made == "one" else p["queries"]
-        y = queries @ p["wq"]
-        y = {"normed": lambda: y * p["b"], "multiplied again": lambda: y @ p["again"]}.get(made, lambda: y + p["b"])()
+        y = p["queries"] @ p["wq"]
+        y = y + p["b"] if made == "biased" else y @ p["again"]
         return jax.nn.softmax(y @ (x @ p["wk"]).T) @ x @ p["out"]
 
     p = {"queries": shape(2, 8), "b": shape(8)} | dict.fromkeys(("wq", "wk", "again", "out"), SQUARE)
@@ -148,40 +136,8 @@ def test_one_parameter_in_two_layouts_has_two_states():
     assert {name: value["input_scale"].shape for name, value in state["a"].items()} == {"3": (3, 1), "whole": (1,)}
 
 
-def test_a_mutable_reference_holds_data():
-    def fn(p, x):
-        cell = jax.new_ref(jnp.zeros((6, 8)))
-        cell[...] = x @ p["a"]["kernel"]
-        return cell[...] @ p["b"]["kernel"]
-
-    assert layers(fn, {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}, X) == {"a": QUANTIZED, "b": QUANTIZED}
-
-
-def test_one_hot_tables_and_vectors_are_layers_until_a_rule_says_otherwise():
-    def fn(p, x, tokens):
-        return jax.nn.one_hot(tokens, 8) @ p["emb"]["embedding"] + (x @ p["a"])[:, None]
-
-    p = {"emb": {"embedding": SQUARE}, "a": shape(8)}
-    tokens = shape(6, dtype="int32")
-    assert layers(fn, p, X, tokens) == {"emb": QUANTIZED, "a": QUANTIZED}
-    rules = CURRENT | {"rules": [{"path": "emb", "recipe": None}]}
-    assert layers(fn, p, X, tokens, config=rules)["emb"] == "left in float by rules[0].path 'emb'"
-
-
-def test_scales_and_biases_give_no_reasons():
-    def fn(p, x):
-        x = (x + p["bias"]) * p["scale"] + p["positions"]
-        return (x @ x.T) @ (x @ p["l"]["kernel"])
-
-    p = {"bias": shape(8), "scale": shape(8), "positions": X, "l": {"kernel": SQUARE}}
-    assert layers(fn, p, X) == {"l": QUANTIZED}
-
-
-@pytest.mark.parametrize(
-    "change", [lambda w, z: w + z, lambda w, z: jnp.maximum(w, z), lambda w, z: w.at[1:3].subtract(z[1:3])]
-)
-def test_a_weight_that_data_was_added_to_is_named(change):
-    fn = lambda p, x, z: x @ change(p["w"], z) + x @ p["v"]  # noqa: E731
+def test_a_weight_that_data_was_added_to_is_named():
+    fn = lambda p, x, z: x @ p["w"].at[1:3].subtract(z[1:3]) + x @ p["v"]  # noqa: E731
     rows = jaxquant.quantize(fn, FP8).report({"w": SQUARE, "v": SQUARE}, X, SQUARE)
     assert {row.reason for row in rows if row.recipe is None} == {
         "no operand is made of parameters alone (made of 'w' and data)"
@@ -199,11 +155,6 @@ HEAD, ROUTER = "output head", "router"
 
 def _two_layers(p, x):
     return jax.nn.relu(x @ p["a"]["kernel"]) @ p["b"]["kernel"]
-
-
-def _elu_sum(p, x):
-    y = _two_layers(p, x)
-    return jnp.sum(jax.nn.elu(y)) + jnp.sum(jnp.exp(y)) + jnp.sum(jax.nn.softplus(y))
 
 
 def _top_k_router(p, x):
@@ -225,8 +176,6 @@ def _attention_pooling(p, x):
     [
         (_two_layers, QUANTIZED, QUANTIZED),  # a headless encoder
         (lambda p, x: jnp.mean((_two_layers(p, x) - x) ** 2), QUANTIZED, QUANTIZED),
-        (_elu_sum, QUANTIZED, QUANTIZED),
-        (lambda p, x: jax.nn.softmax(_two_layers(p, x)), QUANTIZED, HEAD),
         (lambda p, x: jax.nn.log_softmax(_two_layers(p, x))[:, 0], QUANTIZED, HEAD),
         (_cross_entropy, QUANTIZED, HEAD),
         (lambda p, x: jnp.argmax(_two_layers(p, x), -1), QUANTIZED, HEAD),
@@ -263,25 +212,23 @@ def _of_groups(scores, bias):
     return jax.lax.top_k(jnp.where(jnp.repeat(kept, 48, axis=1) > 0, biased, -jnp.inf), 8)[1]
 
 
-@pytest.mark.parametrize("name", ["gate", "mlp/wg"])
 @pytest.mark.parametrize(
     "choose",
     [
-        lambda scores, bias: jax.lax.top_k(jax.nn.softmax(scores), 8)[1],
         _of_groups,
         lambda scores, bias: jax.jit(lambda s: jnp.argsort(-s, axis=-1)[:, :8])(scores),
         lambda scores, bias: jnp.argmax(scores + bias, -1)[:, None],
         lambda scores, bias: jax.lax.approx_max_k(scores, 8)[1],
     ],
 )
-def test_a_router_of_384_experts_is_known_by_structure_under_any_name(name, choose):
+def test_a_router_of_384_experts_is_known_by_structure_under_any_name(choose):
     def fn(p, x):
-        chosen = choose(x @ p[name]["kernel"], p[name]["bias"])
+        chosen = choose(x @ p["wg"]["kernel"], p["wg"]["bias"])
         return (x @ p["up"]["kernel"]) * chosen[:, :1] @ p["down"]["kernel"]
 
-    p = {name: {"kernel": shape(8, 384), "bias": shape(384)}, "up": {"kernel": SQUARE}, "down": {"kernel": SQUARE}}
+    p = {"wg": {"kernel": shape(8, 384), "bias": shape(384)}, "up": {"kernel": SQUARE}, "down": {"kernel": SQUARE}}
     found = layers(fn, p, X, config={"quantization": "fp8_block"})
-    assert found.pop(name) == "router (its result is ranked), left in float by default"
+    assert found.pop("wg") == "router (its result is ranked), left in float by default"
     assert found == {"up": "fp8_block", "down": "fp8_block"}
 
 

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Rule
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
-from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 from tests.serving import models
-from tests.trace.functions import CURRENT, FP8, normal, shape
+from tests.trace.functions import CURRENT, FP8, normal
 
 
 def is_kernel(leaf):
@@ -83,16 +80,6 @@ def test_experts_are_converted_each_by_itself():
         assert converted["last"].tensor.scale.shape == (1, 1, 2)
 
 
-def test_uneven_blocks():
-    """Tiles of 8 along 20 inputs, of layers stacked along the last axis."""
-    tiles = TensorSpec("int8", "per_tile", tile_size=8)
-    recipe = Recipe("tiles", MatmulSpec(tiles, tiles))
-    config = QuantConfig(quant_backend="native", rules=(Rule(path=".*", recipe=recipe),))
-    fn = lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.moveaxis(p["w"], 2, 0))[0]  # noqa: E731
-    _, converted = served(fn, config, {"w": normal(0, 20, 20, 3)}, normal(1, 4, 20))
-    assert converted["w"].tensor.scale.shape == (3, 20, 3)
-
-
 @pytest.mark.parametrize(
     ("fn", "kernel", "x"),
     [
@@ -153,7 +140,6 @@ def test_what_stays_float_is_said():
     [
         (lambda p, x: x @ p["w"] + jnp.sum(p["w"]), "layer 'w' has a converted kernel, which reduce_sum reads"),
         (lambda p, x: (x @ p["w"], p["w"]), "which the function returns it reads"),
-        (lambda p, x: x @ (2 * p["w"]), "which mul reads"),
     ],
 )
 def test_other_readers_of_a_converted_kernel_are_refused(other, text):
@@ -171,7 +157,6 @@ RESHAPED = r"reshape of a converted kernel of shape \(8, 8\)"
     ("fn", "error", "text"),
     [
         (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), ValueError, HAS),
-        (lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])), ValueError, HAS),
         (lambda p, x: x[:, :4] @ p["w"].reshape(4, 16), NotImplementedError, RESHAPED),
     ],
 )
@@ -183,16 +168,7 @@ def test_scales_along_a_contraction_and_blocks_that_a_reshape_breaks_are_refused
         jaxquant.quantize(fn, config)(converted, {}, x)
 
 
-@pytest.mark.parametrize(
-    ("made", "served"),
-    [
-        ("fp8_block", "mxfp8"),
-        ("mxfp4", "nvfp4"),
-        ("quartet2", "nvfp4"),
-        ("nvfp4w", "mxfp4w"),
-        ("fp8_current", "fp8_block"),
-    ],
-)
+@pytest.mark.parametrize(("made", "served"), [("fp8_block", "mxfp8"), ("quartet2", "nvfp4")])
 def test_a_kernel_of_another_recipe_is_refused_whose_elements_are_the_same(made, served):
     p, x = {"w": normal(0, 256, 32)}, normal(1, 4, 256)
     first, second = (jaxquant.quantize(lambda p, x: x @ p["w"], {"quantization": s}) for s in (made, served))
@@ -203,11 +179,10 @@ def test_a_kernel_of_another_recipe_is_refused_whose_elements_are_the_same(made,
 @pytest.mark.parametrize(
     "other",
     [
-        lambda p: jax.lax.fori_loop(0, 3, lambda i, w: w * 0.9, p["w"]),
         lambda p: jax.lax.fori_loop(0, 3, lambda i, ws: ws[::-1], (p["w"], p["v"]))[0],
         lambda p: jax.lax.cond(p["s"] > 0, lambda: p["w"], lambda: p["v"]),
     ],
-    ids=["changed", "swapped", "chosen"],
+    ids=["swapped", "chosen"],
 )
 def test_a_weight_that_a_loop_changes_or_a_cond_chooses_stays_float(other):
     p = {"w": normal(0, 16, 16), "v": normal(1, 16, 16), "s": jnp.ones(())}
@@ -218,12 +193,10 @@ def test_a_weight_that_a_loop_changes_or_a_cond_chooses_stays_float(other):
     np.testing.assert_array_equal(q(served, {}, normal(2, 4, 16)), q(p, {}, normal(2, 4, 16)))
 
 
-@pytest.mark.parametrize(
-    "begin", [lambda p: jnp.zeros((4, 16)), lambda p: jnp.broadcast_to(p["h"], (4, 16))], ids=["zeros", "learned"]
-)
-def test_a_recurrent_weight_is_converted_whatever_its_state_begins_with(begin):
+def test_a_recurrent_weight_is_converted():
     def fn(p, xs):
-        return jax.lax.scan(lambda h, x: (jnp.tanh(x @ p["wx"] + h @ p["wh"]), None), begin(p), xs)[0]
+        begin = jnp.broadcast_to(p["h"], (4, 16))
+        return jax.lax.scan(lambda h, x: (jnp.tanh(x @ p["wx"] + h @ p["wh"]), None), begin, xs)[0]
 
     p = {"wx": normal(0, 16, 16), "wh": normal(1, 16, 16), "h": normal(2, 16)}
     q = jaxquant.quantize(fn, {"quantization": "mxfp8", "quant_backend": "native", "strict": True})
@@ -231,11 +204,3 @@ def test_a_recurrent_weight_is_converted_whatever_its_state_begins_with(begin):
     assert {name for name, leaf in served.items() if isinstance(leaf, ConvertedKernel)} == {"wx", "wh"}
     xs = normal(3, 5, 4, 16)
     np.testing.assert_array_equal(jax.jit(q)(served, {}, xs), jax.jit(q)(p, {}, xs))
-
-
-def test_shapes_alone():
-    q = jaxquant.quantize(lambda p, x: x @ p["w"], FP8)
-    p, x = {"w": shape(8, 4)}, shape(2, 8)
-    converted = jax.eval_shape(q.convert, p, jax.eval_shape(q.init, p, x), x)
-    assert converted["w"].tensor.qvalue.dtype == jnp.float8_e4m3fn
-    assert jax.eval_shape(q, converted, {}, x).shape == (2, 4)

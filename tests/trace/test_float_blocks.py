@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxquant
 from jaxquant import describe_layers, maybe_quantize_model
-from jaxquant.audit.health import HealthMonitor
 from jaxquant.compat.maxtext import configure_quantization
 from jaxquant.config.quant_config import QuantConfig
 from tests.models import chain
@@ -67,16 +65,9 @@ def test_where_there_are_no_blocks_or_none_are_left(paths, message):
         decide(paths, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"quantization": "int8", "float_first_blocks": -1}, "float_first_blocks -1 must not be negative; set it to 0"),
-        ({"float_last_blocks": 2}, "float_last_blocks 2 has no effect where nothing is quantized"),
-    ],
-)
-def test_values_that_mean_nothing(fields, message):
-    with pytest.raises(ValueError, match=message):
-        QuantConfig.from_any(fields)
+def test_a_negative_number_of_blocks_is_refused():
+    with pytest.raises(ValueError, match="float_first_blocks -1 must not be negative"):
+        QuantConfig.from_any({"quantization": "int8", "float_first_blocks": -1})
 
 
 def apply(params, x):
@@ -85,7 +76,7 @@ def apply(params, x):
     return x @ params["out"]
 
 
-@pytest.mark.parametrize("quantization", ["fp8_current", "nvfp4", {"fwd": "fp8", "dlhs": "mxfp8"}])
+@pytest.mark.parametrize("quantization", ["nvfp4", {"fwd": "fp8", "dlhs": "mxfp8"}])
 def test_a_function_s_blocks(quantization):
     params = {"layers": [{"up": shape(64, 64), "down": shape(64, 64)} for _ in range(5)], "out": shape(64, 64)}
     found = layers(apply, params, shape(64, 64), config=ENDS | {"quantization": quantization})
@@ -107,68 +98,18 @@ class Stack(nn.Module):
 X = jnp.ones((2, 8, D))
 
 
-def test_linen_report_health_and_numbers():
+def test_linen_report_and_numbers():
     model = Stack()
     rows = {row.path: row for row in describe_layers(model, ENDS, X)}
     assert [path for path, row in rows.items() if row.recipe] == ["layers_1/wi", "layers_1/wo", "out"]
     assert rows["layers_3/wo"].reason == f"block layers_3, {WHY}"
     quantized = maybe_quantize_model(model, ENDS, X)
     assert float8_dots(quantized.apply, quantized.init(jax.random.key(0), X), X) == 3
-    monitor = HealthMonitor(model, ENDS, lambda out, *_: jnp.sum(out), X)
-    floats = {row.path: row.dtypes["kernel"] for row in monitor.rows}
-    assert floats["layers_1/wi"] == "float8_e4m3fn"
-    assert floats["layers_0/wi"] is None
 
 
 def test_scanned_layers_are_refused():
     with pytest.raises(ValueError, match=r"scanned layers share one path and one recipe: give each a path of its own"):
         describe_layers(maybe_quantize_model(Linen(), ENDS, X), ENDS, X)
-    with pytest.raises(ValueError, match="scanned layers share one path"):
-        jaxquant.quantize(lambda p, x: x @ p["w"], ENDS).init({"w": jnp.ones((D, D))}, X)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rules": [{"path": "nope", "recipe": None}]}, "'nope' matches no layer"),
-        ({"float_first_blocks": 5}, "float_first_blocks 5 and float_last_blocks 0 leave none of the 4 blocks"),
-        ({"float_first_blocks": 1}, "the model's layers have none"),
-    ],
-)
-@pytest.mark.parametrize("call", [describe_layers, maybe_quantize_model])
-def test_a_report_refuses_what_quantization_does(call, fields, message):
-    model = nn.Sequential([nn.Dense(D), nn.Dense(D)]) if "none" in message.split()[-1:] else Stack()
-    with pytest.raises(ValueError, match=message):
-        call(model, {"quantization": "fp8_current"} | fields, X)
-
-
-def test_a_part_that_is_called_first_does_not_know_the_other_layers():
-    class Stack(nn.Module):
-        def setup(self):
-            self.layers = [Inner() for _ in range(4)]
-
-        def half(self, x):
-            for layer in self.layers[:2]:
-                x = layer(x)
-            return x
-
-        def __call__(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    class Inner(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(32)(x)
-
-    x = jnp.ones((2, 32))
-    variables = Stack().init(jax.random.key(0), x)
-    model = maybe_quantize_model(Stack(), ENDS)
-    with pytest.raises(NotImplementedError, match="call the whole model first"):
-        model.apply(variables, x, method="half")
-    model.apply(variables, x)
-    model.apply(variables, x, method="half")
 
 
 def test_a_handle_does_not_know_the_other_layers():

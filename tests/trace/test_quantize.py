@@ -130,11 +130,10 @@ class Linear:
     activation: Any
 
 
-def test_an_argument_where_the_state_goes_is_told():
-    params, x = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}, jnp.ones((2, 4))
-    run = jaxquant.quantize(lambda params, x: x @ params["w"] @ params["v"], {"quantization": "fp8"})
+def test_a_call_without_its_state_is_told():
+    run = jaxquant.quantize(encode, FP8)
     with pytest.raises(TypeError, match=r"qfn\(params, quant_state, \*args\): .* got ArrayImpl"):
-        run(params, x)
+        run({"enc": {"kernel": jnp.ones((8, 8))}}, jnp.ones((6, 8)))
 
 
 def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
@@ -164,32 +163,11 @@ def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
     assert q(params, state, given[0], False, {"n": 1})["extra"] == 2
 
 
-def test_a_leaf_that_cannot_be_static():
-    class Odd:
-        __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    with pytest.raises(TypeError, match=r"argument .* is no array and cannot be hashed, got Odd"):
-        jaxquant.quantize(encode, CURRENT)({"enc": {"kernel": jnp.ones((8, 8))}}, {}, Odd())
-
-
 def test_without_quantization_the_function_itself_runs():
     q = jaxquant.quantize(encode, {"quantization": ""})
     assert q.init(PARAMS, X) == {}
     assert str(jax.make_jaxpr(lambda p, x: q(p, {}, x))(PARAMS, X)).count("float8") == 0
     assert [row.recipe for row in q.report(PARAMS, X)] == [None]
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "text"),
-    [
-        (CURRENT | {"quantize_kvcache": True}, NotImplementedError, "quantize_kvcache true does not run"),
-        (CURRENT | {"save_quantized_params_path": "x"}, NotImplementedError, "save_quantized_params_path 'x'"),
-        (CURRENT | {"rules": [{"path": "mlp", "recipe": "fp8"}]}, ValueError, "'mlp' matches no layer"),
-    ],
-)
-def test_what_does_not_run_is_refused(config, error, text):
-    with pytest.raises(error, match=text):
-        jaxquant.quantize(encode, config).init(PARAMS, X)
 
 
 def test_a_bare_qtensor_is_refused():
@@ -250,7 +228,7 @@ def test_arguments_that_do_not_fit_are_told():
             jaxquant.quantize(fn, FP8)
 
 
-@pytest.mark.parametrize("way", [lambda fn: fn, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("way", [lambda fn: fn, jax.checkpoint])
 def test_forward_mode_names_the_layer(way):
     params, x = {"w": {"kernel": jnp.ones((8, 8))}}, jnp.ones((2, 8))
     q = jaxquant.quantize(lambda params, x: x @ params["w"]["kernel"], CURRENT)
@@ -258,8 +236,6 @@ def test_forward_mode_names_the_layer(way):
     text = r"layer 'w' is quantized, .* no derivative in forward mode .*; take it in reverse mode"
     with pytest.raises(NotImplementedError, match=text):
         jax.jvp(run, (params,), (params,))
-    with pytest.raises(NotImplementedError, match=text):
-        jax.linearize(run, params)[1](params)
     with pytest.raises(NotImplementedError, match=text):
         jax.eval_shape(lambda p: jax.jvp(run, (p,), (p,)), params) and jax.jit(jax.jacfwd(run))(params)
     assert jax.jacrev(run)(params)["w"]["kernel"].shape == (2, 8, 8, 8)

@@ -9,11 +9,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant.trace import register_function, registry, unregister_function
-from tests.trace.functions import CURRENT, FP8, float8_dots, layers, normal, shape
+from tests.trace.functions import CURRENT, FP8, layers, normal, shape
 
 P = {"own": {"kernel": normal(0, 8, 8)}, "last": {"kernel": normal(1, 8, 8)}}
 X = normal(2, 6, 8)
@@ -69,7 +68,7 @@ def gradients(fn, params, config):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(params, state, X)
 
 
-@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint], ids=["plain", "remat"])
 def test_a_function_that_is_read_itself_is_quantized_as_a_plain_one(around):
     register_function(own_dense)
     assert set(layers(FN, P, X, config=FP8).values()) == {"fp8"}
@@ -77,20 +76,7 @@ def test_a_function_that_is_read_itself_is_quantized_as_a_plain_one(around):
     assert jax.tree.all(jax.tree.map(np.array_equal, gradients(around(FN), P, FP8), plain))
 
 
-def test_a_function_by_itself_leaves_others_of_its_name_alone():
-    def other():
-        @jax.custom_vjp
-        def own_dense(x, w):
-            return x @ w
-
-        own_dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
-        return own_dense
-
-    register_function(own_dense)
-    assert "own_dense" in layers(after(other()), P, X)["own"]
-
-
-@pytest.mark.parametrize(("fn", "name"), [(in_kernel, "own_kernel"), (in_kernel, "pallas_call"), (own_jvp, own_jvp)])
+@pytest.mark.parametrize(("fn", "name"), [(in_kernel, "own_kernel"), (own_jvp, own_jvp)])
 def test_kernels_and_forward_derivatives(fn, name):
     register_function(name, lambda x, w: x @ w)
     assert set(layers(after(fn), P, X).values()) == {"fp8_current"}
@@ -117,9 +103,7 @@ def test_a_converted_kernel_runs_in_it():
     ("computes", "text"),
     [
         (lambda x, w: (x @ w)[:3], r"'own_dense' returns float32\[3,8\] of float32\[6,8\], .* returns float32\[6,8\]"),
-        (lambda x, w: x.astype("bfloat16") @ w.astype("bfloat16"), r"'own_dense' returns bfloat16\[6,8\] of"),
         (lambda x: x, r"'own_dense' does not take its float32\[6,8\], float32\[8,8\]: .*1 positional argument"),
-        (lambda x, w: w @ w @ x, r"'own_dense' does not take its float32\[6,8\], float32\[8,8\]: dot_general"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(computes, text):
@@ -134,8 +118,6 @@ def test_what_cannot_be_registered():
         register_function(own_dense)
     unregister_function(own_dense)
     assert "inside custom_vjp_call" in layers(FN, P, X)["own"]
-    with pytest.raises(ValueError, match="is not registered"):
-        unregister_function(own_dense)
     with pytest.raises(TypeError, match=r"takes a jax.custom_vjp or jax.custom_jvp function, or a name, got"):
         register_function(in_kernel)
     register_function("own_kernel")
@@ -163,59 +145,6 @@ def test_one_of_several_closures_is_refused_and_read_itself():
         unregister_function(doubled(2.0))
 
 
-def test_a_partial_and_what_has_no_source():
-    def times(factor, x, w):
-        return (x @ w) * factor
-
-    own = jax.custom_vjp(functools.partial(times, 2.0))
-    register_function(own)
-    unregister_function(own)
-    with pytest.raises(TypeError, match="derivatives of a Python function"):
-        register_function(jax.custom_jvp(jnp.add))
-
-
-def test_what_is_registered_keeps_explicit_shardings():
-    @jax.custom_vjp
-    def own(x, w):
-        return x @ w
-
-    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
-
-    def computes(x, w):
-        return jax.lax.scan(lambda c, _: (c + x * 0, None), x, None, length=2)[0] @ w
-
-    register_function(own, computes)
-    try:
-        mesh = jax.make_mesh((1,), ("b",), axis_types=(AxisType.Explicit,))
-        with jax.set_mesh(mesh):
-            x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, PartitionSpec("b")))
-            w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec()))
-            fn = jaxquant.quantize(lambda w, x: own(x, w), CURRENT)
-            assert jax.jit(fn)(w, {}, x)[0, 0] == pytest.approx(8, rel=1e-3)
-    finally:
-        unregister_function(own)
-
-
-def test_a_loop_that_starts_from_zeros_inside_a_shard_map():
-    def computes(x, w):
-        return jax.lax.scan(lambda total, _: (total + jnp.tanh(x @ w), None), jnp.zeros_like(x), None, length=2)[0]
-
-    own = jax.custom_vjp(computes)
-    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: saved)
-    mesh = jax.make_mesh((1,), ("b",), axis_types=(AxisType.Auto,))
-    parts = {"mesh": mesh, "in_specs": (PartitionSpec("b"), PartitionSpec()), "out_specs": PartitionSpec("b")}
-    x, w = normal(1, 4, 8), normal(0, 8, 8)
-    register_function(own, lambda x, w: computes(x, w))
-    checked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts)(x, w), CURRENT)
-    with pytest.raises(NotImplementedError, match="for 'computes' combines values that differ between"):
-        checked(w, {}, x)
-    unchecked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts, check_vma=False)(x, w), CURRENT)
-    assert float8_dots(unchecked, w, {}, x) == 1
-    unregister_function(own)
-    register_function(own)
-    np.testing.assert_array_equal(unchecked(w, {}, x), checked(w, {}, x))
-
-
 def repeat(times, x, w, loops=False):
     """Compute two layers of one weight."""
 
@@ -240,7 +169,7 @@ def wrapped(around, loops):
     return lambda x, w: own((jnp.matmul,), (x, w))[0]
 
 
-@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint], ids=["jit", "remat"])
 def test_a_wrapped_function_is_opened_by_the_name_in_the_report(around):
     fn, plain = (
         after(wrapped(around, False)),
@@ -252,7 +181,7 @@ def test_a_wrapped_function_is_opened_by_the_name_in_the_report(around):
     assert jax.tree.all(jax.tree.map(np.array_equal, gradients(fn, P, CURRENT), gradients(plain, P, CURRENT)))
 
 
-@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("around", [jax.jit], ids=["jit"])
 def test_a_loop_in_reverse_mode_is_refused_by_the_name_of_the_function_around(around):
     fn = after(wrapped(around, True))
     register_function("fn_wrapped")
@@ -263,10 +192,3 @@ def test_a_loop_in_reverse_mode_is_refused_by_the_name_of_the_function_around(ar
     with pytest.raises(NotImplementedError, match=r"'fn_wrapped' is registered and .* while loop, .*DirectAdjoint"):
         gradients(fn, P, CURRENT)
     assert jnp.isfinite(gradients(fn, P, CURRENT | {"rules": [{"path": "own", "recipe": None}]})[0])
-
-
-def test_a_name_that_nothing_has_is_in_the_reason():
-    register_function("fn_wraped")
-    assert layers(FN, P, X)["own"].endswith("says what it computes (registered so far: 'fn_wraped')")
-    with pytest.raises(NotImplementedError, match=r"of 'own_dense', .*registered so far: 'fn_wraped'"):
-        jaxquant.quantize(FN, CURRENT | {"strict": True})(P, {}, X)

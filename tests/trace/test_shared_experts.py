@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -16,10 +15,10 @@ from jaxquant.compat.maxtext.handle import configure_quantization
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.recipe import MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import TensorSpec
 from jaxquant.ops import ragged
 from tests.serving.models import filled
-from tests.trace.functions import CURRENT, FP8, normal
+from tests.trace.functions import FP8, normal
 
 SHARE = {"quantization_share_expert_scales": True}
 SIZES = jnp.array([4, 0, 6])
@@ -46,7 +45,7 @@ def grouped(w, x):
     return jax.lax.ragged_dot(x.reshape(-1, 8), w.swapaxes(1, 2), SIZES)
 
 
-@pytest.mark.parametrize("string", ["fp8_current", "fp8", "aqt_fp8_full"])
+@pytest.mark.parametrize("string", ["fp8_current", "fp8"])
 @pytest.mark.parametrize("fn", [einsum, grouped])
 def test_numbers_are_those_of_whole_tensors(fn, string):
     """Result and both gradients of the three operands, each quantized as one tensor."""
@@ -64,19 +63,16 @@ def test_numbers_are_those_of_whole_tensors(fn, string):
     expected, _ = jax.vjp(fn, fake(w, recipe.fwd.rhs), fake(x, recipe.fwd.lhs))
     backward = [recipe.resolve("dlhs", "rhs"), recipe.resolve("drhs", "lhs"), recipe.dlhs.lhs]
     _, pull = jax.vjp(fn, fake(w, backward[0]), fake(x, backward[1]))
-    bound = 2e-2 if string == "aqt_fp8_full" else 1e-5  # of its accumulation in bfloat16
     for one, other in zip((y, *back(grad)), (expected, *pull(fake(grad, backward[2]))), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.max(np.abs(other)))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.max(np.abs(other)))
 
 
 def whole(spec):
     return TensorSpec(spec.dtype, "per_tensor", reciprocal=spec.reciprocal)
 
 
-@pytest.mark.parametrize("string", ["fp8", "int8_delayed"])
-def test_state_is_one_for_all_experts_and_sees_all(string):
-    config = {"quantization": string, "quant_backend": "native"}
-    q = jaxquant.quantize(experts, config | SHARE)
+def test_state_is_one_for_all_experts_and_sees_all():
+    q = jaxquant.quantize(experts, FP8 | SHARE)
     quant_state = q.init(P, X)
     assert {path: each["kernel_scale"].shape for path, each in quant_state.items()} == {
         "scanned": (2, 1), "last": (1,), "ragged": (1,),
@@ -86,12 +82,9 @@ def test_state_is_one_for_all_experts_and_sees_all(string):
     amax = {path: np.max(np.abs(P[path]), axis=(1, 2, 3) if path == "scanned" else None) for path in P}
     for path, expected in amax.items():
         np.testing.assert_array_equal(new[path]["kernel_amax_history"][..., 0], expected)
-    other = jaxquant.quantize(experts, config)
+    other = jaxquant.quantize(experts, FP8)
     assert other.init(P, X)["ragged"]["kernel_scale"].shape == (3, 1)
-    text = (
-        r"layer 'scanned' has quant state 'input_amax_bins' of shape \(2, 3, 2048\), one for all experts, and quantiz"
-    )
-    with pytest.raises(ValueError, match=text + "ation_share_expert_scales is false, which needs"):
+    with pytest.raises(ValueError, match="one for all experts, and quantization_share_expert_scales is false"):
         other(P, quant_state, X)
     with pytest.raises(ValueError, match="one for each expert, and quantization_share_expert_scales is true"):
         q(P, other.init(P, X), X)
@@ -104,30 +97,23 @@ def test_a_batch_without_rows_is_not_seen():
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(jax.grad(run)(quant_state)))
 
 
-@pytest.mark.parametrize("config", [FP8, CURRENT], ids=["fp8", "fp8_current"])
-def test_converted_kernels_have_one_scale_and_the_bits_of_training(config):
-    q, own = jaxquant.quantize(experts, config | SHARE), jaxquant.quantize(experts, config)
+def test_converted_kernels_have_one_scale_and_the_bits_of_training():
+    q, own = jaxquant.quantize(experts, FP8 | SHARE), jaxquant.quantize(experts, FP8)
     quant_state = filled(q.init(P, X))
     converted = q.convert(P, quant_state, X)
     assert {path: kernel.tensor.scale.shape for path, kernel in converted.items()} == {
         "scanned": (2, 1, 1, 1), "last": (1, 1, 1), "ragged": (1, 1, 1),
     }  # fmt: skip
     np.testing.assert_array_equal(jax.jit(q)(converted, {}, X), jax.jit(q)(P, quant_state, X))
-    text = "layer 'scanned' has a converted kernel with {}, and quantization_share_expert_scales is {}; serve with"
-    with pytest.raises(ValueError, match=re.escape(text.format("one scale for all experts", "false"))):
+    with pytest.raises(ValueError, match="one scale for all experts, and quantization_share_expert_scales is false"):
         own(converted, {}, X)
-    with pytest.raises(ValueError, match=re.escape(text.format("a scale for each expert", "true"))):
+    with pytest.raises(ValueError, match="a scale for each expert, and quantization_share_expert_scales is true"):
         q(own.convert(P, filled(own.init(P, X)), X), {}, X)
 
 
 def test_what_cannot_share_is_refused():
     with pytest.raises(ValueError, match="quantization_share_expert_scales True is not read by quantization 'int8'; i"):
         jaxquant.QuantConfig(quantization="int8", quantization_share_expert_scales=True)
-    with pytest.raises(ValueError, match=r"no operand of it has one scale a tensor"):
-        Recipe("mine", fwd=MatmulSpec(TensorSpec("int8"), TensorSpec("int8")), shares_experts=True)
-    spec = TensorSpec("int8", "per_tensor")
-    with pytest.raises(ValueError, match="beside weight sparsity, whose masks are each expert's own"):
-        Recipe("mine", fwd=MatmulSpec(spec, spec), shares_experts=True, sparsity=SparsitySpec(2, 4, 0, 1))
     handle: Any = configure_quantization(FP8 | SHARE)
     with pytest.raises(NotImplementedError, match=r"quantization_share_expert_scales true at .* use jaxquant.maybe_q"):
         handle.dot_general_cls()().init(jax.random.key(0), X[0], P["last"][..., 0], (((1,), (0,)), ((), ())))

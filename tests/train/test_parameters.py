@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxquant.serving.arrays import CHUNK_BYTES, save_args
 from jaxquant.state import strip_bins
 from tests.train.conftest import STEPS
+from train.arrays import CHUNK_BYTES, save_args
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.conversion import open_parameters
