@@ -71,7 +71,8 @@ def missing_state(recipe: str, path: str, field: str) -> str:
 def operation_name(site: Contraction) -> str:
     """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
     assert site.recipe is not None
-    return f"{load('native').op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
+    native: Any = load("native")
+    return f"{native.op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
 DIALECT = Dialect(is_model=True, operation=operation_name, missing=missing_state, has_scopes=True, watch=watch.LINEN)
