@@ -29,7 +29,7 @@ from jaxtyping import Float
 
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends import Backend
-from jaxquant.backends.base import Given
+from jaxquant.backends.base import ContractionArguments
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
@@ -46,7 +46,7 @@ from jaxquant.state import frozen
 from jaxquant.trace import contract
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.decisions import Decisions
-from jaxquant.trace.engine import INSTEAD, Engine
+from jaxquant.trace.engine import Engine, evaluator_override
 from jaxquant.trace.plan import Contraction, Key
 from jaxquant.trace.quantize import QuantizedFunction
 from jaxquant.trace.rewrite import Rewriter
@@ -113,7 +113,7 @@ class Monitor:
 
         def tapped(probes: list[Array]) -> Array:
             taps = _Taps(self._engine, dict(zip(self._sites, probes, strict=True)))
-            with INSTEAD(taps):
+            with evaluator_override(taps):
                 return self._run(params, *args)
 
         probes = [jnp.zeros((*contract.leading_axes(site), len(TENSORS) * WIDTH)) for site in self._sites.values()]
@@ -284,7 +284,9 @@ class _Tapped(Backend):
         """Return what computes a contraction, tapped; see ``Backend.runner``."""
         return _Tapped(self._backend.runner(operation, recipe, dtype, is_split))
 
-    def contract(self, lhs: Array, rhs: Any, product: Product, given: Given, group_sizes: Array | None = None) -> Array:
+    def contract(
+        self, lhs: Array, rhs: Any, product: Product, given: ContractionArguments, group_sizes: Array | None = None
+    ) -> Array:
         """Compute a contraction and tap it; see ``Backend.contract``."""
         state: dict[str, Any] = dict(given.state or {})
         probe = state.pop(HEALTH)[PROBE]

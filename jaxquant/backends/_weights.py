@@ -34,7 +34,7 @@ def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
         )
 
 
-def never_seen(path: str, recipe: Recipe) -> ValueError:
+def uncalibrated_error(path: str, recipe: Recipe) -> ValueError:
     """Make the error of a layer that needs the static scale of an activation that was never seen.
 
     Args:
@@ -47,7 +47,7 @@ def never_seen(path: str, recipe: Recipe) -> ValueError:
     )
 
 
-def settle_input_scale(path: str, recipe: Recipe, scale: Any, stacked: Collection[int]) -> Any:
+def fill_missing_input_scales(path: str, recipe: Recipe, scale: Any, stacked: Collection[int]) -> Any:
     """Return the static scale of the activations that meet a kernel, that of experts without rows filled in.
 
     An expert that never got a row has seen no activation. Its scale becomes the largest of its layer's other experts,
@@ -72,7 +72,7 @@ def settle_input_scale(path: str, recipe: Recipe, scale: Any, stacked: Collectio
     if isinstance(scale, Tracer):
         return filled
     if not (np.asarray(filled) > 0).all():
-        raise never_seen(path, recipe)
+        raise uncalibrated_error(path, recipe)
     absent = [tuple(int(index[axis]) for axis in axes) for index in np.argwhere(np.asarray(scale) == 0)]
     if absent:
         names = ", ".join(str(index[0] if len(index) == 1 else index) for index in absent)

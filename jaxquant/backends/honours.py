@@ -16,7 +16,7 @@ NATIVE_INSTEAD = "use quant_backend 'native'"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class FieldValue:
     """One field of a recipe that has not its default.
 
     Attributes:
@@ -50,7 +50,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lack:
+class Unsupported:
     """What a backend lacks.
 
     Attributes:
@@ -64,17 +64,17 @@ class Lack:
     place: str = ""
 
 
-HonourRule = Callable[[Asked], Lack | None]
+HonourRule = Callable[[FieldValue], Unsupported | None]
 Honours = Mapping[type, Mapping[str, HonourRule]]
 
 
-def any_value(asked: Asked) -> None:
+def any_value(asked: FieldValue) -> None:
     """Honour every value."""
 
 
 def only(*values: Any) -> HonourRule:
     """Return a rule that honours these values beside the default."""
-    return lambda asked: None if asked.value in values else Lack()
+    return lambda asked: None if asked.value in values else Unsupported()
 
 
 def refuse(title: str, recipe: Recipe, place: str, what: str, instead: str = NATIVE_INSTEAD) -> NotImplementedError:
@@ -104,7 +104,7 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
     """
     for asked in _asked(recipe, honours, recipe, "", (), ""):
         rule = honours[type(asked.owners[-1])].get(asked.field.rpartition(".")[2])
-        lack = Lack() if rule is None else rule(asked)
+        lack = Unsupported() if rule is None else rule(asked)
         if lack is not None:
             what = lack.what or f"{asked.field} {asked.value!r}"
             raise refuse(title, recipe, lack.place or asked.place, what, lack.instead)
@@ -112,7 +112,7 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
 
 def _asked(
     recipe: Recipe, honours: Honours, owner: Any, place: str, owners: tuple[Any, ...], prefix: str
-) -> Iterator[Asked]:
+) -> Iterator[FieldValue]:
     """Walk the fields that have not their default, into every dataclass that the backend knows."""
     owners = (*owners, owner)
     for field in dataclasses.fields(owner):
@@ -123,7 +123,7 @@ def _asked(
                 dotted = f"{prefix}{field.name}." if isinstance(owner, TensorSpec) or prefix else ""
                 yield from _asked(recipe, honours, value, inner, owners, dotted)
             else:
-                yield Asked(recipe, place, owners, prefix + field.name, value)
+                yield FieldValue(recipe, place, owners, prefix + field.name, value)
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant import ops
-from jaxquant.backends.base import Backend, Given
+from jaxquant.backends.base import Backend, ContractionArguments
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -50,7 +50,12 @@ class NativeBackend(Backend):
         return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
 
     def contract(
-        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        product: Product,
+        given: ContractionArguments,
+        group_sizes: Array | None = None,
     ) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
         recipe, how, dtypes = given.recipe, given.how, (product.precision, product.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxquant.backends.honours import Asked, Honours, Lack, any_value, check_honoured, only, refuse
+from jaxquant.backends.honours import FieldValue, Honours, Unsupported, any_value, check_honoured, only, refuse
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
@@ -19,41 +19,43 @@ _refuse = functools.partial(refuse, "Qwix")
 # -- what Qwix honours, field by field ---------------------------------------------------------------------------------
 
 
-def _granularity(asked: Asked) -> Lack | None:
-    return Lack("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
+def _granularity(asked: FieldValue) -> Unsupported | None:
+    return Unsupported("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
 
 
-def _calibration(asked: Asked) -> Lack | None:
+def _calibration(asked: FieldValue) -> Unsupported | None:
     method = asked.spec.calibration
     if method.method == "fixed" and asked.spec.granularity != "per_tensor":
-        return Lack("fixed range per channel")
+        return Unsupported("fixed range per channel")
     if not method.is_symmetric and (not asked.place.startswith("fwd") or _has_quantized_backward(asked.recipe)):
-        return Lack(f"asymmetric calibration {method} beside a quantized backward matmul")
+        return Unsupported(f"asymmetric calibration {method} beside a quantized backward matmul")
     return only("minmax", "rms", "fixed")(asked)
 
 
-def _scaling(asked: Asked) -> Lack | None:
-    return Lack("delayed scaling") if asked.value == "delayed" else Lack()
+def _scaling(asked: FieldValue) -> Unsupported | None:
+    return Unsupported("delayed scaling") if asked.value == "delayed" else Unsupported()
 
 
-def _rounding(asked: Asked) -> Lack | None:
+def _rounding(asked: FieldValue) -> Unsupported | None:
     if not asked.is_gradient:
-        return Lack("stochastic rounding of other than gradients")
+        return Unsupported("stochastic rounding of other than gradients")
     if element(asked.spec.dtype).kind == "float":
-        return Lack(f"stochastic rounding to {asked.spec.dtype}")
+        return Unsupported(f"stochastic rounding to {asked.spec.dtype}")
     return only("stochastic")(asked)
 
 
-def _accumulator(asked: Asked) -> Lack | None:
+def _accumulator(asked: FieldValue) -> Unsupported | None:
     specs = [asked.recipe.resolve(asked.place, side) for side in ("lhs", "rhs")]  # pyright: ignore[reportArgumentType]
     integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
     if asked.value == "int32" and integers:
         return None
-    return Lack(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
+    return Unsupported(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
 
 
-def _shards(asked: Asked) -> Lack | None:
-    return None if asked.place == "drhs" else Lack("shards outside the weight gradient", place=f"{asked.place}_lhs")
+def _shards(asked: FieldValue) -> Unsupported | None:
+    return (
+        None if asked.place == "drhs" else Unsupported("shards outside the weight gradient", place=f"{asked.place}_lhs")
+    )
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -61,7 +63,7 @@ HONOURS: Honours = {
     Recipe: {
         "name": any_value,
         # Its mask ignores the schedule and groups along the output axis.
-        "sparsity": lambda asked: Lack("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
+        "sparsity": lambda asked: Unsupported("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
     TensorSpec: {

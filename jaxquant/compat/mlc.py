@@ -34,7 +34,7 @@ from jaxquant.ops.arguments import check_float
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
-from jaxquant.ops.implementation import Choice, note
+from jaxquant.ops.implementation import Choice, record_choice
 from jaxquant.ops.ragged import ragged_dot
 
 EPSILON = 1e-10
@@ -230,7 +230,7 @@ def block_scale_experts(
         out = _multiply("block_scale_experts", how, x, kernel, (((1,), (2,)), batch), block_size)
         return out.reshape(chosen.size, -1)
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
-    note("block_scale_experts", Choice("dynamic", "rows are quantized by their own amax, one grouped matmul"))
+    record_choice("block_scale_experts", Choice("dynamic", "rows are quantized by their own amax, one grouped matmul"))
     recipe = _recipe("dynamic", weight.dtype.name, tuple(block_size))
     return ragged_dot(x, kernel, group_sizes(indptr, weight.shape[0]), recipe=recipe)
 
@@ -394,7 +394,7 @@ def _multiply(
     out_dtype: str | None = None,
 ) -> Array:
     dims = Dimensions.of(numbers, x.ndim, kernel.ndim)
-    note(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
+    record_choice(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
     recipe = _recipe(how, kernel.tensor.qvalue.dtype.name, tuple(block_size))
     return dot_general(x, kernel, numbers, preferred_element_type=out_dtype, recipe=recipe)
 

@@ -162,7 +162,9 @@ def _scale(
     return scale.reshape(old.shape)
 
 
-def show_lost(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
+def poison_nonfinite(
+    scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element
+) -> Float[Array, "*shape"]:
     """Return the scales that multiply qvalues: NaN where these are integers and stand for NaN or infinity.
 
     A dynamic scale is not finite then by itself. Floats keep NaN, and saturate infinities.
@@ -181,7 +183,7 @@ def finite(amaxes: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return _float(bits_of(amaxes) * jnp.isfinite(amaxes).astype(jnp.int32))
 
 
-def together(states: Sequence[TensorState]) -> TensorState:
+def merge_states(states: Sequence[TensorState]) -> TensorState:
     """Return the state by which a tensor is scaled that several layers read and observe: its largest amaxes.
 
     That is the state of each, where they have observed the same ones. Where they have not (one of them was frozen, or

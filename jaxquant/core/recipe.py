@@ -221,7 +221,7 @@ class Recipe:
         return draws or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
 
     @property
-    def hides_slope(self) -> bool:
+    def has_opaque_gradient(self) -> bool:
         """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
         specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
         known = [s for s in specs if s.scaling == "static" or s.calibration.method == "fixed" or s.has_grid_scale]

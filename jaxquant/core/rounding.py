@@ -23,18 +23,18 @@ def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
 
     The clip comes first: XLA's cast to float8_e4m3fn turns what lies beyond the range into NaN, and e5m2 into inf.
     """
-    return hold(saturating_cast_in_kernel(x, element))
+    return prevent_excess_precision(saturating_cast_in_kernel(x, element))
 
 
 def saturating_cast_in_kernel(x: jax.Array, element: Element) -> jax.Array:
-    """Compute ``saturating_cast`` in the body of a kernel, whose compiler drops no cast and has no ``hold``."""
+    """Compute ``saturating_cast`` in the body of a kernel, whose compiler keeps every cast as it is."""
     clipped = _clip(x, element.max)
     if element.kind == "int":
         clipped = jax.lax.round(clipped, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return clipped.astype(element.name)
 
 
-def hold(x: jax.Array) -> jax.Array:
+def prevent_excess_precision(x: jax.Array) -> jax.Array:
     """Return numbers of a narrow dtype as they are, rounded for every compiler.
 
     XLA for GPUs drops a cast to narrower floats where they are cast back in the same program ("excess precision"), so

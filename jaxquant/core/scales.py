@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import prevent_excess_precision
 
 Array = jax.Array
 
@@ -114,7 +114,7 @@ def scale_of_amax(
         elif outer is None:
             outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
         rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
-        return hold(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None
+        return prevent_excess_precision(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None
     exponent = _exponent_up(amax, bound) if spec.scale_rounding == "up" else _exponent_nearest(scale)
     exponent = jnp.where(amax * (1 / bound) < floor, 127, exponent)
     if spec.scale_dtype == "float32":

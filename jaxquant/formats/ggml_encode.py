@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import prevent_excess_precision
 from jaxquant.formats.codec import blocks_of, joined
 from jaxquant.formats.minifloat import SMALLEST_NORMAL, amax, exponent, power_of_two
 
@@ -34,7 +34,7 @@ def _bytes(x: Array) -> UInt8[Array, "... n"]:
 
 def _f16(x: Float[Array, ...], finite: Array) -> Float[Array, ...]:
     """Return a float16 scale, saturated, or NaN for a block that is not finite."""
-    return hold(jnp.where(finite, jnp.clip(x, -_F16_MAX, _F16_MAX), jnp.nan).astype(jnp.float16))
+    return prevent_excess_precision(jnp.where(finite, jnp.clip(x, -_F16_MAX, _F16_MAX), jnp.nan).astype(jnp.float16))
 
 
 def _divide(x: Float[Array, ...] | float, by: Float[Array, ...]) -> Float[Array, ...]:
@@ -60,7 +60,7 @@ def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
 
 
 def encode_f16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
-    return _bytes(hold(x.astype(jnp.float16)))
+    return _bytes(prevent_excess_precision(x.astype(jnp.float16)))
 
 
 def encode_bf16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import prevent_excess_precision
 from jaxquant.formats.codec import Codec, Parts, blocks_of, joined
 from jaxquant.formats.minifloat import (
     E8M0_BIAS,
@@ -78,7 +78,7 @@ def encode_nvfp4(x: Float[Array, "... K"]) -> Parts:
     largest = amax(block_amax.reshape(-1))
     # A quotient below the smallest normal number would be flushed to 0.
     tensor_scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / NVFP4_MAX, SMALLEST_NORMAL))
-    scale = hold(jnp.minimum(block_amax / kind.max / tensor_scale, scales.max).astype(scales.name))
+    scale = prevent_excess_precision(jnp.minimum(block_amax / kind.max / tensor_scale, scales.max).astype(scales.name))
     product = scale.astype(jnp.float32) * tensor_scale
     inverse = jnp.where(product >= SMALLEST_NORMAL, 1 / product, 0)[..., None]
     codes = encode_minifloat(blocks * inverse, kind)

@@ -29,13 +29,13 @@ from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
-from jaxquant.inject.linen_classes import Use, make_class, run_plain
+from jaxquant.inject.linen_classes import ModuleCall, make_class, run_plain
 from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
 from jaxquant.state.table import Tables
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.arguments import mark_static, restore_static
-from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.trace.plan import Contraction
@@ -74,7 +74,7 @@ def operation_name(site: Contraction) -> str:
     return f"{op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
-DIALECT = Dialect(is_model=True, operation=operation_name, missing=missing_state, has_scopes=True, watch=watch.LINEN)
+HOOKS = FaceHooks(is_model=True, operation=operation_name, missing=missing_state, has_scopes=True, watch=watch.LINEN)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ class Face:
     """
 
     def __init__(self, config: QuantConfig) -> None:
-        self.engine = Engine(config, DIALECT)
+        self.engine = Engine(config, HOOKS)
         self._classes: dict[tuple[type, bool], type] = {}
         self._dtypes: dict[str, str] = {}
 
@@ -159,12 +159,12 @@ class Face:
         with at_work(self):
             variables = unfreeze(trace_init(model, *inputs, **kwargs))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        use = Use(model, variables, inputs, kwargs, rngs=dict.fromkeys(STREAMS, key))
+        use = ModuleCall(model, variables, inputs, kwargs, rngs=dict.fromkeys(STREAMS, key))
         return self.engine.trace(*self._initial_call(use))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def call(self, use: Use) -> Any:
+    def call(self, use: ModuleCall) -> Any:
         """Compute a method of an unbound module; as ``nn.Module.apply``."""
         params, rest = collections_of(use.variables)
         params = self._with_dtypes(params, use)
@@ -181,17 +181,17 @@ class Face:
             is_cached=not is_watched,
         )
 
-    def init_state(self, use: Use) -> Tables:
+    def init_state(self, use: ModuleCall) -> Tables:
         """Make the quant state of the layers that a call runs, from variables that are initialized; no arithmetic."""
         return self.engine.init(*self._initial_call(use), prefix=use.prefix, is_whole=use.is_whole)
 
-    def initial_output(self, use: Use) -> Any:
+    def initial_output(self, use: ModuleCall) -> Any:
         """Compute in low precision what ``init`` runs, from variables that it has made."""
         call, params, rest = self._initial_call(use)
         out = self.engine.run(call, params, rest, use.state, use.key, is_whole=use.is_whole)
         return out[0] if call.mutable else out
 
-    def _initial_call(self, use: Use) -> tuple[Call, Any, tuple[Any, ...]]:
+    def _initial_call(self, use: ModuleCall) -> tuple[Call, Any, tuple[Any, ...]]:
         """Return the call whose layers ``init`` prepares, with its arguments, from variables that it has made.
 
         With more than parameters among them, such as a cache for decoding, later calls may go another way, with
@@ -209,7 +209,7 @@ class Face:
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 
-    def _with_dtypes(self, params: Any, use: Use) -> Any:
+    def _with_dtypes(self, params: Any, use: ModuleCall) -> Any:
         """Return parameters whose converted kernels say the float dtype that they stand for, and their static scale."""
         leaves = leaves_by_path(params, is_tensor)
         converted = {"/".join((*use.prefix, path)): leaf for path, leaf in leaves.items() if is_tensor(leaf)}
@@ -226,7 +226,7 @@ class Face:
             self._dtypes |= {"/".join((*use.prefix, path)): leaf.dtype.name for path, leaf in shapes.items()}
         return read_kernels(params, lambda path: self._dtypes["/".join((*use.prefix, *path))])
 
-    def _shapes_of(self, use: Use) -> Any:
+    def _shapes_of(self, use: ModuleCall) -> Any:
         """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
         with at_work(self):
             made = trace_init(use.module, *use.args, method=use.method, **use.kwargs)

@@ -20,7 +20,7 @@ _drops_output = jax.make_user_context(False)
 """Whether ``init`` runs, whose output nobody reads, so that it is not computed in low precision."""
 
 
-class Use(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of an unbound module, as ``nn.Module.apply`` takes it; ``prefix`` is the module's path in the model.
 
     ``state`` is the model's quant state.
@@ -72,7 +72,7 @@ def _call(face: Any, module: Any, base: Any, method: Any, args: Any, kwargs: Any
         return _initialize(face, module, root, prefix, method, args, kwargs)
     mutable = module.scope.mutable
     state = root.get_variable(OVERWRITE_WITH_GRADIENT, ENTRY, Tables())
-    use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), method, mutable, _capture(), prefix, state)
+    use = ModuleCall(*nn.Module.unbind(module), args, kwargs, _rngs(module), method, mutable, _capture(), prefix, state)
     out = face.call(use)
     if mutable is False:
         return out
@@ -94,7 +94,7 @@ def _initialize(face: Any, module: Any, root: Any, prefix: tuple[str, ...], meth
     with at_work(face):
         out = run_plain(module, method, args, kwargs)
     rngs = {name: key.as_jax_rng() for name, key in module.scope.rngs.items()}
-    use = Use(*nn.Module.unbind(module), args, kwargs, rngs, method, prefix=prefix)
+    use = ModuleCall(*nn.Module.unbind(module), args, kwargs, rngs, method, prefix=prefix)
     state, before = face.init_state(use), root.get_variable(OVERWRITE_WITH_GRADIENT, ENTRY, Tables())
     if before:  # of a part, or of another method
         state = make_state(rows_of(state) | rows_of(before))

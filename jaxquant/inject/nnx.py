@@ -29,7 +29,7 @@ from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
 from jaxquant.state.table import Tables, make_state, rows_of
-from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.report import Row
@@ -117,7 +117,7 @@ class Face:
 
     def __init__(self, config: QuantConfig, modules: Collection[str]) -> None:
         self._modules = modules
-        dialect = Dialect(
+        dialect = FaceHooks(
             is_model=True,
             operation=self._operation,
             owner=self._owner,

@@ -16,7 +16,7 @@ Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class SideEffects:
     """What a trace tells beside its arrays.
 
     Attributes:
@@ -38,7 +38,7 @@ class Told:
           whole: module and arguments.
           changed, values: what the variables and the attributes are now, in order.
         """
-        if self == Told((), (), (), ()):
+        if self == SideEffects((), (), (), ()):
             return
         nodes = dict(nnx.iter_graph(whole))
         for path, value in zip(self.changed, changed, strict=True):
@@ -79,7 +79,7 @@ class Call:
                 moved.append((path, name, known[id(value)]))
             else:
                 values[path, name] = value
-        told = Told(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
+        told = SideEffects(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
         return told, [*changed.values()], nnx.split((tuple(values.values()), out))
 
 

@@ -21,7 +21,7 @@ from jaxquant.kernels.block_quantize import api as kernel
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.ops.contract import Dequantized
-from jaxquant.ops.implementation import HOPPER_CASTS_PAY, TPU_CASTS_PAY, settle
+from jaxquant.ops.implementation import HOPPER_CASTS_PAY, TPU_CASTS_PAY, select_implementation
 from jaxquant.ops.operand import cast_dtype
 
 Array = jax.Array
@@ -78,10 +78,10 @@ def cast_uses(
         return kernel.refusal(x, casts)
 
     arrays = jax.tree.leaves((x, beside))
-    pays = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
+    reason_to_prefer = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
     if capability_of(*arrays)[0] == 9 and not any(use.has_values and use.has_elements for use in uses):
-        pays = HOPPER_CASTS_PAY
-    if settle("block_quantize", implementation, refused, pays).name == "xla":
+        reason_to_prefer = HOPPER_CASTS_PAY
+    if select_implementation("block_quantize", implementation, refused, reason_to_prefer).name == "xla":
         return None
     made = kernel.block_quantize(x, casts)
     return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]

@@ -24,7 +24,7 @@ from jaxquant.kernels.platforms import capability_of, unless_cut
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.implementation import INT8_PAYS, choose_implementation, settle
+from jaxquant.ops.implementation import INT8_PAYS, choose_implementation, select_implementation
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -123,8 +123,8 @@ def contract(
     kept = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
     refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
     is_hopper = capability_of(lhs.qvalue, rhs.qvalue)[0] == 9
-    pays = INT8_PAYS if is_hopper and lhs.qvalue.dtype == rhs.qvalue.dtype == jnp.int8 else None
-    if settle("dot_general", implementation, refused, pays).name == "pallas":
+    reason_to_prefer = INT8_PAYS if is_hopper and lhs.qvalue.dtype == rhs.qvalue.dtype == jnp.int8 else None
+    if select_implementation("dot_general", implementation, refused, reason_to_prefer).name == "pallas":
         return kernel.einsum(lhs, rhs, *axes, **kept)
     return _product(
         lhs,

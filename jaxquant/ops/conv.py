@@ -35,7 +35,7 @@ from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
 from jaxquant.ops.evaluate import evaluate
 from jaxquant.ops.pieces import eight_bits, scaled
-from jaxquant.ops.prepared import Prepared, make_prepared
+from jaxquant.ops.prepared import QuantizedOperand, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
 Array = jax.Array
@@ -175,7 +175,7 @@ class _Conv(Operation):
     def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return _others(len(self.lhs.shape), self.batch if side == "lhs" else self.feature), ()
 
-    def prepare(self, side, x, groups, state, key) -> Prepared:
+    def prepare(self, side, x, groups, state, key) -> QuantizedOperand:
         return make_prepared(x, self.recipe, side, *self.axes(side), state, key, None, reads_clips=False)
 
     def product(self, lhs: QTensor | Array, rhs: QTensor | Array, groups: None) -> Array:

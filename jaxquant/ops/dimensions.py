@@ -31,7 +31,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class How:
+class ContractionOptions:
     """What changes the speed or the place of a result, never numbers.
 
     Attributes:
@@ -45,7 +45,7 @@ class How:
     stored: tuple[bool, bool, bool] = (False, False, False)
 
 
-ANYHOW = How()
+DEFAULT_OPTIONS = ContractionOptions()
 """The op picks, and the result lies where ``jax.lax`` puts it."""
 
 

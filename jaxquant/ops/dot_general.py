@@ -26,7 +26,7 @@ from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
 from jaxquant.ops.pieces import with_shards
-from jaxquant.ops.prepared import Prepared, prepare
+from jaxquant.ops.prepared import QuantizedOperand, prepare
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
 Array = jax.Array
@@ -45,7 +45,7 @@ def dot_general(
     key: RandomKey | None = None,
     out_sharding: Sharding = None,
     implementation: str | None = None,
-    prepared: Prepared | None = None,
+    prepared: QuantizedOperand | None = None,
     stored: tuple[bool, bool, bool] = (False, False, False),
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
@@ -137,7 +137,7 @@ class _Dot(Operation):
         dims = self.dims if side == "lhs" else self.dims.swap()
         return dims.lhs_contract, dims.lhs_batch
 
-    def prepare(self, side, x, groups, state, key) -> Prepared:
+    def prepare(self, side, x, groups, state, key) -> QuantizedOperand:
         has_values = self._multiplies_values("fwd", x, self.out_dtype)
         is_stored = self.stored[side == "rhs"]
         return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values, is_stored)
@@ -293,7 +293,7 @@ class _Dot(Operation):
         assert isinstance(residual, QTensor)
         return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, shards=matmul.shards)[0], residual
 
-    def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
+    def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
         """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.
 
         The activation's scales, or its own amax beside a history, change with every batch, the weight's with every

@@ -29,7 +29,7 @@ TPU_CASTS_PAY = "on TPUs the kernel has a fraction of the cycles of XLA's progra
 
 REFUSED = "pallas was asked for; "
 """How the reason of a choice begins where a kernel was asked for and does not run."""
-_UNPICKED = "XLA's program: "
+_NOT_SELECTED = "XLA's program: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def choose_implementation(piece: str, implementation: str | None = None) -> Choi
     return Choice(implementation, "asked for")
 
 
-def settle(
-    piece: str, implementation: str | None, refusal: Callable[[], str | None], pays: str | None = None
+def select_implementation(
+    piece: str, implementation: str | None, refusal: Callable[[], str | None], reason_to_prefer: str | None = None
 ) -> Choice:
     """Choose what computes a piece of one call, and note it for ``choices_made``.
 
@@ -106,14 +106,14 @@ def settle(
       pays: the reason to pick the kernel if no implementation is asked for; None picks XLA's program.
     """
     choice = choose_implementation(piece, implementation)
-    if implementation is None and pays is not None:
-        choice = Choice("pallas", pays)
+    if implementation is None and reason_to_prefer is not None:
+        choice = Choice("pallas", reason_to_prefer)
     if choice.name == "pallas" and (why := refusal()) is not None:
-        choice = Choice("xla", f"{_UNPICKED if implementation is None else REFUSED}{why}")
-    return note(piece, choice)
+        choice = Choice("xla", f"{_NOT_SELECTED if implementation is None else REFUSED}{why}")
+    return record_choice(piece, choice)
 
 
-def note(piece: str, choice: Choice) -> Choice:
+def record_choice(piece: str, choice: Choice) -> Choice:
     """Note a choice that a call has made of a piece, for ``choices_made``, and return it."""
     _made[piece, choice] = None
     return choice
@@ -128,10 +128,10 @@ def settle_blocks(own: str | None, implementation: str | None, kernel: Callable[
       kernel: says why the kernel does not, None where it does; asked where the chip does not.
     """
     if implementation == "xla":
-        return note(BLOCKS, Choice("xla", "asked for"))
+        return record_choice(BLOCKS, Choice("xla", "asked for"))
     if own is None:
         asked = REFUSED if implementation == "pallas" else ""
-        return note(BLOCKS, Choice("cudnn", f"{asked}the chip multiplies these blocks"))
+        return record_choice(BLOCKS, Choice("cudnn", f"{asked}the chip multiplies these blocks"))
     if (why := kernel()) is not None:
-        return note(BLOCKS, Choice("xla", f"{own}; {why}" if implementation is None else f"{REFUSED}{why}"))
-    return note(BLOCKS, Choice("pallas", BLOCKS_PAY if implementation is None else "asked for"))
+        return record_choice(BLOCKS, Choice("xla", f"{own}; {why}" if implementation is None else f"{REFUSED}{why}"))
+    return record_choice(BLOCKS, Choice("pallas", BLOCKS_PAY if implementation is None else "asked for"))

@@ -25,11 +25,11 @@ from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
-from jaxquant.core.sharding import device_key, over_devices, varying_axes
+from jaxquant.core.sharding import all_reduce_statistic, device_key, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import api as kernel
-from jaxquant.ops.implementation import STORED_CASTS_PAY, choose_implementation, settle
+from jaxquant.ops.implementation import STORED_CASTS_PAY, choose_implementation, select_implementation
 from jaxquant.ops.layouts import row_major
 
 Array = jax.Array
@@ -129,7 +129,9 @@ def quantize_operand(
             "convert or import the model with its scales"
         )
     if spec.scaling == "dynamic":
-        settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
+        select_implementation(
+            "quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes"
+        )
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute}
         more["except_axes"] = recipe.expert_axes
         return _alone(row_major(quantize(x, spec, axes, key=key, **more)))
@@ -141,11 +143,15 @@ def quantize_operand(
         tensor, other, seen = cast(x, scale)
         if 0 in axes:
             tensor, other = other, tensor  # the copy has the contraction last
-        amax = over_devices(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
+        amax = all_reduce_statistic(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
         if seen is not None:
-            return shown(tensor, amax, spec), shown(other, amax, spec), Observation(scale, amax)
+            return (
+                with_poisoned_scales(tensor, amax, spec),
+                with_poisoned_scales(other, amax, spec),
+                Observation(scale, amax),
+            )
     else:
-        amax = over_devices(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
+        amax = all_reduce_statistic(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
         # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into what made x.
         why = "a scale without history waits for the amax, which XLA computes"
@@ -155,7 +161,7 @@ def quantize_operand(
         # makes what it holds vary alike, and an amax of all devices varies over none.)
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
-    tensor = shown(tensor, amax, spec)
+    tensor = with_poisoned_scales(tensor, amax, spec)
     return tensor, tensor, Observation(scale, amax)
 
 
@@ -164,9 +170,9 @@ def _alone(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
     return tensor, tensor, None
 
 
-def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
-    """Return a tensor whose scales are NaN where integers stand for NaN or infinity; see ``delayed.show_lost``."""
-    return dataclasses.replace(tensor, scale=delayed.show_lost(tensor.scale, amax, element(spec.dtype)))
+def with_poisoned_scales(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
+    """Return a tensor whose scales are NaN where integers stand for NaN or infinity: ``delayed.poison_nonfinite``."""
+    return dataclasses.replace(tensor, scale=delayed.poison_nonfinite(tensor.scale, amax, element(spec.dtype)))
 
 
 def _cut(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
@@ -205,8 +211,8 @@ def _cast(
             return f"the quantize kernel rounds to nearest, and recipe operands here have rounding {spec.rounding!r}"
         return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
 
-    pays = None if cut is None else STORED_CASTS_PAY
-    if settle("quantize", implementation, refused, pays).name == "xla":
+    reason_to_prefer = None if cut is None else STORED_CASTS_PAY
+    if select_implementation("quantize", implementation, refused, reason_to_prefer).name == "xla":
         tensor = row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute))
         return tensor, tensor, None
     q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)

@@ -32,7 +32,7 @@ from jaxquant.ops.pieces import with_shards
 Array = jax.Array
 
 
-class Kept(NamedTuple):
+class Residual(NamedTuple):
     """What the backward pass keeps of an operand.
 
     Attributes:
@@ -46,11 +46,11 @@ class Kept(NamedTuple):
     seen: Observation | None
 
 
-class Prepared(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """An operand as the forward pass reads it (a ``QTensor``, ``groups.Rows`` or an array), and what is kept of it."""
 
     forward: Any
-    kept: Kept
+    kept: Residual
 
 
 def make_prepared(
@@ -65,7 +65,7 @@ def make_prepared(
     has_values: bool = False,
     is_stored: bool = False,
     reads_clips: bool = True,
-) -> Prepared:
+) -> QuantizedOperand:
     """Quantize an operand for the forward pass and for the backward pass.
 
     Args:
@@ -83,7 +83,7 @@ def make_prepared(
     """
     spec = recipe.resolve("fwd", side)
     if (made := cast_forward(x, recipe, side, axes, batch, has_values, implementation)) is not None:
-        return Prepared(made[0], Kept(named(made[1]), None, None))
+        return QuantizedOperand(made[0], Residual(named(made[1]), None, None))
     forward, other, seen = x, x, None
     more = {"batch": batch, "state": state, "implementation": implementation}
     if spec is not None:
@@ -95,9 +95,9 @@ def make_prepared(
         kept, own = _own(x, recipe, side, axes, key, **more)
         seen = own if seen is None else seen
     elif kind == "forward" and seen is not None and spec is not None and element(spec.dtype).kind != "int":
-        seen = seen._replace(scale=None)  # the tensor has it; see delayed.show_lost for integers
+        seen = seen._replace(scale=None)  # the tensor has it; see delayed.poison_nonfinite for integers
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
-    return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
+    return QuantizedOperand(forward, Residual(named(kept), None if reads else clip_mask(x, forward, spec), seen))
 
 
 prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7, 8, 9))
@@ -135,12 +135,12 @@ def share(
     axes: tuple[int, ...],
     implementation: str | None = None,
     is_stored: bool = False,
-) -> Prepared:
+) -> QuantizedOperand:
     """Prepare an activation for all contractions that read it.
 
     Args:
       x: the activation.
-      states: of the input of each contraction, with delayed scaling; see ``delayed.together``.
+      states: of the input of each contraction, with delayed scaling; see ``delayed.merge_states``.
       recipe: all numbers; one that ``can_share``.
       axes: its contraction axes.
       implementation: what computes the casts.
@@ -153,7 +153,7 @@ def share(
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)  # differentiated once
 def _share(x, states, recipe, axes, implementation, is_stored):
     x, states = jax.lax.stop_gradient((x, states))
-    state = delayed.together(states) if states else None
+    state = delayed.merge_states(states) if states else None
     return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False, is_stored)
 
 

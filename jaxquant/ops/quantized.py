@@ -37,7 +37,7 @@ from jaxquant.ops.converted import check_input_scale, straight_through
 from jaxquant.ops.gradients import RESULT_NAME, first_order
 from jaxquant.ops.groups import Groups
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
-from jaxquant.ops.prepared import Kept, Prepared, reads_clip
+from jaxquant.ops.prepared import QuantizedOperand, Residual, reads_clip
 
 Array = jax.Array
 Gradient = Literal["dlhs", "drhs"]
@@ -95,7 +95,7 @@ class Operation(abc.ABC):
         return self if own is self.recipe else dataclasses.replace(self, recipe=own)
 
     @abc.abstractmethod
-    def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: RandomKey | None) -> Prepared:
+    def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: RandomKey | None) -> QuantizedOperand:
         """Quantize an operand for the forward product, and choose what is kept of it."""
 
     def axes(self, side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -169,7 +169,7 @@ class Operation(abc.ABC):
         """
         return _cast_gradient(grad, key, spec, axes, batch, self.recipe, self.implementation, **more)
 
-    def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
+    def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
         """Return bits of this use to draw noise from; None takes those of the output gradient."""
         return None
 
@@ -215,7 +215,7 @@ def quantized(
     sizes: Array | None,
     state: QuantState,
     key: RandomKey | None,
-    prepared: Prepared | None = None,
+    prepared: QuantizedOperand | None = None,
 ) -> Array:
     """Compute a quantized contraction with its backward pass.
 
@@ -240,7 +240,7 @@ def _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared):
     out = checkpoint_name(out, RESULT_NAME)
     left = left if prepared is None else prepared.kept  # the one that its other readers keep
     kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
-    name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.hides_slope else ()
+    name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.has_opaque_gradient else ()
     # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
     return first_order(name, (out,), inputs)[0], ((left, right, sizes, kept_state, key, seed), mark)
@@ -260,9 +260,9 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
     return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
-def _forward(op: Operation, lhs: Array | Prepared, rhs: Array, sizes: Array | None, state: QuantState, key):
+def _forward(op: Operation, lhs: Array | QuantizedOperand, rhs: Array, sizes: Array | None, state: QuantState, key):
     groups = _groups(op, sizes)
-    left = lhs if isinstance(lhs, Prepared) else op.prepare("lhs", lhs, groups, state.get("input"), key)
+    left = lhs if isinstance(lhs, QuantizedOperand) else op.prepare("lhs", lhs, groups, state.get("input"), key)
     right = op.prepare("rhs", rhs, groups, state.get("kernel"), key)
     out = op.product(left.forward, right.forward, groups)
     seed = op.noise_seed(left, right, state) if key is None else None
@@ -305,7 +305,7 @@ def _backward(op: Operation, residuals, grad: Array):
     return dlhs, drhs, observed
 
 
-def _finish(gradient: Array, kept: Kept, operand: Operand, primal: Primal) -> Array:
+def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -> Array:
     """Bring a gradient into its operand's dtype and place, zero where the forward clipped."""
     if kept.mask is not None:
         gradient = jnp.where(jnp.unpackbits(kept.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)

@@ -34,7 +34,7 @@ from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
-from jaxquant.core.sharding import explicit_sharding, over_devices, platform_of
+from jaxquant.core.sharding import all_reduce_statistic, explicit_sharding, platform_of
 from jaxquant.kernels.platforms import unless_cut
 from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
@@ -61,10 +61,10 @@ from jaxquant.ops.groups import (
     whole_values,
     with_groups,
 )
-from jaxquant.ops.implementation import choose_implementation, settle
-from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, shown
+from jaxquant.ops.implementation import choose_implementation, select_implementation
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, with_poisoned_scales
 from jaxquant.ops.pieces import eight_bits, scaled
-from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
+from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -187,13 +187,13 @@ def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe:
 class _Ragged(Operation):
     """A matmul of groups of rows."""
 
-    def prepare(self, side, x, groups, state, key) -> Prepared:
+    def prepare(self, side, x, groups, state, key) -> QuantizedOperand:
         state = None if state is None else with_groups(self.recipe, state)
         return self._prepare_rows(x, groups, state, key) if side == "lhs" else self._prepare_weights(x, state, key)
 
     def _prepare_rows(
         self, x: Array, groups: Groups, state: delayed.TensorState | None, key: RandomKey | None
-    ) -> Prepared:
+    ) -> QuantizedOperand:
         recipe, spec = self.recipe, self.recipe.fwd.lhs
         forward, seen, mask = x, None, None
         if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
@@ -207,7 +207,7 @@ class _Ragged(Operation):
         kept = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
         if kept is None:
             kept = self._own_rows(x, groups, key)
-        return Prepared(forward, Kept(named(kept), mask, seen))
+        return QuantizedOperand(forward, Residual(named(kept), mask, seen))
 
     def _own_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
         """Quantize rows for the weight gradient, in slabs where it has tiles."""
@@ -220,7 +220,7 @@ class _Ragged(Operation):
         slabs = Slabs.of(groups, step)
         return slabs.quantize(recipe, rotation_of(matmul.rotation, None)(slabs.cut(x), 0), spec, own)
 
-    def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> Prepared:
+    def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> QuantizedOperand:
         recipe, matmul = self.recipe, self.recipe.dlhs
         forward, seen = _forward_weights(recipe, x, state, key)
         kept = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
@@ -229,7 +229,7 @@ class _Ragged(Operation):
             assert spec is not None
             turned = rotation_of(matmul.rotation, None)(x, 2)
             kept = quantize_weights(recipe, turned, spec, 1, forward_key(x, spec, key))
-        return Prepared(forward, Kept(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
+        return QuantizedOperand(forward, Residual(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
 
     def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: RandomKey | None) -> Any:
         spec = self.recipe.fwd.lhs
@@ -365,7 +365,9 @@ class _Ragged(Operation):
         assert recipe.delayed is not None
         new = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))(with_groups(recipe, old), scale, amax)
         sizes = scaling_groups(recipe, groups).sizes
-        used = over_devices(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe one amax
+        used = (
+            all_reduce_statistic(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0
+        )  # as all devices observe one amax
         new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
         return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 
@@ -373,10 +375,10 @@ class _Ragged(Operation):
         """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
         own = scaling_groups(self.recipe, groups).ids
         amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
-        amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
+        amax = all_reduce_statistic(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        return rows._replace(scale=delayed.show_lost(scale, amax[:, None], element(spec.dtype))), Observation(
+        return rows._replace(scale=delayed.poison_nonfinite(scale, amax[:, None], element(spec.dtype))), Observation(
             scale, amax
         )
 
@@ -423,7 +425,7 @@ class _Ragged(Operation):
     ) -> Array:
         lhs, rhs = eight_bits(lhs), eight_bits(rhs)
         if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
-            settle("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
+            select_implementation("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
         asked = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
@@ -461,10 +463,10 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
         return quantize_weights(recipe, x, spec, 0, forward_key(x, spec, key)), None
     assert state is not None
     amax = jnp.max(absolute(x), axis=(1, 2))
-    amax = over_devices(
+    amax = all_reduce_statistic(
         jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x, recipe.expert_axes
     )
     scale = _current_scale(recipe, state, amax, spec)
     compute = cast_dtype(recipe, x.dtype.name)
     tensor = quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute)
-    return shown(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)
+    return with_poisoned_scales(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import prevent_excess_precision
 from jaxquant.core.sharding import merge_axes, platform_of, split_axes, varying_axes
 from jaxquant.kernels.optimizer_update import api
 from jaxquant.kernels.optimizer_update.reference import Result
-from jaxquant.ops.implementation import REFUSED, Choice, note
+from jaxquant.ops.implementation import REFUSED, Choice, record_choice
 from jaxquant.optim.codes import Codec, Coded
 from jaxquant.optim.parts import Part, Update
 
@@ -133,7 +133,7 @@ def _is_taken(
         return False
     if not kernel:
         if part.refusal:
-            note(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
+            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
         return part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
@@ -143,7 +143,7 @@ def _is_taken(
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
     asked = "asked for" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
-    note(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
+    record_choice(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
     return why is None
 
 
@@ -277,7 +277,7 @@ def encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> 
     coded = _coded(codec, signed, axis, groups, x)
     if coded.exponent is None:
         return coded
-    return coded._replace(codes=hold(coded.codes), exponent=coded.exponent.astype(jnp.uint8))
+    return coded._replace(codes=prevent_excess_precision(coded.codes), exponent=coded.exponent.astype(jnp.uint8))
 
 
 def _decoded(moment: Moment) -> jax.Array:

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxquant.core.paths import join_path
-from jaxquant.core.rounding import RandomKey, fold, hold, noise, seed_of
+from jaxquant.core.rounding import RandomKey, fold, noise, prevent_excess_precision, seed_of
 from jaxquant.core.sharding import device_key
 
 _MAX = float(jnp.finfo(jnp.bfloat16).max)
@@ -104,7 +104,7 @@ def compensated_round() -> optax.GradientTransformation:
             if wanted is None:
                 return None
             lost = wanted - _nearest(wanted)
-            return hold(jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16))
+            return prevent_excess_precision(jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16))
 
         _require_bfloat16(params, "compensated_round")
         wanted = _map(exact, params, updates, state.error)

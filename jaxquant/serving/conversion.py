@@ -21,7 +21,7 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict
 
-from jaxquant.backends._weights import settle_input_scale
+from jaxquant.backends._weights import fill_missing_input_scales
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import QTensor
@@ -160,4 +160,4 @@ def _convert_slices(layer: LayerKernel, read: Read) -> tuple[QTensor, np.ndarray
             for into, one in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
                 into[place] = one
     assert whole is not None
-    return whole[0], settle_input_scale(layer.path, layer.recipe, whole[1], layer.stacked)
+    return whole[0], fill_missing_input_scales(layer.path, layer.recipe, whole[1], layer.stacked)

@@ -150,7 +150,7 @@ NOT_TRAINED = (
 )
 
 
-def require_hand(message: str, x: Any) -> Any:
+def require_manual(message: str, x: Any) -> Any:
     """Return arrays as they are, and raise if one is differentiated outside ``by_hand``, ``frozen`` and MaxText's step.
 
     Args:

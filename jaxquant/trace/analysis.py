@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from jaxquant.kernels import CALLS
 from jaxquant.kernels.platforms import UNLESS_CUT
 from jaxquant.trace import flow as flows
-from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf, Lost, Route
+from jaxquant.trace.flow import CONSTANT, DATA, Derived, Flow, Leaf, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan, scan_counts
 from jaxquant.trace.reach import Place, out_of_reach
@@ -39,7 +39,7 @@ _OF_PARAMETERS = "both operands are made of parameters alone"
 _WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
 
 
-class Stop(NamedTuple):
+class OtherUse(NamedTuple):
     """An operation that reads a leaf and neither moves its elements nor is its quantized contraction.
 
     Attributes:
@@ -98,15 +98,15 @@ class Analysis:
         self.plan, outs = self._run(jaxpr, known, Place())
         self._lose(outs, "the function returns it")
 
-    def stops(self) -> Iterator[Stop]:
+    def stops(self) -> Iterator[OtherUse]:
         """Return every reader of a leaf that cannot read a converted kernel in its place, after decisions."""
         for leaf, reader in self._readers:
             if isinstance(reader, str):
-                yield Stop(leaf, reader)
+                yield OtherUse(leaf, reader)
             elif reader.recipe is None:
-                yield Stop(leaf, reader.operation, reader)
+                yield OtherUse(leaf, reader.operation, reader)
             elif isinstance(reader.route, Route) and reader.route.obstacle:
-                yield Stop(leaf, f"{reader.operation} after it {reader.route.obstacle}", reader)
+                yield OtherUse(leaf, f"{reader.operation} after it {reader.route.obstacle}", reader)
 
     def path(self, leaves: Sequence[int]) -> str:
         """Return the layer's path of a weight made of these leaves."""
@@ -278,7 +278,7 @@ class Analysis:
         body, outs = self._run(eqn.params["jaxpr"], parts, place)
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
-    def _lose(self, ins: Sequence[Flow], why: str) -> Lost | None:
+    def _lose(self, ins: Sequence[Flow], why: str) -> Derived | None:
         """Note that an operation reads leaves that come to it whole; returns the route of what it makes."""
         leaves, routes = set[int](), [each.route for each in ins]
         for each in routes:
@@ -288,7 +288,7 @@ class Analysis:
             elif each is not None:
                 leaves |= each.leaves
                 why = why if any(isinstance(other, Route) for other in routes) else each.why
-        return Lost(frozenset(leaves), why) if leaves else None
+        return Derived(frozenset(leaves), why) if leaves else None
 
     def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
         """Note a program that cannot be opened, where a parameter goes into it and may be multiplied there."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends import Backend
-from jaxquant.backends.base import Given
+from jaxquant.backends.base import ContractionArguments
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, LayerState
@@ -21,9 +21,9 @@ from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.converted import each_element
-from jaxquant.ops.dimensions import Dimensions, How, Product
+from jaxquant.ops.dimensions import ContractionOptions, Dimensions, Product
 from jaxquant.ops.dot_general import initial_state
-from jaxquant.ops.implementation import settle
+from jaxquant.ops.implementation import select_implementation
 from jaxquant.trace.flow import Route
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.structure import MAP, Step, run_steps
@@ -198,8 +198,10 @@ def contract(
     if site.operation != "dot_general":
         lhs, rhs, *sizes = operands
         for piece in ("quantize",) if sizes else ("dot_general", "quantize"):
-            settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
-        return backend.contract(lhs, rhs, product, Given(recipe, own, key, How(site.implementation)), *sizes)
+            select_implementation(piece, site.implementation, lambda: f"{site.operation} has no kernel")
+        return backend.contract(
+            lhs, rhs, product, ContractionArguments(recipe, own, key, ContractionOptions(site.implementation)), *sizes
+        )
     dims = Dimensions.of(eqn.params["dimension_numbers"], *(x.ndim for x in operands))
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
     order = tuple(range(dims.out_ndim))
@@ -208,7 +210,9 @@ def contract(
     inner = dims if recipe.shares_experts else dims.of_element()
     place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
-    given = Given(recipe, how=How(site.implementation, place, site.stored), prepared=prepared)
+    given = ContractionArguments(
+        recipe, how=ContractionOptions(site.implementation, place, site.stored), prepared=prepared
+    )
     run = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner.numbers), given)
     lhs, rhs = operands
     out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)
@@ -218,7 +222,7 @@ def contract(
 def _dot(
     backend: Backend,
     product: Product,
-    given: Given,
+    given: ContractionArguments,
     activation: Array,
     weight: Array | ConvertedKernel,
     key: RandomKey | None,

@@ -32,7 +32,7 @@ from jaxquant.trace.structure import dtype_read, steps_of
 Array = jax.Array
 
 
-def standin(leaf: Any) -> Any:
+def abstract_leaf(leaf: Any) -> Any:
     """Return what a trace sees of a leaf: of a converted kernel, an array of its float shape, dtype and place."""
     if not isinstance(leaf, ConvertedKernel):
         return leaf
@@ -41,7 +41,7 @@ def standin(leaf: Any) -> Any:
     return jax.eval_shape(lambda qvalue: qvalue.astype(leaf.dtype), leaf.tensor.qvalue)
 
 
-def refuse_bare(leaves: Sequence[Any]) -> None:
+def reject_bare_qtensors(leaves: Sequence[Any]) -> None:
     """Refuse quantized parameters that do not say for which float dtype they stand.
 
     Raises:
@@ -125,7 +125,7 @@ def _check_recipe(site: Contraction, kernel: ConvertedKernel, backend: Backend) 
     check_converted(site.path, texts[0], repr(site.recipe.name), texts[1])
     if isinstance(right, TensorSpec) and right.granularity == "per_tensor" and site.weight_axes[1]:
         return  # the op checks whether experts share a scale
-    if (made := as_converted(backend, site, standin(kernel))) is not None:
+    if (made := as_converted(backend, site, abstract_leaf(kernel))) is not None:
         check_converted(site.path, _scales(kernel), repr(site.recipe.name), _scales(made))
 
 

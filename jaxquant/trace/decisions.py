@@ -18,12 +18,12 @@ from jaxquant.ops import sparsity
 from jaxquant.state import watch
 from jaxquant.trace import contract, paths
 from jaxquant.trace.analysis import Analysis
-from jaxquant.trace.flow import Lost
+from jaxquant.trace.flow import Derived
 from jaxquant.trace.plan import Contraction, Key, Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Dialect:
+class FaceHooks:
     """How a face speaks.
 
     Attributes:
@@ -91,7 +91,7 @@ class Decisions:
         self,
         plan: Plan,
         rows: Mapping[str, Any],
-        dialect: Dialect,
+        dialect: FaceHooks,
         served: Collection[Key] = (),
         fields_of: Callable[[Contraction], dict[str, contract.Shapes]] = contract.state_fields,
     ) -> dict[Key, LayerState]:
@@ -179,7 +179,7 @@ def decide(
     analysis: Analysis,
     resolver: Resolver,
     backend: Backend,
-    dialect: Dialect,
+    dialect: FaceHooks,
     known: Decisions | None = None,
     check: bool = True,
 ) -> Decisions:
@@ -263,7 +263,7 @@ def _check_sparsity(analysis: Analysis) -> None:
     count = collections.Counter(site.key for site in sparse)
     for site in sparse:
         layout, why = (site.route, site.weight_axes), ""
-        if isinstance(site.route, Lost) and (count[site.key] > 1 or analysis.is_part(site)):
+        if isinstance(site.route, Derived) and (count[site.key] > 1 or analysis.is_part(site)):
             why = f"is not one parameter ({site.route.why}), is read in parts or more than once,"
         elif site.route is not None and layouts.setdefault(site.key, layout) != layout:
             why = "is read in two layouts"
@@ -324,7 +324,7 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switc
     return "" if switch in switches else f"{what}, left in float by default"
 
 
-def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect: Dialect) -> dict[Key, str]:
+def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect: FaceHooks) -> dict[Key, str]:
     """Choose the name of each contraction's state: its layer's, with leaves and layout where several share a path."""
     operation, owner = dialect.operation, dialect.owner
     by_place: dict[tuple[str, str], dict[Key, Contraction]] = {}

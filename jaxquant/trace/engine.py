@@ -1,7 +1,7 @@
 """Engine: trace a function of parameters, decide over its layers, and run it quantized. The faces stand on it.
 
 A face (``jaxquant.quantize``, a Linen model, an NNX model) hands over a pure function of parameters and arguments, and
-says in its ``Dialect`` how layers, state and errors are called where it comes from.
+says in its ``FaceHooks`` how layers, state and errors are called where it comes from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxquant.state.watch import NOT_TRAINED, refuse_gradient
 from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
-from jaxquant.trace.decisions import Decisions, Dialect, decide
+from jaxquant.trace.decisions import Decisions, FaceHooks, decide
 from jaxquant.trace.plan import Contraction, mark_readings, mark_stored
 from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
@@ -41,7 +41,7 @@ from jaxquant.trace.rewrite import Rewriter
 Function = Callable[..., Any]
 
 # Part of the key of jit's caches: a function that was traced without it is traced again with it.
-INSTEAD = jax.make_user_context(None)
+evaluator_override = jax.make_user_context(None)
 """What an engine, ``INSTEAD.value.engine``, evaluates in place of the quantized program; see ``audit.health``."""
 
 
@@ -77,7 +77,7 @@ class Engine:
       NotImplementedError: a recipe that the backend does not honour.
     """
 
-    def __init__(self, config: QuantConfig, dialect: Dialect) -> None:
+    def __init__(self, config: QuantConfig, dialect: FaceHooks) -> None:
         self.config, self.dialect = config, dialect
         self.resolver: Resolver | None = config.resolver()
         self.backend = load(config.resolved_backend or "native", is_completed=config.leaves_backend_open)
@@ -269,8 +269,8 @@ class Engine:
     def _trace(self, fn: Function, params: Any, args: Any, prefix: paths.Name = (), is_kept: bool = True) -> Traced:
         """Trace and analyse a function of marked arguments; with ``is_kept``, once for those of the same shapes."""
         leaves, structure = split_arrays(params)
-        converted.refuse_bare(leaves)
-        seen, own = jax.tree.unflatten(structure, map(converted.standin, leaves)), array_names(structure)
+        converted.reject_bare_qtensors(leaves)
+        seen, own = jax.tree.unflatten(structure, map(converted.abstract_leaf, leaves)), array_names(structure)
         make = self._make_jaxpr if is_kept else self._new_make_jaxpr()
         closed, outputs = make(fn, seen, args)
         place = id(closed.jaxpr), prefix, registered()
@@ -295,7 +295,11 @@ class Engine:
         )
 
     def _instead(self) -> Any:
-        return INSTEAD.value if INSTEAD.value is not None and INSTEAD.value.engine is self else None
+        return (
+            evaluator_override.value
+            if evaluator_override.value is not None and evaluator_override.value.engine is self
+            else None
+        )
 
     def _run(
         self,

@@ -90,7 +90,7 @@ class Route:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lost:
+class Derived:
     """A value made of leaves by more than moving elements.
 
     Attributes:
@@ -123,7 +123,7 @@ class Flow:
     marks: frozenset[tuple[Mark, Any]] = frozenset()
     picked: frozenset[tuple[int, int]] = frozenset()
     is_product: bool = False
-    route: Route | Lost | None = None
+    route: Route | Derived | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -173,7 +173,7 @@ def either(ways: Sequence[Flow], what: str) -> Flow:
         return dataclasses.replace(join(ways), route=routes[0])
     for each in routes:
         leaves |= {each.leaf} if isinstance(each, Route) else each.leaves if each else set()
-    return dataclasses.replace(join(ways), route=Lost(frozenset(leaves), what))
+    return dataclasses.replace(join(ways), route=Derived(frozenset(leaves), what))
 
 
 def obstruct(flow: Flow, what: str) -> Flow:
@@ -236,7 +236,7 @@ def gathered(flow: Flow, dimension: int, names: tuple[str, ...]) -> Flow:
     done = [each for each in route.splits_of(dimension) if each.names == names]
     rest = tuple(each for each in route.splits if each not in done)
     if not done:
-        return dataclasses.replace(flow, route=Lost(frozenset({route.leaf}), "all_gather"))
+        return dataclasses.replace(flow, route=Derived(frozenset({route.leaf}), "all_gather"))
     route = dataclasses.replace(route, splits=rest, obstacle="is gathered in a shard_map")
     flow = dataclasses.replace(flow, route=route)
     return flow if rest else change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=()))

@@ -18,17 +18,17 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxquant.backends import Backend, load
-from jaxquant.backends._weights import settle_input_scale
+from jaxquant.backends._weights import fill_missing_input_scales
 from jaxquant.config.backends import BackendName
 from jaxquant.core.blocks import BlocksError
-from jaxquant.core.delayed import together
+from jaxquant.core.delayed import merge_states
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quant_state import HISTORY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.contract import batch_steps, without_batch
-from jaxquant.trace.flow import Lost, Route
+from jaxquant.trace.flow import Derived, Route
 from jaxquant.trace.plan import Contraction, Key, readers_of
 from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of, without_axes
 
@@ -168,7 +168,7 @@ class LayerKernel:
         """
         self._check_finite(leaf)
         kernel = _convert(self._whole, leaf, _joined(self.states))
-        scale = settle_input_scale(self.path, self.recipe, kernel.input_scale, self.stacked)
+        scale = fill_missing_input_scales(self.path, self.recipe, kernel.input_scale, self.stacked)
         return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
 
     def _check_finite(self, kernel: Array) -> None:
@@ -210,7 +210,7 @@ def _joined(states: Sequence[Mapping[str, Any]]) -> LayerState:
     """Return the state of a contraction, that of its activation joined with the others that read it."""
     own, *others = states or ({},)
     inputs = [each["input"] for each in others if "input" in each]
-    return {**own} | ({"input": together(inputs)} if inputs else {})
+    return {**own} | ({"input": merge_states(inputs)} if inputs else {})
 
 
 def find_kernels(
@@ -241,7 +241,7 @@ def find_kernels(
             continue
         if site.split and site.recipe.shares_experts:
             reasons[site.path] = "its experts lie on several devices of a shard_map and share one scale"
-        elif isinstance(weight, Lost):
+        elif isinstance(weight, Derived):
             whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
             reasons[site.path] = f"its weight {whole}: {weight.why}"
         elif weight.obstacle:

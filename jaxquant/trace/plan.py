@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import block_ragged, block_scaled
-from jaxquant.trace.flow import Leaf, Lost, Route, Stack
+from jaxquant.trace.flow import Derived, Leaf, Route, Stack
 
 CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 OPERATIONS = {name: name for name in CONTRACTIONS} | {
@@ -35,7 +35,7 @@ Key = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Reading:
+class SharedActivation:
     """One tensor that several contractions of a jaxpr read, each as its activation, to quantize it alike.
 
     Attributes:
@@ -92,7 +92,7 @@ class Contraction:
     dtype: str = ""
     side: int | None = None
     leaves: frozenset[Leaf] = frozenset()
-    route: Route | Lost | None = None
+    route: Route | Derived | None = None
     stack: Stack = ()
     batch: tuple[int, ...] = ()
     split: tuple[tuple[str, ...], ...] | None = ()
@@ -111,7 +111,7 @@ class Contraction:
     precision: Any = None
     implementation: str | None = None
     activation: Hashable = None
-    reading: Reading | None = None
+    reading: SharedActivation | None = None
     stored: tuple[bool, bool, bool] = (False, False, False)
 
     @property
@@ -231,7 +231,7 @@ def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
             groups.setdefault(alike, []).append(site)
     for (recipe, implementation, (_, axes), _), sites in groups.items():
         keys = tuple(dict.fromkeys(site.key for site in sites))
-        reading = Reading(keys, recipe, axes, implementation) if len(sites) > 1 else None
+        reading = SharedActivation(keys, recipe, axes, implementation) if len(sites) > 1 else None
         for site in sites:
             site.reading = reading
 

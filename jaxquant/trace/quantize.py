@@ -15,7 +15,7 @@ from flax import nnx
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.state.table import Tables
 from jaxquant.trace.arguments import is_quantized
-from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine
 from jaxquant.trace.paths import replace_leaves
 from jaxquant.trace.report import Report
@@ -98,7 +98,7 @@ class QuantizedFunction:
             )
         self.config = config
         self.hashable, self._like = _hashable(fn), like
-        self.engine = Engine(config, Dialect()) if like is None else like.engine
+        self.engine = Engine(config, FaceHooks()) if like is None else like.engine
 
     def __call__(self, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
         """Compute the function in low precision: ``qfn(params, quant_state, *args, key=None)``.

@@ -26,7 +26,7 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.ops.gradients import forward_only
 from jaxquant.trace import converted
 from jaxquant.trace.analysis import JITS, REMATS, called
-from jaxquant.trace.plan import Contraction, Key, Plan, Reading, scan_counts
+from jaxquant.trace.plan import Contraction, Key, Plan, SharedActivation, scan_counts
 from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
 Array = jax.Array
@@ -111,7 +111,7 @@ class Rewriter:
         states: States,
         noise: Seed | None,
         program: Any,
-        shared: dict[Reading, Any],
+        shared: dict[SharedActivation, Any],
     ) -> Sequence[Any]:
         """Compute an equation anew, under its name scopes and the context in which it was traced.
 
@@ -155,7 +155,7 @@ class Rewriter:
                 "without one that says what it computes, or give jax.shard_map check_vma=False"
             ) from error
 
-    def _prepared(self, site: Contraction, ins: list[Any], states: States, shared: dict[Reading, Any]) -> Any:
+    def _prepared(self, site: Contraction, ins: list[Any], states: States, shared: dict[SharedActivation, Any]) -> Any:
         """Return the activation as it was quantized for all contractions that read it, None where it is this one's.
 
         On TPUs it is: one cast writes a copy for each reader in the layout that its matmul wants, and a copy for all

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxquant.aot.topology import environment
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import prevent_excess_precision
 
 ROOT = Path(__file__).parents[2]
 STRINGS = ("fp8_block", "mxfp4", "fp4", "fp8_e5m2", "nvfp4w")
@@ -38,6 +38,6 @@ def test_every_cast_of_a_layer_and_of_an_update_is_in_the_program_of_an_absent_h
 def test_holding_changes_no_number(name):
     dtype = np.dtype(getattr(ml_dtypes, name))
     codes = np.arange(16 if "4_" in name else 256, dtype=np.uint8).view(dtype)
-    held = np.asarray(jax.jit(hold)(jnp.asarray(codes)))
+    held = np.asarray(jax.jit(prevent_excess_precision)(jnp.asarray(codes)))
     assert held.dtype == dtype
     np.testing.assert_array_equal(held.view(np.uint8), codes.view(np.uint8))

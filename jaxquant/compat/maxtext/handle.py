@@ -24,7 +24,7 @@ from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.faces import at_work
 from jaxquant.ops.einsum import contract_einsum
-from jaxquant.state.watch import STATELESS, require_hand
+from jaxquant.state.watch import STATELESS, require_manual
 
 
 class QuantMode(enum.Enum):
@@ -207,7 +207,7 @@ class _ByPath(nn.Module):
         """Return operands as they are, and raise in training where nobody is known to advance the op's state."""
         is_training = self.quantization.quant_mode is QuantMode.TRAIN
         is_hidden = is_training and not self.path and op is not None and op.recipe.is_stateful
-        return require_hand(_STANDS_STILL, operands) if is_hidden else operands
+        return require_manual(_STANDS_STILL, operands) if is_hidden else operands
 
 
 _STANDS_STILL = (

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxquant.backends import RANDOM_STREAM, Backend
-from jaxquant.backends._weights import check_converted, never_seen
-from jaxquant.backends.base import Given
+from jaxquant.backends._weights import check_converted, uncalibrated_error
+from jaxquant.backends.base import ContractionArguments
 from jaxquant.compat.maxtext.stored import freeze, thaw
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
@@ -26,7 +26,7 @@ from jaxquant.core.quant_state import SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
-from jaxquant.ops.dimensions import Dimensions, How, Product
+from jaxquant.ops.dimensions import ContractionOptions, Dimensions, Product
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.state import watch
 from jaxquant.state.table import ENTRY, make_state, warm_rows
@@ -74,7 +74,12 @@ class LayerOp(nn.Module):
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-        given = Given(recipe, self._watched((lhs, weight), amaxes), key, How(self.quantization.resolver.implementation))
+        given = ContractionArguments(
+            recipe,
+            self._watched((lhs, weight), amaxes),
+            key,
+            ContractionOptions(self.quantization.resolver.implementation),
+        )
         out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
         if mode == "convert" and recipe.fwd.rhs is not None:
             self._write(rhs, dims, state)
@@ -112,7 +117,7 @@ class LayerOp(nn.Module):
         tensor, scale = self._convert(kernel, dims, state)
         # Under jit there is no telling, and what is served is NaN.
         if scale is not None and not self.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
-            raise never_seen(self.layer, self.recipe)
+            raise uncalibrated_error(self.layer, self.recipe)
         if not self.is_mutable_collection(COLLECTION):
             raise ValueError(
                 f"{layer_name(self.layer)} converts and the collection {COLLECTION!r} cannot be written; apply the "
