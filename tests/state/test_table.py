@@ -96,7 +96,8 @@ def test_a_model_of_twelve_layers_has_few_arrays():
 def test_a_stack_is_sharded_as_its_rows():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     along, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
-    row = jax.tree.map(lambda leaf: leaf[None], initial_state(jaxquant.RECIPES["fp8"].recipe)["input"])
+    recipe: Any = jaxquant.RECIPES["fp8"].recipe
+    row = jax.tree.map(lambda leaf: leaf[None], initial_state(recipe)["input"])
     for shardings, spec in (((along, along), (None, "x")), ((along, replicated), ())):
         rows = {str(number): jax.device_put(row, each) for number, each in enumerate(shardings)}
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), rows)
@@ -127,7 +128,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_stored_and_restored_it_has_lost_no_bit(is_warm, tmp_path):
     """Warm state too, into the variables of ``model.init``; what is warm is found again from the values."""
-    model = jaxquant.maybe_quantize_model(Net(), FP8, X)
+    model: Any = jaxquant.maybe_quantize_model(Net(), FP8, X)
     template = model.init(jax.random.key(0), X)
     grads = jax.grad(lambda variables: (model.apply(variables, X, False) ** 2).mean())(template)
     params, quant_state = state.split(template)
@@ -213,7 +214,8 @@ def test_what_does_not_fit_is_refused_by_name():
 def test_an_nnx_model_between_micro_batches_is_stored_whole():
     """Its bins then hold what was observed; when the optimizer has stepped, they are zeros again."""
     model = jaxquant.maybe_quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), FP8, X)
-    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.1), 2), wrt=nnx.Param)
+    tx: Any = optax.MultiSteps(optax.sgd(0.1), 2)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def bins() -> Any:
         rows = state.rows_of(nnx.to_pure_dict(nnx.state(model, state.QuantState)))
