@@ -242,7 +242,9 @@ class _Taps:
     engine: Engine
     probes: Mapping[Key, Array]
 
-    def __call__(self, analysis: Analysis, consts: Any, args: list[Array], rows: Mapping[str, Any]) -> list[Any]:
+    def __call__(
+        self, analysis: Analysis, consts: Any, args: list[Array], layers: Mapping[str, LayerState]
+    ) -> list[Any]:
         plan = analysis.plan
         decisions = self.engine.decisions or Decisions({}, {})
         if self.engine.resolver is not None:
@@ -252,7 +254,7 @@ class _Taps:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run when the health monitor's example was traced")
-        states = decisions.read_states(plan, rows, self.engine.dialect)
+        states = decisions.read_states(plan, layers, self.engine.dialect)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 

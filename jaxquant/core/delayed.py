@@ -1,22 +1,23 @@
 """Delayed scaling: a tensor is scaled by the largest amax of past steps, kept in an amax history.
 
 State of one tensor: ``scale`` (f32, shape (1,), starts at 1), ``amax_history`` (f32, shape (length,), zeros) and,
-except in flax mode, ``amax_bins`` (f32, shape (1, 2048), zeros). At a step, with a the largest entry of the history
+except in flax mode, ``amax_bins`` (f32, shape (1, 2079), zeros). At a step, with a the largest entry of the history
 *before* the step: the scale becomes ``a / max · 2**margin``, the tensor is quantized with it, the history rolls by −1
 and slot 0 takes this step's amax. In ``warmup`` mode a history without entries gives way to the tensor's own amax
 (``scale`` stays what it is, since each use has its own), and an amax that is not finite is not recorded; ``flax`` mode
 starts at scale 1 and records everything.
 
 What a backward pass observed leaves it as the "gradient" of the state. Where a state is used more than once, automatic
-differentiation *sums* these gradients, which destroys an amax. So an amax is recorded as a bin of magnitudes, its
-float32 exponent and three highest mantissa bits, rounded up to the end of the bin (less than 12.5 %), and what is
-observed is a count in that bin: the highest bin with a count holds the maximum, under a sum, a mean and any positive
-weights. The last cell counts uses. In a state ``amax_bins`` is zeros, which no step reads; but between the
+differentiation *sums* these gradients, which destroys an amax. So an amax is recorded as one of 2,048 bins of
+magnitudes, its float32 exponent and three highest mantissa bits, rounded up to the end of the bin (less than 12.5 %),
+and what is observed is a mark in that bin: the highest bin above zero holds the maximum, under a sum, a mean and any
+positive weights. The last bin marks each use, and 31 cells behind the bins mark the bits of the scale, which all uses
+of a step share. In a state ``amax_bins`` is zeros, which no step reads; but between the
 micro-batches of ``optax.MultiSteps`` on an NNX model it holds what they have observed so far. Flax mode has flax's
 protocol instead, for one use: the "gradient" is the new state.
 
 Marks and amaxes are never negative, in a state or an observation. An optimizer that takes the state for a weight
-subtracts from the marked cells, so that the last cell (of flax mode: the history) is negative after its first step. No
+subtracts from the marked cells, so that the last bin (of flax mode: the history) is negative after its first step. No
 scale is made of such a state: it is NaN.
 
 A state is *warm* where its ``amax_bins`` have a column more, which holds nothing: its history has entries, so that the
@@ -45,6 +46,8 @@ NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
 # float32 bits are sign, 8 exponent, 23 mantissa: dropping the low 20 leaves exponent and three mantissa bits.
 _LOW_BITS = 20
 _USE_CELL = (..., 0, BINS - 1)
+_SCALE_BITS = 31
+CELLS = BINS + _SCALE_BITS
 
 OBSERVE = "observe"
 """Name of ``observe`` in a traced program."""
@@ -61,17 +64,17 @@ def initial_state(spec: DelayedSpec) -> TensorState:
 
 def empty_bins() -> Float[Array, "1 bins"]:
     """Make the bins of a state, all zeros, with the column of a warm one or without."""
-    return jnp.zeros((1, BINS), jnp.float32)
+    return jnp.zeros((1, CELLS), jnp.float32)
 
 
 def fit_bins(bins: Float[Array, "*leading 1 width"], is_warm: bool) -> Float[Array, "*leading 1 bins"]:
     """Return bins as wide as a warm tensor's, or a cold one's; what waits in them stays."""
-    return jnp.pad(bins[..., :BINS], [(0, 0)] * (bins.ndim - 1) + [(0, int(is_warm))])
+    return jnp.pad(bins[..., :CELLS], [(0, 0)] * (bins.ndim - 1) + [(0, int(is_warm))])
 
 
 def is_warm(state: TensorState) -> bool:
     """Check whether a state says that its history has entries, by the shape of its bins."""
-    return "amax_bins" in state and state["amax_bins"].shape[-1] == BINS + 1
+    return "amax_bins" in state and state["amax_bins"].shape[-1] == CELLS + 1
 
 
 def has_history(state: TensorState) -> Bool[Array, "*leading"]:
@@ -91,7 +94,8 @@ def bin_of(amax: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 def bin_value(index: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the end of a bin, below 1.125 times its beginning; 0 for the first, whose amaxes are all but zero."""
-    return jnp.where(index > 0, _float((index << _LOW_BITS) | ((1 << _LOW_BITS) - 1)), 0.0)
+    end = _float((index << _LOW_BITS) | ((1 << _LOW_BITS) - 1))
+    return jax.lax.select(index > 0, end, jnp.zeros_like(end))
 
 
 def current_scale(
@@ -217,7 +221,7 @@ def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leadin
 
 def without_bins(state: TensorState) -> TensorState:
     """Cut the bins, which no step reads, down to what says whether a state is warm, for the backward pass to keep."""
-    width = BINS + 1 if is_warm(state) else 0
+    width = CELLS + 1 if is_warm(state) else 0
     return {name: value[..., :0, :width] if name == "amax_bins" else value for name, value in state.items()}
 
 
@@ -241,7 +245,9 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     index = jax.lax.select(is_finite, bin_of(amax), np.int32(NON_FINITE_BIN))
     history = jax.lax.select(is_finite, record(state["amax_history"], bin_value(index)), state["amax_history"])
     cells = jnp.arange(BINS, dtype=jnp.int32)[None]
-    bins = ((cells == index) | (cells == BINS - 1)).astype(jnp.float32)
+    marks = (cells == index) | (cells == BINS - 1)
+    bits = (bits_of(scale)[None] >> jnp.arange(_SCALE_BITS, dtype=jnp.int32)[None]) & 1
+    bins = jnp.concatenate([marks.astype(jnp.float32), bits.astype(jnp.float32)], axis=-1)
     if is_warm(state):
         bins = jnp.pad(bins, ((0, 0), (0, 1)))
     return {"scale": scale, "amax_history": history, "amax_bins": bins}
@@ -263,12 +269,13 @@ def advance(state: TensorState, observation: TensorState) -> TensorState:
       observation: a sum or mean of what ``observe`` returned at each use of the tensor, all with this state.
     """
     amax, history = largest(observation), state["amax_history"]
-    uses = observation["amax_bins"][_USE_CELL]
-    scale = observation["scale"] / uses[..., None]  # all uses have had one
+    cells = observation["amax_bins"]
+    values = jnp.left_shift(jnp.int32(1), jnp.arange(_SCALE_BITS, dtype=jnp.int32))
+    scale = _float(jnp.sum(jnp.where(cells[..., 0, BINS:CELLS] > 0, values, 0), axis=-1, dtype=jnp.int32))
     # Without a history each use has a scale of its own, and the state none.
-    has_scale = has_history(state) & (uses > 0)
+    has_scale = has_history(state) & (cells[_USE_CELL] > 0)
     return {
-        "scale": jnp.where(has_scale[..., None], scale, state["scale"]),
+        "scale": jnp.where(has_scale[..., None], scale[..., None], state["scale"]),
         "amax_history": jnp.where(amax[..., None] >= 0, record(history, amax), history),
         "amax_bins": jnp.zeros_like(state["amax_bins"]),
     }

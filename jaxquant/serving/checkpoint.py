@@ -94,9 +94,9 @@ def save(
       ValueError, TypeError: something that a checkpoint does not keep, named.
     """
     directory = Path(directory).resolve()
-    leaves = flatten(params)
     if isinstance(params.get("params"), Mapping):
         raise ValueError("params has the collection 'params', so it is the whole variables; save variables['params']")
+    leaves = flatten(params)
     _check_made_by(leaves, config)
     rows = [describe(path, leaf) for path, leaf in leaves.items()]
     contents = {"format": FORMAT, "version": VERSION}

@@ -1,13 +1,14 @@
 """Quant state of a model as tables: one for each kind of tensor, with a row for each tensor of a layer.
 
 A jitted step pays for each array that it takes and returns. The 252 tensors of a twelve-layer decoder have 756 arrays;
-as tables they have 24.
+as tables they have 18.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,11 @@ from jax.tree_util import GetAttrKey
 
 from jaxquant.core import delayed
 from jaxquant.core.paths import join_path
-from jaxquant.core.quant_state import BINS, FIELDS, HISTORY, SPARSITY_FIELDS, Fields
+from jaxquant.core.quant_state import BINS, FIELDS, HISTORY, SPARSITY_FIELDS, Fields, LayerState
 
 ENTRY = "quant_state"
 """Name of the one variable that a Linen module holds in the collection of quant state; no part of a layer's path."""
-LARGEST = 32
+LARGEST = 48
 """The most rows of a table: XLA for CPUs makes one function of all that a stack of observations is made of."""
 
 
@@ -138,26 +139,94 @@ def rows_of(quant_state: Any) -> dict[str, Fields]:
       TypeError: not quant state.
       ValueError: arrays with further axes in front, as of an ensemble.
     """
-    return {name: row for name, row, _ in _rows_in(quant_state)}
+    layers = layers_of(quant_state, fits_bins=False).items()
+    return {f"{layer}/{name}".lstrip("/"): row for layer, rows in layers for name, row in rows.items()}
 
 
-def warm_rows(quant_state: Any) -> dict[str, Fields]:
-    """Return the rows as ops take them: the bins of a tensor that ``state.warm`` marked are those of a warm one."""
-    rows = {}
-    for name, row, is_warm in _rows_in(quant_state):
-        rows[name] = row | ({BINS: delayed.fit_bins(row[BINS], is_warm=True)} if is_warm else {})
-    return rows
+def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerState]:
+    """Return the state of every layer by its path, as ops take it.
 
-
-def _rows_in(quant_state: Any) -> Iterator[tuple[str, Fields, bool]]:
+    Args:
+      quant_state: as for ``rows_of``.
+      fits_bins: whether the bins of a tensor that ``state.warm`` marked become those of a warm one.
+    """
+    layers: dict[str, LayerState] = {}
     for prefix, state in named_tables(quant_state):
         for table in state.tables:
             if table.axis:
                 way = "read an ensemble inside of jax.vmap" if table.axis > 0 else "make each member inside of jax.vmap"
-                raise ValueError(f"quant state has {table.axis:+d} axes beside those that it was made with; {way}")
-            parts = {field: _unstack(stack) for field, stack in table.fields.items()}
-            for number, (name, is_warm) in enumerate(zip(table.rows, table.warm, strict=True)):
-                yield prefix + name, {field: part[number] for field, part in parts.items()}, is_warm
+                raise ValueError(
+                    f"quant state {prefix + table.rows[0]!r} has {table.axis:+d} axes beside those that it was made "
+                    f"with, as of stacked layers; {way}, or map it along with the parameters (nnx.StateAxes)"
+                )
+            names = [name.rpartition("/") for name in table.rows]
+            warm = [each and fits_bins for each in table.warm]
+            groups = [[*group] for _, group in itertools.groupby(range(len(names)), lambda row: names[row][0])]
+            parts = _cut(table.fields, tuple(map(len, groups)))
+            for part, group in zip(parts, groups, strict=True):
+                rows = _rows(part, tuple((names[row][2], warm[row]) for row in group))
+                layers.setdefault((prefix + names[group[0]][0]).rstrip("/"), {}).update(rows)
+    return layers
+
+
+def _cut(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
+    """Cut the fields of a table into those of layers."""
+    if any(isinstance(each, Tracer) for each in fields.values()):
+        return _cut_traced(fields, sizes)
+    ends = [*itertools.accumulate(sizes)]
+    return [
+        {name: _slice(x, end - size, end) for name, x in fields.items()} for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+# Tables of one shape share a function, and so do layers: a program has few lines for each.
+@functools.partial(jax.jit, static_argnums=1)
+def _cut_traced(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
+    # One operation, whose transpose is one: of indexing it would be a sum of as many arrays of the whole size.
+    parts = {name: jax.lax.split(stack, sizes) for name, stack in fields.items()}
+    return [{name: part[number] for name, part in parts.items()} for number in range(len(sizes))]
+
+
+def _rows(part: Fields, names: tuple[tuple[str, bool], ...]) -> LayerState:
+    """Return the tensors of a layer, each with its name and whether it is warm."""
+    if any(isinstance(each, Tracer) for each in part.values()):
+        return _rows_traced(part, names)
+    rows = {
+        name: {field: _first(_slice(x, n, n + 1)) for field, x in part.items()} for n, (name, _) in enumerate(names)
+    }
+    return _fitted(rows, names)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rows_traced(part: Fields, names: tuple[tuple[str, bool], ...]) -> LayerState:
+    parts = {field: jax.lax.split(x, (1,) * len(x)) for field, x in part.items()}
+    rows = {
+        name: {field: each[n].reshape(each[n].shape[1:]) for field, each in parts.items()}
+        for n, (name, _) in enumerate(names)
+    }
+    return _fitted(rows, names)
+
+
+def _fitted(rows: LayerState, names: Sequence[tuple[str, bool]]) -> LayerState:
+    warm = [name for name, is_warm in names if is_warm]
+    return rows | {name: rows[name] | {BINS: delayed.fit_bins(rows[name][BINS], is_warm=True)} for name in warm}
+
+
+def _slice(stack: Any, start: int, end: int) -> Any:
+    """Return some rows of arrays or shapes."""
+    if isinstance(stack, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((end - start, *stack.shape[1:]), stack.dtype, sharding=stack.sharding)
+    return stack[start:end]
+
+
+def _first(stack: Any) -> Any:
+    """Return the only row of arrays or shapes, sharded as it was."""
+    if not isinstance(stack, jax.ShapeDtypeStruct):
+        return stack[0]
+    sharding = stack.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
@@ -271,23 +340,5 @@ def _stack(rows: Sequence[Any]) -> Any:
     return jax.jit(_stacked, out_shardings=found if isinstance(found, NamedSharding) else None)(rows)
 
 
-def _unstack(stack: Any) -> Sequence[Any]:
-    """Return the rows of a stack."""
-    if isinstance(stack, Tracer):
-        return _rows(stack)
-    sharding = getattr(stack, "sharding", None)
-    is_named = isinstance(sharding, NamedSharding)
-    if is_named:
-        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
-    if isinstance(stack, jax.ShapeDtypeStruct):
-        return [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)] * stack.shape[0]
-    return jax.jit(_rows, out_shardings=sharding if is_named else None)(stack)
-
-
 def _stacked(rows: Sequence[Any]) -> jax.Array:
     return jnp.stack(rows)
-
-
-def _rows(stack: Any) -> list[jax.Array]:
-    # One operation, whose transpose is one: of indexing it would be a sum of as many arrays of the whole size.
-    return [part.reshape(part.shape[1:]) for part in jax.lax.split(stack, (1,) * len(stack))]

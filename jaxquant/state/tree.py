@@ -73,6 +73,8 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     Raises:
       TypeError, ValueError: the arguments are swapped, or one of them is the whole variables.
     """
+    if not isinstance(quant_state, Mapping | Tables):
+        _named_tables(quant_state)
     leaves = jax.tree.leaves(quant_state, is_leaf=is_tables)
     names = list(params) if isinstance(params, Mapping) else type(params).__name__
     of_function = any(row.startswith("params/") for table in tables_of(quant_state) for row in table.rows)
@@ -80,7 +82,8 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
         has = list(quant_state) if isinstance(quant_state, Mapping) else type(quant_state).__name__
         raise ValueError(
             f"params has {names} and quant_state has {has}: they are swapped, or one of them is the whole variables; "
-            "call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
+            "call merge(params, quant_state) with the two parts that jaxquant.state.split returns, and read nested "
+            "state with jaxquant.state.from_flax"
         )
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if leaves else {})
 
@@ -327,10 +330,15 @@ def _difference(first: Mapping[str, Tables], second: Mapping[str, Tables]) -> st
     shapes: list[dict[str, Any]] = []
     for each in (first, second):
         tables = [(name, table) for name, state in each.items() for table in state.tables]
-        kinds = [(name, table, {f: jnp.shape(x) for f, x in table.fields.items()}) for name, table in tables]
+        kinds = [(name, table, _row_shapes(table)) for name, table in tables]
         shapes.append({f"{name}{row}": kind for name, table, kind in kinds for row in table.rows})
     names = [*shapes[0], *(name for name in shapes[1] if name not in shapes[0])]
     return next((name for name in names if shapes[0].get(name) != shapes[1].get(name)), None)
+
+
+def _row_shapes(table: Table) -> dict[str, tuple[int, ...]]:
+    axis = table.axis
+    return {field: (*jnp.shape(x)[:axis], *jnp.shape(x)[axis + 1 :]) for field, x in table.fields.items()}
 
 
 def _advance(old: Fields, observation: Fields) -> Fields:
@@ -361,8 +369,7 @@ def _take_bins(fields: Fields, source: Fields) -> Fields:
             "optax.MultiSteps on an NNX model with weight sparsity or amax_init 'flax': their state has no place for "
             "what micro-batches observed; add up the gradients of the micro-batches with jaxquant.state.accumulate"
         )
-    # The uses, by which the scale is divided, are those of the step that ends.
-    return fields | {BINS: source[BINS].at[..., -1].set(0)}
+    return fields | {BINS: source[BINS]}
 
 
 def _add_waiting(observation: Fields, state: Fields) -> Fields:

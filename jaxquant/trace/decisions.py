@@ -16,7 +16,7 @@ from jaxquant.core.quant_state import BINS, LayerState
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.state import watch
-from jaxquant.trace import contract, paths
+from jaxquant.trace import contract
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Derived
 from jaxquant.trace.plan import Contraction, Key, Plan
@@ -90,16 +90,16 @@ class Decisions:
     def read_states(
         self,
         plan: Plan,
-        rows: Mapping[str, Any],
+        layers: Mapping[str, LayerState],
         dialect: FaceHooks,
         served: Collection[Key] = (),
         fields_of: Callable[[Contraction], dict[str, contract.Shapes]] = contract.state_fields,
     ) -> dict[Key, LayerState]:
-        """Find the state of every chosen contraction among the rows of quant state.
+        """Find the state of every chosen contraction among that of the layers.
 
         Args:
           plan: of the program.
-          rows: of the whole model's quant state.
+          layers: the state of the whole model's.
           dialect: says what is missing, and what does not fit.
           served: what has a converted kernel, and needs no state.
           fields_of: returns the shapes of the fields that are needed.
@@ -121,7 +121,7 @@ class Decisions:
                     f"{' and '.join(_layout(key) for key in self.states if key[0] == site.names)}; quantize this "
                     "function by itself, with a state of its own"
                 )
-            given = {tensor: rows.get(paths.row(name, tensor), {}) for tensor in wanted}
+            given = {tensor: layers.get(name, {}).get(tensor, {}) for tensor in wanted}
             for tensor, fields in wanted.items():
                 for field, shape in fields.items():
                     if field not in given[tensor]:

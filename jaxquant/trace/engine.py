@@ -25,7 +25,7 @@ from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
-from jaxquant.state.table import Tables, make_state, warm_rows
+from jaxquant.state.table import Tables, layers_of, make_state
 from jaxquant.state.tree import refuse_trained
 from jaxquant.state.watch import NOT_TRAINED, refuse_gradient
 from jaxquant.trace import contract, converted, kernels, paths
@@ -141,7 +141,7 @@ class Engine:
         for site in traced.analysis.plan.chosen:
             if (path := decisions.states.get(site.key)) is not None:
                 made = contract.make_state(site, traced.leaves)
-                rows |= {paths.row(path, tensor): fields for tensor, fields in made.items()}
+                rows |= {f"{path}/{tensor}" if path else tensor: fields for tensor, fields in made.items()}
         return make_state(rows)
 
     def convert(
@@ -176,7 +176,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, leaves, self.backend)
         fields = contract.kernel_fields
-        states = decisions.read_states(analysis.plan, warm_rows(quant_state), self.dialect, served, fields_of=fields)
+        states = decisions.read_states(analysis.plan, layers_of(quant_state), self.dialect, served, fields_of=fields)
         for text in kernels.far_examples(analysis, jax.tree.leaves(self._marked(params, args)[1]), states):
             warnings.warn(text, stacklevel=3)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
@@ -315,18 +315,18 @@ class Engine:
         if self.resolver is None and instead is None:
             return _Call(not self.dialect.is_model)(fn, params, args)
         prefix, is_whole, skips = place
-        rows = warm_rows(quant_state)
+        layers = layers_of(quant_state)
         traced = self._trace(fn, params, args, prefix, is_kept)
         analysis, consts, arrays = traced.analysis, traced.closed.consts, [*traced.leaves, *jax.tree.leaves(args)]
         if instead is not None:
-            return traced.rebuild(instead(analysis, consts, arrays, rows))
+            return traced.rebuild(instead(analysis, consts, arrays, layers))
         decisions = self.decide(analysis, is_whole)
         if skips and not analysis.plan.chosen:
             return _SKIPPED
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, traced.leaves, self.backend, must_be_converted=must)
         speech = dataclasses.replace(self.dialect, missing=functools.partial(self._missing, bool(served)))
-        states = decisions.read_states(analysis.plan, rows, speech, served)
+        states = decisions.read_states(analysis.plan, layers, speech, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)

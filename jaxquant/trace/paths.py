@@ -74,8 +74,3 @@ def layer_path(layers: Iterable[Name]) -> str:
             break
         common.append(parts[0])
     return "/".join(common) or "+".join("/".join(name) or "root" for name in distinct)
-
-
-def row(path: str, tensor: str) -> str:
-    """Return the name of a tensor's row in a table of quant state, of the path of its layer's state."""
-    return f"{path}/{tensor}" if path else tensor

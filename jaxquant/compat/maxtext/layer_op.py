@@ -29,7 +29,7 @@ from jaxquant.ops import sparsity
 from jaxquant.ops.dimensions import ContractionOptions, Dimensions, Product
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.state import watch
-from jaxquant.state.table import ENTRY, make_state, warm_rows
+from jaxquant.state.table import ENTRY, layers_of, make_state
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, refuse_trained
 
 Array = jax.Array
@@ -100,7 +100,7 @@ class LayerOp(nn.Module):
             )
         state: Any = self.variable(OVERWRITE_WITH_GRADIENT, ENTRY, make_state, initial).value
         refuse_trained(state)
-        return warm_rows(state)
+        return layers_of(state)[""]
 
     def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
         """Return state, watched so that a gradient which leaves it out is an error."""
