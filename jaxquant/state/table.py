@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -159,13 +159,13 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
                     f"quant state {prefix + table.rows[0]!r} has {table.axis:+d} axes beside those that it was made "
                     f"with, as of stacked layers; {way}, or map it along with the parameters (nnx.StateAxes)"
                 )
-            names = [name.rpartition("/") for name in table.rows]
-            warm = [each and fits_bins for each in table.warm]
-            groups = [[*group] for _, group in itertools.groupby(range(len(names)), lambda row: names[row][0])]
-            parts = _cut(table.fields, tuple(map(len, groups)))
-            for part, group in zip(parts, groups, strict=True):
-                rows = _rows(part, tuple((names[row][2], warm[row]) for row in group))
-                layers.setdefault((prefix + names[group[0]][0]).rstrip("/"), {}).update(rows)
+            marks = (each and fits_bins for each in table.warm)
+            rows = [(*name.rpartition("/"), is_warm) for name, is_warm in zip(table.rows, marks, strict=True)]
+            groups = [(path, [*group]) for path, group in itertools.groupby(rows, lambda row: row[0])]
+            parts = _cut(table.fields, tuple(len(group) for _, group in groups))
+            for part, (path, group) in zip(parts, groups, strict=True):
+                own = _rows(part, tuple((tensor, is_warm) for *_, tensor, is_warm in group))
+                layers.setdefault((prefix + path).rstrip("/"), {}).update(own)
     return layers
 
 
@@ -216,17 +216,22 @@ def _slice(stack: Any, start: int, end: int) -> Any:
     """Return some rows of arrays or shapes."""
     if isinstance(stack, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((end - start, *stack.shape[1:]), stack.dtype, sharding=stack.sharding)
-    return stack[start:end]
+    return _kept(lambda x: x[start:end], stack, getattr(stack, "sharding", None))
 
 
 def _first(stack: Any) -> Any:
     """Return the only row of arrays or shapes, sharded as it was."""
-    if not isinstance(stack, jax.ShapeDtypeStruct):
-        return stack[0]
-    sharding = stack.sharding
+    sharding = getattr(stack, "sharding", None)
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
+    if not isinstance(stack, jax.ShapeDtypeStruct):
+        return _kept(lambda x: x[0], stack, sharding)
     return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
+
+
+def _kept(function: Callable[[Any], Any], stack: Any, sharding: Any) -> Any:
+    """Call a function of an array, and place the result."""
+    return jax.jit(function, out_shardings=sharding)(stack) if isinstance(sharding, NamedSharding) else function(stack)
 
 
 def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:

@@ -197,7 +197,8 @@ def update(quant_state: Any, observation: Any) -> Any:
 def accumulate(total: Any, observation: Any) -> Any:
     """Combine what two backward passes observed of the same quant state, as micro-batches.
 
-    Its sum; in flax mode, whose "gradients" are new states, the larger of each. The order does not matter.
+    Marks are added; in flax mode, whose "gradients" are new states, the larger of each counts. The order does not
+    matter.
 
     Args:
       total: what was observed so far; ``no_observation(quant_state)`` is where to begin.
@@ -358,9 +359,12 @@ def _advance(old: Fields, observation: Fields) -> Fields:
 
 
 def _combine(total: Fields, observation: Fields) -> Fields:
-    if BINS in total or HISTORY not in total:  # sums, which are divided by their uses in the update
-        return jax.tree.map(jnp.add, total, observation)
-    return jax.tree.map(jnp.maximum, total, observation)
+    # Marks in bins are added, and what sparse weights observed, which is divided by its uses in the update. Of the rest
+    # flax's protocol reads the larger, and an update nothing.
+    return {
+        name: jnp.maximum(x, observation[name]) if name in (SCALE, HISTORY) else x + observation[name]
+        for name, x in total.items()
+    }
 
 
 def _take_bins(fields: Fields, source: Fields) -> Fields:

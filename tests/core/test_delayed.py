@@ -68,8 +68,10 @@ def test_one_use_marks_one_bin_and_itself():
     """Its cells are zeros and ones: they stay what they are under any weights, casts and sums."""
     for amax in (0.0, 3.5, 1.0 + 2.0**-23, 1.125 - 2.0**-23, math.inf, math.nan):
         _, new = emitted(amax)
-        expected = np.zeros((1, delayed.BINS), np.float32)
-        expected[0, [int(delayed.bin_of(jnp.float32(amax))) if math.isfinite(amax) else 2040, -1]] = 1
+        expected = np.zeros((1, delayed.CELLS), np.float32)
+        expected[0, [int(delayed.bin_of(jnp.float32(amax))) if math.isfinite(amax) else 2040, delayed.BINS - 1]] = 1
+        bits = int(np.float32(new["scale"][0]).view(np.uint32))
+        expected[0, delayed.BINS :] = [bits >> n & 1 for n in range(31)]
         np.testing.assert_array_equal(new["amax_bins"], expected)
 
 

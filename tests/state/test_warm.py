@@ -18,7 +18,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.operand import quantize_operand
-from jaxquant.state.table import make_state, tables_of, warm_rows
+from jaxquant.state.table import layers_of, make_state, tables_of
 
 RECIPE = RECIPES["fp8"].recipe
 assert RECIPE is not None
@@ -39,7 +39,7 @@ def step(state, x, uses_second):
     """Take a step of two layers, the second of which may be left out."""
 
     def loss(kernels, state, x):
-        rows = warm_rows(state)
+        rows = {f"{path}/{name}": row for path, own in layers_of(state).items() for name, row in own.items()}
         y = dot_general(x, kernels["first"], DIMS, recipe=RECIPE, state=layer(rows, "first"))
         second = lambda y: dot_general(y, kernels["second"], DIMS, recipe=RECIPE, state=layer(rows, "second"))  # noqa: E731
         y = jax.lax.cond(uses_second, second, lambda y: y, y.astype(jnp.float32))
