@@ -28,7 +28,7 @@ from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twi
 from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
-from jaxquant.state.table import Tables, make_state, rows_of
+from jaxquant.state.table import Tables, behind, make_state, rows_of
 from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
@@ -200,13 +200,15 @@ class Face:
     def hold_states(self, model: nnx.Module, states: Tables) -> None:
         """Add to the module of every weight a variable with its quant state."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+        assert self.engine.decisions is not None
+        scans = {path: len(stack) for (_, stack, _), path in self.engine.decisions.states.items()}
         layers: dict[str, dict[str, Any]] = {}
         for row, fields in rows_of(states).items():
             layer, _, tensor = row.rpartition("/")
             layers.setdefault(layer, {})[tensor] = fields
         for layer, rows in layers.items():
             owner, _, name = layer.rpartition("/")
-            setattr(modules[owner], name, QuantState(make_state(rows)))
+            setattr(modules[owner], name, QuantState(behind(make_state(rows), scans[layer])))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ class Table:
     """The state of tensors whose fields have the same shapes and dtypes.
 
     Attributes:
-      fields: arrays by field, with an axis of rows in front of a tensor's own. ``nn.scan`` and ``jax.vmap`` over whole
-        states put theirs before it.
+      fields: arrays by field, with an axis of rows in front of a tensor's own, but behind those of layers that
+        ``nnx.scan`` slices, and of whole states under ``nn.scan`` and ``jax.vmap``.
       rows: path of the layer's state and name of the tensor, joined by "/".
       warm: for each row, whether the tensor is scaled by its history alone (``state.warm``).
       rank: of the field whose name comes first, without further axes.
@@ -134,10 +134,10 @@ def rows_of(quant_state: Any) -> dict[str, Fields]:
 
     Args:
       quant_state: of a Linen model, an NNX model (``nnx.to_pure_dict``) or a function; or what was observed of it.
+        Axes in front of the rows, as of layers under ``nnx.scan`` or of an ensemble, are in front of each row's own.
 
     Raises:
       TypeError: not quant state.
-      ValueError: arrays with further axes in front, as of an ensemble.
     """
     layers = layers_of(quant_state, fits_bins=False).items()
     return {f"{layer}/{name}".lstrip("/"): row for layer, rows in layers for name, row in rows.items()}
@@ -153,20 +153,38 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
     layers: dict[str, LayerState] = {}
     for prefix, state in named_tables(quant_state):
         for table in state.tables:
-            if table.axis:
-                way = "read an ensemble inside of jax.vmap" if table.axis > 0 else "make each member inside of jax.vmap"
+            if table.axis < 0:
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} has {table.axis:+d} axes beside those that it was made "
-                    f"with, as of stacked layers; {way}, or map it along with the parameters (nnx.StateAxes)"
+                    f"quant state {prefix + table.rows[0]!r} lacks {-table.axis} of the axes it was made with"
                 )
             marks = (each and fits_bins for each in table.warm)
             rows = [(*name.rpartition("/"), is_warm) for name, is_warm in zip(table.rows, marks, strict=True)]
             groups = [(path, [*group]) for path, group in itertools.groupby(rows, lambda row: row[0])]
-            parts = _cut(table.fields, tuple(len(group) for _, group in groups))
+            fields = {name: _moved(x, table.axis, 0) for name, x in table.fields.items()}
+            parts = _cut(fields, tuple(len(group) for _, group in groups))
             for part, (path, group) in zip(parts, groups, strict=True):
                 own = _rows(part, tuple((tensor, is_warm) for *_, tensor, is_warm in group))
                 layers.setdefault((prefix + path).rstrip("/"), {}).update(own)
     return layers
+
+
+def behind(state: Tables, axes: int) -> Tables:
+    """Return state whose axis of rows is behind the first axes of a row, those of layers that ``nnx.scan`` slices."""
+
+    def move(table: Table) -> Table:
+        fields = {name: _moved(x, 0, axes) for name, x in table.fields.items()}
+        return dataclasses.replace(table, fields=fields, rank=table.rank - axes)
+
+    return Tables(tuple(map(move, state.tables)))
+
+
+def _moved(x: Any, source: int, to: int) -> Any:
+    """Move an axis of an array or a shape."""
+    if source == to:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: jnp.moveaxis(x, source, to), x)
+    return jnp.moveaxis(x, source, to)
 
 
 def _cut(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
@@ -240,7 +258,8 @@ def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
         raise ValueError(f"quant state {different[0]!r} is stored or the model's, not both; restore its own model")
 
     def fill(table: Table) -> Table:
-        fields = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
+        stacks = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
+        fields = {field: _moved(x, 0, table.axis) for field, x in stacks.items()}
         return dataclasses.replace(table, fields=fields)
 
     return Tables(tuple(map(fill, like.tables)))
@@ -314,11 +333,12 @@ def _filled(table: Table, rows: Sequence[Fields]) -> Table:
             fields[field] = own if is_shape else _placed(jnp.zeros(own.shape, own.dtype), own)
             continue
         found = [row.get(field) for row in rows]
+        wanted = (*own.shape[: table.axis], *own.shape[table.axis + 1 :])
         for name, value in zip(table.rows, found, strict=True):
-            if value is None or tuple(value.shape) != tuple(own.shape[1:]):
+            if value is None or tuple(value.shape) != wanted:
                 has = "none" if value is None else f"shape {tuple(value.shape)}"
-                raise ValueError(f"quant state {name!r} has {field} of {has}, and the model's {tuple(own.shape[1:])}")
-        new: Any = _stack(found)
+                raise ValueError(f"quant state {name!r} has {field} of {has}, and the model's {wanted}")
+        new: Any = _moved(_stack(found), 0, table.axis)
         if isinstance(new, jax.ShapeDtypeStruct):
             fields[field] = jax.ShapeDtypeStruct(new.shape, own.dtype, sharding=new.sharding)
         else:

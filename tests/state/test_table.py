@@ -110,11 +110,10 @@ def test_a_stack_is_sharded_as_its_rows():
             assert found == {NamedSharding(mesh, PartitionSpec(*spec[1:]))}
 
 
-def test_an_ensemble_is_read_inside_of_vmap():
+def test_an_ensemble_has_its_axis_in_front_of_each_row():
     tables = trained()
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tables)
-    with pytest.raises(ValueError, match=r"\+1 axes beside those .*; read an ensemble inside of jax\.vmap"):
-        state.rows_of(two)
+    assert all(row["scale"].shape[0] == 2 for row in state.rows_of(two).values())
     assert_same(jax.tree.map(lambda leaf: leaf[1], jax.vmap(state.rows_of)(two)), state.rows_of(tables))
 
 
