@@ -29,7 +29,7 @@ from jaxtyping import Float
 
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends import Backend
-from jaxquant.backends.base import ContractionArguments
+from jaxquant.backends.base import Setup
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
@@ -286,9 +286,7 @@ class _Tapped(Backend):
         """Return what computes a contraction, tapped; see ``Backend.runner``."""
         return _Tapped(self._backend.runner(operation, recipe, dtype, is_split))
 
-    def contract(
-        self, lhs: Array, rhs: Any, product: Product, given: ContractionArguments, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Any, product: Product, given: Setup, group_sizes: Array | None = None) -> Array:
         """Compute a contraction and tap it; see ``Backend.contract``."""
         state: dict[str, Any] = dict(given.state or {})
         probe = state.pop(HEALTH)[PROBE]

@@ -40,16 +40,7 @@ from jaxquant.backends._aqt import (
 )
 from jaxquant.backends._aqt import tiled_dot_general as tiling
 from jaxquant.backends._aqt import utils as aqt_utils
-from jaxquant.backends.honours import (
-    NATIVE_INSTEAD,
-    FieldValue,
-    Honours,
-    Unsupported,
-    any_value,
-    check_honoured,
-    only,
-    refuse,
-)
+from jaxquant.backends.honours import NATIVE_INSTEAD, FieldValue, Gap, Honours, any_value, check_honoured, only, refuse
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
@@ -91,46 +82,46 @@ _refuse = functools.partial(refuse, "AQT")
 # -- what AQT honours, field by field ----------------------------------------------------------------------------------
 
 
-def _dtype(asked: FieldValue) -> Unsupported | None:
+def _dtype(asked: FieldValue) -> Gap | None:
     if asked.value in _FP8 or element(asked.value).kind == "int":
         return None
-    return Unsupported(f"element type {asked.value}", "use quant_backend 'native' or 'qwix'")
+    return Gap(f"element type {asked.value}", "use quant_backend 'native' or 'qwix'")
 
 
-def _granularity(asked: FieldValue) -> Unsupported | None:
+def _granularity(asked: FieldValue) -> Gap | None:
     if asked.value == "per_tile" and not asked.place.startswith("fwd"):
-        return Unsupported("tiles in a backward matmul")
+        return Gap("tiles in a backward matmul")
     if asked.value == "per_tile" and asked.spec.tiling != "each_axis":
-        return Unsupported("tiles that nest along several axes", "use tiling 'each_axis', or quant_backend 'native'")
+        return Gap("tiles that nest along several axes", "use tiling 'each_axis', or quant_backend 'native'")
     return only("per_tensor", "per_tile")(asked)
 
 
-def _calibration(asked: FieldValue) -> Unsupported | None:
+def _calibration(asked: FieldValue) -> Gap | None:
     method = asked.spec.calibration
     if method.method == "fixed" and method.is_symmetric:
         return None
-    return Unsupported(f"calibration {method}", "use absmax, a symmetric fixed range, or another quant_backend")
+    return Gap(f"calibration {method}", "use absmax, a symmetric fixed range, or another quant_backend")
 
 
-def _rounding(asked: FieldValue) -> Unsupported | None:
+def _rounding(asked: FieldValue) -> Gap | None:
     if asked.value == "stochastic" and asked.spec.dtype in _FP8:
-        return Unsupported("stochastic rounding of subnormal fp8 numbers")
+        return Gap("stochastic rounding of subnormal fp8 numbers")
     return only("stochastic")(asked)
 
 
-def _scaling(asked: FieldValue) -> Unsupported | None:
-    return Unsupported("delayed scaling that trains as a state") if asked.value == "delayed" else Unsupported()
+def _scaling(asked: FieldValue) -> Gap | None:
+    return Gap("delayed scaling that trains as a state") if asked.value == "delayed" else Gap()
 
 
-def _shards(asked: FieldValue) -> Unsupported | None:
-    return Unsupported("shards in the forward matmul", "use tile_size", "fwd_lhs") if asked.place == "fwd" else None
+def _shards(asked: FieldValue) -> Gap | None:
+    return Gap("shards in the forward matmul", "use tile_size", "fwd_lhs") if asked.place == "fwd" else None
 
 
 HONOURS: Honours = {
     Recipe: {
         "name": any_value,
-        "delayed": lambda asked: Unsupported("delayed scaling that trains as a state", place="fwd_rhs"),
-        "sparsity": lambda asked: Unsupported("N:M sparsity", place="fwd_rhs"),
+        "delayed": lambda asked: Gap("delayed scaling that trains as a state", place="fwd_rhs"),
+        "sparsity": lambda asked: Gap("N:M sparsity", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": any_value, "shards": _shards},
     TensorSpec: {

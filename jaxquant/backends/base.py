@@ -20,7 +20,7 @@ from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
-from jaxquant.ops.dimensions import DEFAULT_OPTIONS, ContractionOptions, Dimensions, Product
+from jaxquant.ops.dimensions import DEFAULT_OPTIONS, Dimensions, OpOptions, Product
 from jaxquant.ops.gradients import once
 from jaxquant.ops.pieces import with_shards
 from jaxquant.ops.prepared import share
@@ -31,7 +31,7 @@ RANDOM_STREAM = "quant"
 
 
 @dataclasses.dataclass(frozen=True)
-class ContractionArguments:
+class Setup:
     """What a contraction of a traced function is given beside its operands.
 
     Attributes:
@@ -45,7 +45,7 @@ class ContractionArguments:
     recipe: Recipe
     state: QuantState | None = None
     key: RandomKey | None = None
-    how: ContractionOptions = DEFAULT_OPTIONS
+    how: OpOptions = DEFAULT_OPTIONS
     prepared: Any = None
 
 
@@ -101,7 +101,7 @@ class Backend:
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
-        given: ContractionArguments,
+        given: Setup,
         group_sizes: Array | None = None,
     ) -> Array:
         """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
@@ -222,7 +222,7 @@ class LibraryBackend(Backend):
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
-        given: ContractionArguments,
+        given: Setup,
         group_sizes: Array | None = None,
     ) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
@@ -268,7 +268,7 @@ class LibraryBackend(Backend):
 
         return gradient
 
-    def _refuse_dropped(self, dtype: Any, product: Product, how: ContractionOptions) -> None:
+    def _refuse_dropped(self, dtype: Any, product: Product, how: OpOptions) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
         asked = product.precision if isinstance(product.precision, tuple) else (product.precision,)
         is_other = product.dtype is not None and jnp.dtype(product.dtype) != dtype

@@ -50,7 +50,7 @@ class FieldValue:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unsupported:
+class Gap:
     """What a backend lacks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Unsupported:
     place: str = ""
 
 
-HonourRule = Callable[[FieldValue], Unsupported | None]
+HonourRule = Callable[[FieldValue], Gap | None]
 Honours = Mapping[type, Mapping[str, HonourRule]]
 
 
@@ -74,7 +74,7 @@ def any_value(asked: FieldValue) -> None:
 
 def only(*values: Any) -> HonourRule:
     """Return a rule that honours these values beside the default."""
-    return lambda asked: None if asked.value in values else Unsupported()
+    return lambda asked: None if asked.value in values else Gap()
 
 
 def refuse(title: str, recipe: Recipe, place: str, what: str, instead: str = NATIVE_INSTEAD) -> NotImplementedError:
@@ -104,7 +104,7 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
     """
     for asked in _asked(recipe, honours, recipe, "", (), ""):
         rule = honours[type(asked.owners[-1])].get(asked.field.rpartition(".")[2])
-        lack = Unsupported() if rule is None else rule(asked)
+        lack = Gap() if rule is None else rule(asked)
         if lack is not None:
             what = lack.what or f"{asked.field} {asked.value!r}"
             raise refuse(title, recipe, lack.place or asked.place, what, lack.instead)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant import ops
-from jaxquant.backends.base import Backend, ContractionArguments
+from jaxquant.backends.base import Backend, Setup
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -54,7 +54,7 @@ class NativeBackend(Backend):
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
-        given: ContractionArguments,
+        given: Setup,
         group_sizes: Array | None = None,
     ) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""

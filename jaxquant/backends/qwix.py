@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends._versions import require
-from jaxquant.backends.base import ContractionArguments, LibraryBackend
+from jaxquant.backends.base import LibraryBackend, Setup
 from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
 from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, to_qwix
 from jaxquant.config.backends import BACKENDS
@@ -169,7 +169,7 @@ class QwixBackend(LibraryBackend):
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
-        given: ContractionArguments,
+        given: Setup,
         group_sizes: Array | None = None,
     ) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
@@ -181,9 +181,7 @@ class QwixBackend(LibraryBackend):
             raise refuse("Qwix", given.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
         return super().contract(lhs, rhs, product, given, group_sizes)
 
-    def _contract_wide(
-        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: ContractionArguments
-    ) -> Array:
+    def _contract_wide(self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Setup) -> Array:
         """Contract an activation of two free axes or more: XLA for CPUs fails on 4 bits that it need not reshape."""
         (contract, others), (batch, rhs_batch) = product.numbers
         new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxquant.backends.honours import FieldValue, Honours, Unsupported, any_value, check_honoured, only, refuse
+from jaxquant.backends.honours import FieldValue, Gap, Honours, any_value, check_honoured, only, refuse
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
@@ -19,43 +19,41 @@ _refuse = functools.partial(refuse, "Qwix")
 # -- what Qwix honours, field by field ---------------------------------------------------------------------------------
 
 
-def _granularity(asked: FieldValue) -> Unsupported | None:
-    return Unsupported("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
+def _granularity(asked: FieldValue) -> Gap | None:
+    return Gap("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
 
 
-def _calibration(asked: FieldValue) -> Unsupported | None:
+def _calibration(asked: FieldValue) -> Gap | None:
     method = asked.spec.calibration
     if method.method == "fixed" and asked.spec.granularity != "per_tensor":
-        return Unsupported("fixed range per channel")
+        return Gap("fixed range per channel")
     if not method.is_symmetric and (not asked.place.startswith("fwd") or _has_quantized_backward(asked.recipe)):
-        return Unsupported(f"asymmetric calibration {method} beside a quantized backward matmul")
+        return Gap(f"asymmetric calibration {method} beside a quantized backward matmul")
     return only("minmax", "rms", "fixed")(asked)
 
 
-def _scaling(asked: FieldValue) -> Unsupported | None:
-    return Unsupported("delayed scaling") if asked.value == "delayed" else Unsupported()
+def _scaling(asked: FieldValue) -> Gap | None:
+    return Gap("delayed scaling") if asked.value == "delayed" else Gap()
 
 
-def _rounding(asked: FieldValue) -> Unsupported | None:
+def _rounding(asked: FieldValue) -> Gap | None:
     if not asked.is_gradient:
-        return Unsupported("stochastic rounding of other than gradients")
+        return Gap("stochastic rounding of other than gradients")
     if element(asked.spec.dtype).kind == "float":
-        return Unsupported(f"stochastic rounding to {asked.spec.dtype}")
+        return Gap(f"stochastic rounding to {asked.spec.dtype}")
     return only("stochastic")(asked)
 
 
-def _accumulator(asked: FieldValue) -> Unsupported | None:
+def _accumulator(asked: FieldValue) -> Gap | None:
     specs = [asked.recipe.resolve(asked.place, side) for side in ("lhs", "rhs")]  # pyright: ignore[reportArgumentType]
     integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
     if asked.value == "int32" and integers:
         return None
-    return Unsupported(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
+    return Gap(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
 
 
-def _shards(asked: FieldValue) -> Unsupported | None:
-    return (
-        None if asked.place == "drhs" else Unsupported("shards outside the weight gradient", place=f"{asked.place}_lhs")
-    )
+def _shards(asked: FieldValue) -> Gap | None:
+    return None if asked.place == "drhs" else Gap("shards outside the weight gradient", place=f"{asked.place}_lhs")
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -63,7 +61,7 @@ HONOURS: Honours = {
     Recipe: {
         "name": any_value,
         # Its mask ignores the schedule and groups along the output axis.
-        "sparsity": lambda asked: Unsupported("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
+        "sparsity": lambda asked: Gap("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
     TensorSpec: {

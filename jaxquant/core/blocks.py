@@ -13,14 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import (
-    all_reduce_statistic,
-    broadcastable,
-    explicit_sharding,
-    merge_axes,
-    platform_of,
-    split_axes,
-)
+from jaxquant.core.sharding import all_reduce, broadcastable, explicit_sharding, merge_axes, platform_of, split_axes
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -114,7 +107,7 @@ def reduce_blocks(
         axes = [axis for axis in axes if axis < rows] + [rows, rows + 2] * (rows in axes) + [rows + 3]
     statistic = reduction(split, axis=tuple(axes), keepdims=True) if x.size else jnp.zeros(counts, x.dtype)
     statistic = (_rows_together(statistic) if is_turned and x.size else statistic).reshape(counts)
-    return statistic if collective is None else all_reduce_statistic(collective, statistic, x, except_axes)
+    return statistic if collective is None else all_reduce(collective, statistic, x, except_axes)
 
 
 def pad_blocks(x: Array, steps: dict[int, int]) -> Array:

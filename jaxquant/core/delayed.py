@@ -166,9 +166,7 @@ def _scale(
     return scale.reshape(old.shape)
 
 
-def poison_nonfinite(
-    scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element
-) -> Float[Array, "*shape"]:
+def poison_lost(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
     """Return the scales that multiply qvalues: NaN where these are integers and stand for NaN or infinity.
 
     A dynamic scale is not finite then by itself. Floats keep NaN, and saturate infinities.

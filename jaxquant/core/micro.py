@@ -19,7 +19,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
-from jaxquant.core.sharding import all_reduce_statistic
+from jaxquant.core.sharding import all_reduce
 
 Array = jax.Array
 _CODE = element("float8_e4m3fn")
@@ -60,7 +60,7 @@ def quantize_micro(
     if whole is not None:
         highest = whole(amax)
     else:
-        highest = all_reduce_statistic(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0), x, except_axes)
+        highest = all_reduce(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0), x, except_axes)
     top = element(spec.dtype).bound / micro.headroom
     real, outer = _real_scales(amax, highest, top, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block

@@ -2,8 +2,8 @@
 
 Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type names the mesh axes along which the devices hold
 different values. Under axes of ``AxisType.Explicit`` it names the sharding. Elsewhere (one device, automatic sharding,
-``check_vma=False``) it says neither, and functions here return their argument; ``all_reduce_statistic`` alone combines
-over all manual axes where types name none.
+``check_vma=False``) it says neither, and functions here return their argument; ``all_reduce`` alone combines over all
+manual axes where types name none.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
     return x
 
 
-def all_reduce_statistic(reduce, statistic: Array, x: Array, except_axes: Collection[str] = ()) -> Array:
+def all_reduce(reduce, statistic: Array, x: Array, except_axes: Collection[str] = ()) -> Array:
     """Reduce a statistic of x over the devices that hold different parts of x, so that it is that of the whole.
 
     Args:

@@ -31,7 +31,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ContractionOptions:
+class OpOptions:
     """What changes the speed or the place of a result, never numbers.
 
     Attributes:
@@ -45,7 +45,7 @@ class ContractionOptions:
     stored: tuple[bool, bool, bool] = (False, False, False)
 
 
-DEFAULT_OPTIONS = ContractionOptions()
+DEFAULT_OPTIONS = OpOptions()
 """The op picks, and the result lies where ``jax.lax`` puts it."""
 
 

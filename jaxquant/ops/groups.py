@@ -22,7 +22,7 @@ from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
-from jaxquant.core.sharding import all_reduce_statistic
+from jaxquant.core.sharding import all_reduce
 from jaxquant.formats import encode_tensor
 from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
 from jaxquant.ops.gradients import without_outer
@@ -76,9 +76,7 @@ class Groups(NamedTuple):
     def largest(self, amax: Array, except_axes: Collection[str]) -> Array:
         """Return, of the amaxes [M, …] of blocks, the largest of each row's group, [M, 1, …]."""
         rows = amax.reshape(self.ids.size, -1)
-        found = all_reduce_statistic(
-            jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax, except_axes
-        )
+        found = all_reduce(jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax, except_axes)
         return of_rows(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
 
 
@@ -170,7 +168,7 @@ def quantize_rows(
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
-    statistic = all_reduce_statistic(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
+    statistic = all_reduce(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if (average := spec.calibration.average) is not None:
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         each = average[0](x.astype(jnp.float32) / of_rows(unit, ids))
@@ -178,7 +176,7 @@ def quantize_rows(
         total = total if has_own else total.sum(axis=1, keepdims=True)
         count = sizes[:, None].astype(jnp.float32) * (1 if has_own else x.shape[1])
         if is_whole:
-            total, count = (all_reduce_statistic(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
+            total, count = (all_reduce(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = average[1](total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)

@@ -25,7 +25,7 @@ from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
-from jaxquant.core.sharding import all_reduce_statistic, device_key, varying_axes
+from jaxquant.core.sharding import all_reduce, device_key, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import api as kernel
@@ -143,15 +143,11 @@ def quantize_operand(
         tensor, other, seen = cast(x, scale)
         if 0 in axes:
             tensor, other = other, tensor  # the copy has the contraction last
-        amax = all_reduce_statistic(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
+        amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
         if seen is not None:
-            return (
-                with_poisoned_scales(tensor, amax, spec),
-                with_poisoned_scales(other, amax, spec),
-                Observation(scale, amax),
-            )
+            return poisoned(tensor, amax, spec), poisoned(other, amax, spec), Observation(scale, amax)
     else:
-        amax = all_reduce_statistic(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
+        amax = all_reduce(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
         # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into what made x.
         why = "a scale without history waits for the amax, which XLA computes"
@@ -161,7 +157,7 @@ def quantize_operand(
         # makes what it holds vary alike, and an amax of all devices varies over none.)
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
-    tensor = with_poisoned_scales(tensor, amax, spec)
+    tensor = poisoned(tensor, amax, spec)
     return tensor, tensor, Observation(scale, amax)
 
 
@@ -170,9 +166,9 @@ def _alone(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
     return tensor, tensor, None
 
 
-def with_poisoned_scales(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
-    """Return a tensor whose scales are NaN where integers stand for NaN or infinity: ``delayed.poison_nonfinite``."""
-    return dataclasses.replace(tensor, scale=delayed.poison_nonfinite(tensor.scale, amax, element(spec.dtype)))
+def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
+    """Return a tensor whose scales are NaN where integers stand for NaN or infinity; see ``delayed.poison_lost``."""
+    return dataclasses.replace(tensor, scale=delayed.poison_lost(tensor.scale, amax, element(spec.dtype)))
 
 
 def _cut(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:

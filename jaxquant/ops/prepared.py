@@ -95,7 +95,7 @@ def make_prepared(
         kept, own = _own(x, recipe, side, axes, key, **more)
         seen = own if seen is None else seen
     elif kind == "forward" and seen is not None and spec is not None and element(spec.dtype).kind != "int":
-        seen = seen._replace(scale=None)  # the tensor has it; see delayed.poison_nonfinite for integers
+        seen = seen._replace(scale=None)  # the tensor has it; see delayed.poison_lost for integers
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
     return QuantizedOperand(forward, Residual(named(kept), None if reads else clip_mask(x, forward, spec), seen))
 

@@ -34,7 +34,7 @@ from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
-from jaxquant.core.sharding import all_reduce_statistic, explicit_sharding, platform_of
+from jaxquant.core.sharding import all_reduce, explicit_sharding, platform_of
 from jaxquant.kernels.platforms import unless_cut
 from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
@@ -62,7 +62,7 @@ from jaxquant.ops.groups import (
     with_groups,
 )
 from jaxquant.ops.implementation import choose_implementation, select_implementation
-from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, with_poisoned_scales
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
 from jaxquant.ops.pieces import eight_bits, scaled
 from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
@@ -365,9 +365,7 @@ class _Ragged(Operation):
         assert recipe.delayed is not None
         new = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))(with_groups(recipe, old), scale, amax)
         sizes = scaling_groups(recipe, groups).sizes
-        used = (
-            all_reduce_statistic(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0
-        )  # as all devices observe one amax
+        used = all_reduce(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe one amax
         new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
         return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 
@@ -375,10 +373,10 @@ class _Ragged(Operation):
         """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
         own = scaling_groups(self.recipe, groups).ids
         amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
-        amax = all_reduce_statistic(jax.lax.pmax, amax, x, self.recipe.expert_axes)
+        amax = all_reduce(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        return rows._replace(scale=delayed.poison_nonfinite(scale, amax[:, None], element(spec.dtype))), Observation(
+        return rows._replace(scale=delayed.poison_lost(scale, amax[:, None], element(spec.dtype))), Observation(
             scale, amax
         )
 
@@ -463,10 +461,10 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
         return quantize_weights(recipe, x, spec, 0, forward_key(x, spec, key)), None
     assert state is not None
     amax = jnp.max(absolute(x), axis=(1, 2))
-    amax = all_reduce_statistic(
+    amax = all_reduce(
         jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x, recipe.expert_axes
     )
     scale = _current_scale(recipe, state, amax, spec)
     compute = cast_dtype(recipe, x.dtype.name)
     tensor = quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute)
-    return with_poisoned_scales(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)
+    return poisoned(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)

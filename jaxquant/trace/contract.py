@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends import Backend
-from jaxquant.backends.base import ContractionArguments
+from jaxquant.backends.base import Setup
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, LayerState
@@ -21,7 +21,7 @@ from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.converted import each_element
-from jaxquant.ops.dimensions import ContractionOptions, Dimensions, Product
+from jaxquant.ops.dimensions import Dimensions, OpOptions, Product
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.implementation import select_implementation
 from jaxquant.trace.flow import Route
@@ -199,9 +199,7 @@ def contract(
         lhs, rhs, *sizes = operands
         for piece in ("quantize",) if sizes else ("dot_general", "quantize"):
             select_implementation(piece, site.implementation, lambda: f"{site.operation} has no kernel")
-        return backend.contract(
-            lhs, rhs, product, ContractionArguments(recipe, own, key, ContractionOptions(site.implementation)), *sizes
-        )
+        return backend.contract(lhs, rhs, product, Setup(recipe, own, key, OpOptions(site.implementation)), *sizes)
     dims = Dimensions.of(eqn.params["dimension_numbers"], *(x.ndim for x in operands))
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
     order = tuple(range(dims.out_ndim))
@@ -210,9 +208,7 @@ def contract(
     inner = dims if recipe.shares_experts else dims.of_element()
     place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
-    given = ContractionArguments(
-        recipe, how=ContractionOptions(site.implementation, place, site.stored), prepared=prepared
-    )
+    given = Setup(recipe, how=OpOptions(site.implementation, place, site.stored), prepared=prepared)
     run = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner.numbers), given)
     lhs, rhs = operands
     out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)
@@ -222,7 +218,7 @@ def contract(
 def _dot(
     backend: Backend,
     product: Product,
-    given: ContractionArguments,
+    given: Setup,
     activation: Array,
     weight: Array | ConvertedKernel,
     key: RandomKey | None,

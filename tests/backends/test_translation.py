@@ -17,7 +17,7 @@ import pytest
 import jaxquant
 from jaxquant.backends import aqt_config, load, qwix
 from jaxquant.backends._versions import require
-from jaxquant.backends.base import ContractionArguments
+from jaxquant.backends.base import Setup
 from jaxquant.compat import maxtext
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
@@ -46,7 +46,7 @@ def reusing(shards=1, grad=INT8):
 
 def aqt_dot(recipe, x, w, **product):
     """The matmul of two matrices on AQT."""
-    return load("aqt").contract(x, w, Product((((1,), (0,)), ((), ())), **product), ContractionArguments(recipe))
+    return load("aqt").contract(x, w, Product((((1,), (0,)), ((), ())), **product), Setup(recipe))
 
 
 def quantize(x, axis):

@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from jaxquant.backends import RANDOM_STREAM, Backend
 from jaxquant.backends._weights import check_converted, uncalibrated_error
-from jaxquant.backends.base import ContractionArguments
+from jaxquant.backends.base import Setup
 from jaxquant.compat.maxtext.stored import freeze, thaw
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
@@ -26,7 +26,7 @@ from jaxquant.core.quant_state import SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
-from jaxquant.ops.dimensions import ContractionOptions, Dimensions, Product
+from jaxquant.ops.dimensions import Dimensions, OpOptions, Product
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.state import watch
 from jaxquant.state.table import ENTRY, layers_of, make_state
@@ -74,11 +74,11 @@ class LayerOp(nn.Module):
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-        given = ContractionArguments(
+        given = Setup(
             recipe,
             self._watched((lhs, weight), amaxes),
             key,
-            ContractionOptions(self.quantization.resolver.implementation),
+            OpOptions(self.quantization.resolver.implementation),
         )
         out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
         if mode == "convert" and recipe.fwd.rhs is not None:
