@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import collections
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from scripts import lines
@@ -27,3 +30,60 @@ def test_no_room_is_above_its_budget():
 
 def test_no_file_knows_layer_classes():
     assert files_with(r"\b(nn|nnx)\.(Dense|DenseGeneral|Linear|LinearGeneral|Einsum|Conv|Embed)\b") == set()
+
+
+def test_every_option_has_a_caller():
+    """An argument with a default is passed by the package, a program or an example, or stands in the docs.
+
+    Kernels are called by a table, and ``compat`` has the signatures of other libraries.
+    """
+    trees = {path: ast.parse(path.read_text()) for room in CALLERS for path in sorted((ROOT / room).rglob("*.py"))}
+    passed: dict[str, set[str]] = collections.defaultdict(set)
+    counts: collections.Counter[str] = collections.Counter()
+    for tree in trees.values():
+        for name, count, keywords in calls(tree):
+            counts[name] = max(counts[name], count)
+            passed[name] |= keywords
+    docs = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    unused = []
+    for path, tree in trees.items():
+        if path.is_relative_to(ROOT / "jaxquant") and not re.search(r"/jaxquant/(kernels|compat)/", path.as_posix()):
+            for name, option, place in options(tree):
+                # A class is also called by the ``__init__`` of those that inherit from it.
+                count = max(counts[name], counts["__init__"] if name[:1].isupper() else 0)
+                is_passed = option in passed[name] or count > place or EVERYTHING in passed[name]
+                if not is_passed and not re.search(rf"\b{option}=|`{option}`", docs):
+                    unused.append(f"{path.relative_to(ROOT)}: {name}({option})")
+    assert unused == []
+
+
+CALLERS = ("jaxquant", "train", "examples", "validation")
+EVERYTHING = "**"
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, int, set[str]]]:
+    """Yield the last name of what each call calls, its number of arguments by position, and the names of others."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function, args = call.func, call.args
+        if last_name(function) == "partial" and args:
+            function, args = args[0], args[1:]
+        stars = [EVERYTHING for each in args if isinstance(each, ast.Starred)]
+        yield last_name(function), len(args), {*stars, *(each.arg or EVERYTHING for each in call.keywords)}
+
+
+def last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def options(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, str, float]]:
+    """Yield the name of what is called, an argument with a default, and its place; infinite for those by name alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("__")):
+            given = [*node.args.posonlyargs, *node.args.args]
+            bound = bool(owner and given and given[0].arg in ("self", "cls"))
+            name = owner if node.name == "__init__" else node.name
+            first = len(given) - len(node.args.defaults)
+            yield from ((name, each.arg, n - bound) for n, each in enumerate(given) if n >= first)
+            pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            yield from ((name, each.arg, float("inf")) for each, default in pairs if default is not None)
+        yield from options(node, node.name if isinstance(node, ast.ClassDef) else "")

@@ -20,8 +20,8 @@ from jaxquant.formats.codec import Codec, Parts, blocks_of, joined
 SUPER_BLOCK = 256
 
 
-def _floats(two_bytes: UInt8[Array, "... n 2"], dtype: str = "float16") -> Float[Array, "... n"]:
-    return jax.lax.bitcast_convert_type(two_bytes, dtype).astype(jnp.float32)
+def _floats(two_bytes: UInt8[Array, "... n 2"]) -> Float[Array, "... n"]:
+    return jax.lax.bitcast_convert_type(two_bytes, jnp.float16).astype(jnp.float32)
 
 
 def _shifted(data: UInt8[Array, "... n"], shifts: tuple[int, ...], mask: int) -> UInt8[Array, "... shifts n"]:

@@ -17,9 +17,7 @@ DECODED_ELEMENTS = 1 << 20
 """Elements of a kernel that are in float at a time."""
 
 
-def matmul(
-    x: Float[Array, "... K"], kernel: PackedArray, *, implementation: str | None = None
-) -> Float[Array, "... N"]:
+def matmul(x: Float[Array, "... K"], kernel: PackedArray) -> Float[Array, "... N"]:
     """Compute ``x · decode(kernel)``, a few rows of the kernel at a time, so that it is never whole in float.
 
     The kernel is decoded in float32 and rounded to the dtype of ``x``; products are summed in float32. The gradient is
@@ -29,13 +27,10 @@ def matmul(
       x: float.
       kernel: two axes, packed along the contraction, either ``[K, N]`` with axis 0 or ``[N, K]`` with axis 1, as
         checkpoints store it.
-      implementation: None or ``xla``; there is no other yet.
 
     Raises:
-      ValueError: shapes that do not fit, or another implementation.
+      ValueError: shapes that do not fit.
     """
-    if implementation not in (None, "xla"):
-        raise ValueError(f"implementation {implementation!r} of this matmul does not exist; use None or 'xla'")
     if kernel.ndim != 2 or x.ndim == 0 or x.shape[-1] != kernel.shape[kernel.axis]:
         raise ValueError(
             f"x of shape {x.shape} does not contract with a packed kernel of shape {kernel.shape} along its axis "
