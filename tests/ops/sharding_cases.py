@@ -37,6 +37,7 @@ from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec, TensorSpec
 from jaxquant.core.rounding import stochastic_cast
 from jaxquant.ops import dot_general, initial_state, ragged, sparsity
+from jaxquant.state.table import make_state
 from tests.ops.recipes import RECIPES
 
 M, K, N = 16, 32, 24
@@ -199,7 +200,8 @@ SIZES = np.array([5, 0, 9])
 
 def _updated(found: dict[str, Any], state: Any) -> dict[str, Any]:
     """Put the state of the next step in the place of what was seen of this one."""
-    return found | {"state": jaxquant.state.update(state, found["state"]) if state else {}}
+    new = jaxquant.state.update(make_state(state), make_state(found["state"])) if state else {}
+    return found | {"state": jaxquant.state.rows_of(new)}
 
 
 def _by_parts(op: Callable[..., Any], operands: Sequence[Any], state: Any) -> dict[str, Any]:

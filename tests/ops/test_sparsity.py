@@ -11,6 +11,7 @@ import pytest
 from jaxquant import maybe_quantize_model, state
 from jaxquant.core.recipe import SparsitySpec
 from jaxquant.ops.sparsity import initial_state, magnitude_mask, sparsify
+from jaxquant.state.table import make_state
 
 OPTIMIZED = False
 
@@ -58,25 +59,22 @@ def test_schedule_and_state_are_those_of_a_python_loop():
         if step + 1 >= 3 and (step + 1 - 3) % 2 == 0:
             mask = python_mask(np.asarray(w), 2, 4)
         np.testing.assert_array_equal(grad, np.ones((8, 3)))  # masked weights can come back
-        flat = lambda tree: {f"sparsity_{name}": leaf for name, leaf in tree.items()}  # noqa: E731
-        new = state.update(flat(kept), flat(seen))
-        kept = {name: new[f"sparsity_{name}"] for name in kept}
+        kept = updated(kept, seen)
         assert float(kept["step"]) == step + 1
         np.testing.assert_array_equal(kept["mask"].astype(bool), mask)
 
 
+def updated(kept, seen):
+    new = state.update(*(make_state({"sparsity": fields}) for fields in (kept, seen)))
+    return state.rows_of(new)["sparsity"]
+
+
 def test_two_uses_of_a_weight_count_one_step():
-    kept = {f"sparsity_{name}": leaf for name, leaf in initial_state(jnp.ones((8, 3)), SPEC, (0,)).items()}
-    seen = {
-        "sparsity_step": jnp.float32(2.0),
-        "sparsity_mask": 2 * kept["sparsity_mask"],
-        "sparsity_uses": jnp.float32(2),
-    }
-    new = state.update(kept, seen)
-    assert float(new["sparsity_step"]) == 1
-    np.testing.assert_array_equal(new["sparsity_mask"], kept["sparsity_mask"])
-    unused = state.update(new, jax.tree.map(jnp.zeros_like, new))
-    assert float(unused["sparsity_step"]) == 1
+    kept = initial_state(jnp.ones((8, 3)), SPEC, (0,))
+    new = updated(kept, {"step": jnp.float32(2.0), "mask": 2 * kept["mask"], "uses": jnp.float32(2)})
+    assert float(new["step"]) == 1
+    np.testing.assert_array_equal(new["mask"], kept["mask"])
+    assert float(updated(new, jax.tree.map(jnp.zeros_like, new))["step"]) == 1
 
 
 def test_training_saves_the_mask_and_evaluation_uses_it():
@@ -104,6 +102,6 @@ def test_training_saves_the_mask_and_evaluation_uses_it():
         np.testing.assert_allclose(before, value, rtol=1e-6)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         quant = state.update(quant, seen)
-        (saved,) = quant.values()
-        zeros = int((saved["sparsity_mask"] == 0).sum())
+        (saved,) = state.rows_of(quant).values()
+        zeros = int((saved["mask"] == 0).sum())
         assert zeros == (64 if i >= 1 else 0)  # the mask of the next step

@@ -26,19 +26,16 @@ def test_each_expert_has_a_mask():
     p, x = {"experts": {"w": normal(0, 3, 8, 4)}}, normal(1, 3, 5, 8)
     q = jaxquant.quantize(fn, SPARSE)
     state = q.init(p, x)
-    assert {name: leaf.shape for name, leaf in state["experts"].items()} == {
-        "sparsity_mask": (3, 8, 4),
-        "sparsity_step": (3,),
-        "sparsity_uses": (3,),
-    }
+    masks = quant_state.rows_of(state)["experts/sparsity"]
+    assert {name: leaf.shape for name, leaf in masks.items()} == {"mask": (3, 8, 4), "step": (3,), "uses": (3,)}
     alone = jaxquant.quantize(lambda p, x: x @ p["w"], SPARSE)
     out, seen = jax.value_and_grad(lambda s: jnp.sum(q(p, s, x)))(state)
     for expert in range(3):
         one = {"w": p["experts"]["w"][expert]}
         np.testing.assert_array_equal(q(p, state, x)[expert], jax.jit(alone)(one, alone.init(one, x[0]), x[expert]))
     assert jnp.isfinite(out)
-    new = quant_state.update(state, seen)["experts"]
-    assert new["sparsity_step"].tolist() == [1, 1, 1]
+    new = quant_state.rows_of(quant_state.update(state, seen))["experts/sparsity"]
+    assert new["step"].tolist() == [1, 1, 1]
 
 
 def test_a_mask_of_a_shape_is_refused():
@@ -46,7 +43,7 @@ def test_a_mask_of_a_shape_is_refused():
     with pytest.raises(TypeError, match=r"weight_sparsity_start_step 0 at 'w'.*got a shape"):
         q.init({"w": shape(8, 8)}, shape(2, 8))
     later = jaxquant.quantize(lambda p, x: x @ p["w"], SPARSE | {"weight_sparsity_start_step": 3})
-    assert later.init({"w": shape(8, 8)}, shape(2, 8))["w"]["sparsity_mask"].shape == (8, 8)
+    assert quant_state.rows_of(later.init({"w": shape(8, 8)}, shape(2, 8)))["w/sparsity"]["mask"].shape == (8, 8)
 
 
 def test_a_mask_of_two_parameters_is_refused():
@@ -70,7 +67,8 @@ def test_one_mask_of_several_parts_is_refused(fn, w):
     ):
         q.init({"w": normal(0, *w), "s": normal(1, 8)}, normal(2, 2, 8))
     multiple = jaxquant.quantize(lambda p, x: x @ (p["w"] * 2), SPARSE | {"weight_sparsity_start_step": 1})
-    assert multiple.init({"w": normal(0, 8, 8)}, normal(2, 2, 8))["w"]["sparsity_mask"].shape == (8, 8)
+    made = quant_state.rows_of(multiple.init({"w": normal(0, 8, 8)}, normal(2, 2, 8)))
+    assert made["w/sparsity"]["mask"].shape == (8, 8)
 
 
 def test_groups_that_do_not_divide_are_refused_where_the_layer_is_decided_on():

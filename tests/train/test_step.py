@@ -57,7 +57,7 @@ def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: Tra
     start, batch = jax.tree.map(np.array, start), next(data.train)
     step = lambda program: nested(program.step(start, batch, jnp.bool_(True))[0].quant_state)  # noqa: E731
     found = {k: step(program) for k, program in programs.items()}
-    count = 0
+    count = same = 0
     for (path, big), small, before in zip(
         jax.tree_util.tree_leaves_with_path(found[1]),
         jax.tree.leaves(found[4]),
@@ -67,11 +67,14 @@ def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: Tra
         name = jax.tree_util.keystr(path)
         if name.endswith("_amax_history']"):
             count += big[..., 0].size
-            assert (big[..., 0] != before[..., 0]).all(), name
-            np.testing.assert_allclose(small[..., 0], big[..., 0], rtol=numerics.MICRO_BATCH_AMAX, err_msg=name)
+            assert (big[..., 1] == before[..., 2]).all(), name  # rolled on
+            # Amaxes that differ in their last bits lie in one bin, a few in neighbours, whose ends are an eighth apart.
+            same += int((small[..., 0] == big[..., 0]).sum())
+            np.testing.assert_allclose(small[..., 0], big[..., 0], rtol=1 / 8, err_msg=name)
             big, small = big[..., 1:], small[..., 1:]
         np.testing.assert_allclose(small, big, rtol=numerics.DELAYED_SCALE, err_msg=name)
     assert count == 3 * 7 * config.num_layers
+    assert same >= 0.9 * count
 
 
 def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
