@@ -143,7 +143,8 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            y = model.apply(quant_state.merge(params, state), x, rngs=dict.fromkeys(keys, key))
+            variables = {"params": params, quant_state.OVERWRITE_WITH_GRADIENT: state}  # flax's ops have their own
+            y = model.apply(variables, x, rngs=dict.fromkeys(keys, key))
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
         return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)

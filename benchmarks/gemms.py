@@ -103,8 +103,7 @@ def prepare_gemms(
 
     variables = []
     for model, x in zip(models, inputs, strict=True):
-        params, state = quantization_state.split(jax.eval_shape(model.init, keys, x))
-        variables.append(filled(quantization_state.merge(params, quantization_state.warm(state))))
+        variables.append(filled(quantization_state.warm(jax.eval_shape(model.init, keys, x))))
     forward, facts = compiled(lambda variables, inputs: jax.vjp(run, variables, inputs), variables, inputs)
     _, pull = forward(variables, inputs)
     backward, more = compiled(lambda pull, grads: pull(grads), pull, grads)

@@ -190,6 +190,10 @@ def _read_text(file: Path) -> str:
 def _text(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{place} must be text, got {type(value).__name__}; set dataset_text_field")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds half a surrogate pair at character {error.start}, which is no text") from None
     return value
 
 

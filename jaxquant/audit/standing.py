@@ -52,7 +52,8 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     multiples of it, or where what was observed is squared or divided by, as norms and optimizers do. In a step that
     trains parameters it is lost where sums or multiples of what was observed take its place.
     """
-    histories = [each for each in program.inputs if each.name and each.name[-1] == HISTORY]
+    # Tables', and those under the names of flax's own ops.
+    histories = [each for each in program.inputs if each.name and each.name[-1].endswith(HISTORY)]
     if not histories or not any(each.is_backward for each in labeled):
         return Standing((), ())
     results = [each for each in program.outputs if each not in histories]
@@ -184,7 +185,7 @@ def _operands(labeled: Iterable[LabeledContraction]) -> Iterator[Value]:
 
 
 def _is_state(value: Value) -> bool:
-    return bool(value.name) and value.name[-1] in FIELDS
+    return value.name[-2:-1] == ("fields",) and value.name[-1] in FIELDS
 
 
 def _is_lost(value: Value) -> bool:

@@ -51,12 +51,12 @@ def _dot_converted(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers:
     translated = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None, _SERVE)
     translated.apply_custom_vjp_on_jax = False
     frozen = freeze(recipe, weight, numbers[0][1])
-    abstract_leaf = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
+    placeholder = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
 
     def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
         return translated.dg_core(a, b, None, frozen, numbers)[0]
 
-    return _tiled(recipe, lhs, abstract_leaf, numbers, dot)
+    return _tiled(recipe, lhs, placeholder, numbers, dot)
 
 
 def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> list[int]:

@@ -51,7 +51,7 @@ class FieldValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """What a backend lacks.
+    """A missing capability of a backend.
 
     Attributes:
       what: completes "AQT has no …"; empty names the field and its value.

@@ -12,8 +12,8 @@ differentiation *sums* these gradients, which destroys an amax. So an amax is re
 magnitudes, its float32 exponent and three highest mantissa bits, rounded up to the end of the bin (less than 12.5 %),
 and what is observed is a mark in that bin: the highest bin above zero holds the maximum, under a sum, a mean and any
 positive weights. The last bin marks each use, and 31 cells behind the bins mark the bits of the scale, which all uses
-of a step share. In a state ``amax_bins`` is zeros, which no step reads; but between the
-micro-batches of ``optax.MultiSteps`` on an NNX model it holds what they have observed so far. Flax mode has flax's
+of a step share. In a state ``amax_bins`` are zeros, and no step reads them. Exception: between the micro-batches
+of ``optax.MultiSteps`` on an NNX model they hold the observations so far. Flax mode has flax's
 protocol instead, for one use: the "gradient" is the new state.
 
 Marks and amaxes are never negative, in a state or an observation. An optimizer that takes the state for a weight
@@ -63,7 +63,7 @@ def initial_state(spec: DelayedSpec) -> TensorState:
 
 
 def empty_bins() -> Float[Array, "1 bins"]:
-    """Make the bins of a state, all zeros, with the column of a warm one or without."""
+    """Make the bins of a state without observations."""
     return jnp.zeros((1, CELLS), jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""``SHA256SUMS`` of a folder, in the format of ``sha256sum``: with it a reader finds a flipped bit in any file."""
+"""``SHA256SUMS`` of a folder, in the format of ``sha256sum``, used to detect damage in any file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 NAME = "SHA256SUMS"
-_LINE = re.compile(r"([0-9a-f]{64}) [ *](?!/|.*\.\.)([^\n]+)\n")
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?!/|(?:.*/)?\.\.(?:/|\n))([^\n]+)\n")
 
 
 def sha256_of(path: Path) -> str:
@@ -35,7 +35,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the sums of all files of a folder, or add those of some to the sums that it has."""
+    """Write the sums of all files of a folder; with ``names``, update only these entries."""
     sums = read_sums(folder) if names is not None and (folder / NAME).is_file() else {}
     sums |= {name: sha256_of(folder / name) for name in (files_of(folder) if names is None else names)}
     write_whole(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
@@ -52,7 +52,7 @@ def read_sums(folder: Path) -> dict[str, str]:
         raise ValueError(f"{place} is gone; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
-        raise ValueError(f"{place} is no list of sums; copy the folder again, or delete that file to go without")
+        raise ValueError(f"{place} is no list of sums; copy the folder again")
     return {name: digest for digest, name in _LINE.findall(text)}
 
 

@@ -5,8 +5,8 @@
                     QuantState variables of the model  ─────┘ and as their gradient what was seen
 
 A copy of the model is made that shares its arrays. In it every module's class becomes a subclass of the same name whose
-methods are traced when plain Python calls them; within a trace they are the plain methods. Quant state lies in
-variable beside each parameter that it belongs to, under ``quant_NAME`` of the module that owns the parameter.
+methods are traced when plain Python calls them; within a trace they are the plain methods. Quant state is
+stored in a variable ``quant_NAME`` next to each parameter, in the module that owns it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flax import nnx
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.quant_state import SCALE, STEP
 from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twice, subclass, wrap_methods
 from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
@@ -200,15 +201,15 @@ class Face:
     def hold_states(self, model: nnx.Module, states: Tables) -> None:
         """Add to the module of every weight a variable with its quant state."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        assert self.engine.decisions is not None
-        scans = {path: len(stack) for (_, stack, _), path in self.engine.decisions.states.items()}
         layers: dict[str, dict[str, Any]] = {}
         for row, fields in rows_of(states).items():
             layer, _, tensor = row.rpartition("/")
             layers.setdefault(layer, {})[tensor] = fields
         for layer, rows in layers.items():
             owner, _, name = layer.rpartition("/")
-            setattr(modules[owner], name, QuantState(behind(make_state(rows), scans[layer])))
+            # Axes of scanned layers and of experts come first: what maps parameters along axis 0 maps their state so.
+            lead = min(row[STEP].ndim if STEP in row else row[SCALE].ndim - 1 for row in rows.values())
+            setattr(modules[owner], name, QuantState(behind(make_state(rows), lead)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

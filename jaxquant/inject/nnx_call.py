@@ -17,7 +17,7 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class SideEffects:
-    """What a trace tells beside its arrays.
+    """Changes that a traced call made to its module.
 
     Attributes:
       changed: paths of the variables whose value changed.

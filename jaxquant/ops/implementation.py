@@ -103,7 +103,7 @@ def select_implementation(
     Args:
       piece, implementation: as ``choose_implementation`` takes them.
       refusal: says why the kernel does not compute this call, None where it does; asked where the kernel is wanted.
-      pays: the reason to pick the kernel if no implementation is asked for; None picks XLA's program.
+      reason_to_prefer: the reason to pick the kernel if no implementation is asked for; None picks XLA's program.
     """
     choice = choose_implementation(piece, implementation)
     if implementation is None and reason_to_prefer is not None:

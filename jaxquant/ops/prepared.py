@@ -3,7 +3,7 @@
 Neither depends on the other operand. So one activation that several layers read (query, key and value) is prepared
 once, by ``share``:
 
-    x ── share, by the states of all of them ──► Prepared ──► dot_general(x, weight, state, prepared), one a layer
+    x ── share, by all their states ──► QuantizedOperand ──► dot_general(x, weight, state, prepared), one a layer
 """
 
 from __future__ import annotations

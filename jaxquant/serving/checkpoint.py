@@ -24,6 +24,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.tensor_spec import TensorSpec
 from jaxquant.core.typed import build, convert, show
 from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
+from jaxquant.export.sums import NAME as SUMS
 from jaxquant.export.sums import check_sums, write_sums
 from jaxquant.serving.leaves import Leaf, check_like, describe, flatten, unflatten
 from jaxquant.serving.placement import ChooseSharding, choose_sharding, place, to_stored
@@ -94,6 +95,8 @@ def save(
       ValueError, TypeError: something that a checkpoint does not keep, named.
     """
     directory = Path(directory).resolve()
+    if taken := sorted({NAME, ARRAYS, SUMS} & set(files or {})):
+        raise ValueError(f"files has {taken[0]!r}, which the checkpoint writes itself; choose another name")
     if isinstance(params.get("params"), Mapping):
         raise ValueError("params has the collection 'params', so it is the whole variables; save variables['params']")
     leaves = flatten(params)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import serialization
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,10 +24,11 @@ from jaxquant.core import delayed
 from jaxquant.core.paths import join_path
 from jaxquant.core.quant_state import BINS, FIELDS, HISTORY, SPARSITY_FIELDS, Fields, LayerState
 
-ENTRY = "quant_state"
+ENTRY = "tables"
 """Name of the one variable that a Linen module holds in the collection of quant state; no part of a layer's path."""
 LARGEST = 48
-"""The most rows of a table: XLA for CPUs makes one function of all that a stack of observations is made of."""
+"""Maximum number of rows in a table. XLA:CPU compiles all producers of a stack into one function, so larger stacks
+compile slowly."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("fields",), meta_fields=("rows", "warm", "rank"))
@@ -35,11 +37,11 @@ class Table:
     """The state of tensors whose fields have the same shapes and dtypes.
 
     Attributes:
-      fields: arrays by field, with an axis of rows in front of a tensor's own, but behind those of layers that
-        ``nnx.scan`` slices, and of whole states under ``nn.scan`` and ``jax.vmap``.
+      fields: arrays by field. The row axis precedes a tensor's own axes and follows the axes that ``nn.scan``,
+        ``nnx.scan`` and ``jax.vmap`` add in front.
       rows: path of the layer's state and name of the tensor, joined by "/".
       warm: for each row, whether the tensor is scaled by its history alone (``state.warm``).
-      rank: of the field whose name comes first, without further axes.
+      rank: number of axes of the alphabetically first field, before a scan or ``vmap`` adds any; locates the row axis.
     """
 
     fields: Fields
@@ -74,8 +76,8 @@ class Tables:
 def make_state(rows: Mapping[str, Fields]) -> Tables:
     """Stack the state of tensors.
 
-    A stack is sharded as all of its rows are, its first axis is on no mesh axis; rows that are sharded in different
-    ways make one that is replicated. Masks of sparse weights, as large as these, are not stacked.
+    A stack has the sharding of its rows; the row axis is not sharded. If shardings differ, the stack is replicated.
+    Masks of sparse weights are not stacked, because each is as large as its weight.
 
     Args:
       rows: fields of each tensor; arrays, their shapes or tracers.
@@ -110,7 +112,7 @@ def tables_of(tree: Any) -> list[Table]:
 
 
 def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
-    """Yield each state within a pytree and what its rows have in front of their names: "", or a path that ends in "/".
+    """Yield (prefix of the row names, state) for each state in a pytree; the prefix is "" or ends in "/".
 
     Raises:
       TypeError: a leaf that belongs to no state.
@@ -119,11 +121,12 @@ def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
         if not is_tables(each):
             raise TypeError(
                 f"quant state has {type(each).__name__} at {join_path(path)!r}, not tables; pass what init or "
-                "jaxquant.state.split returned, and state of flax or of an earlier version through "
-                "jaxquant.state.from_flax"
+                "jaxquant.state.split returned, restore with such a state as template, and read nested state of flax "
+                "or of an earlier version by jaxquant.state.from_flax"
             )
         # Without the attribute under which a variable of NNX holds its value.
-        keys = [key for key in path if not isinstance(key, GetAttrKey) and getattr(key, "key", None) != ENTRY]
+        keys = [key for key in path if not isinstance(key, GetAttrKey)]
+        keys = keys[: len(keys) - (getattr(keys[-1], "key", None) == ENTRY)] if keys else keys
         yield f"{join_path(keys)}/" if keys else "", each
 
 
@@ -153,6 +156,12 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
     layers: dict[str, LayerState] = {}
     for prefix, state in named_tables(quant_state):
         for table in state.tables:
+            shape = table.fields[min(table.fields)].shape
+            if 0 <= table.axis < len(shape) and shape[table.axis] != len(table.rows):
+                raise ValueError(
+                    f"quant state {prefix + table.rows[0]!r} has shape {shape} and {len(table.rows)} rows on axis "
+                    f"{table.axis}; a scan or vmap over states must map axis 0"
+                )
             if table.axis < 0:
                 raise ValueError(
                     f"quant state {prefix + table.rows[0]!r} lacks {-table.axis} of the axes it was made with"
@@ -200,7 +209,7 @@ def _cut(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
 # Tables of one shape share a function, and so do layers: a program has few lines for each.
 @functools.partial(jax.jit, static_argnums=1)
 def _cut_traced(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
-    # One operation, whose transpose is one: of indexing it would be a sum of as many arrays of the whole size.
+    # The transpose of ``split`` is one concatenation; that of indexing is a sum of full-size arrays.
     parts = {name: jax.lax.split(stack, sizes) for name, stack in fields.items()}
     return [{name: part[number] for name, part in parts.items()} for number in range(len(sizes))]
 
@@ -234,7 +243,10 @@ def _slice(stack: Any, start: int, end: int) -> Any:
     """Return some rows of arrays or shapes."""
     if isinstance(stack, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((end - start, *stack.shape[1:]), stack.dtype, sharding=stack.sharding)
-    return _kept(lambda x: x[start:end], stack, getattr(stack, "sharding", None))
+    sharding = getattr(stack, "sharding", None)
+    if isinstance(sharding, NamedSharding):  # as rows are: an axis of a few rows cannot be cut
+        sharding = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
+    return _kept(lambda x: x[start:end], stack, sharding)
 
 
 def _first(stack: Any) -> Any:
@@ -255,12 +267,13 @@ def _kept(function: Callable[[Any], Any], stack: Any, sharding: Any) -> Any:
 def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
     """Return tables of rows by name, as ``flax.serialization`` stores them, in the layout of others."""
     if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
-        raise ValueError(f"quant state {different[0]!r} is stored or the model's, not both; restore its own model")
+        where = "the checkpoint" if different[0] in rows else "the model"
+        raise ValueError(f"quant state {different[0]!r} is only in {where}; restore into the model that was saved")
 
     def fill(table: Table) -> Table:
         stacks = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
         fields = {field: _moved(x, 0, table.axis) for field, x in stacks.items()}
-        return dataclasses.replace(table, fields=fields)
+        return dataclasses.replace(table, fields=fields, warm=(False,) * len(table.rows))
 
     return Tables(tuple(map(fill, like.tables)))
 
@@ -321,7 +334,7 @@ def _pop(rows: dict[str, Fields], name: str) -> Fields:
 def _filled(table: Table, rows: Sequence[Fields]) -> Table:
     for name, row in zip(table.rows, rows, strict=True):
         bins = row.get(BINS)
-        if isinstance(bins, jax.Array) and not isinstance(bins, Tracer) and bool(jnp.any(bins != 0)):
+        if any_nonzero(bins):
             raise ValueError(
                 f"quant state {name!r} holds what micro-batches observed since the optimizer's last step; store it "
                 "after that step"
@@ -329,21 +342,27 @@ def _filled(table: Table, rows: Sequence[Fields]) -> Table:
     fields: Fields = {}
     for field, own in table.fields.items():
         if field == BINS:
-            is_shape = isinstance(rows[0][HISTORY], jax.ShapeDtypeStruct)
+            is_shape = isinstance(rows[0].get(HISTORY), jax.ShapeDtypeStruct)
             fields[field] = own if is_shape else _placed(jnp.zeros(own.shape, own.dtype), own)
             continue
         found = [row.get(field) for row in rows]
         wanted = (*own.shape[: table.axis], *own.shape[table.axis + 1 :])
         for name, value in zip(table.rows, found, strict=True):
             if value is None or tuple(value.shape) != wanted:
-                has = "none" if value is None else f"shape {tuple(value.shape)}"
-                raise ValueError(f"quant state {name!r} has {field} of {has}, and the model's {wanted}")
+                has = f"no {field}" if value is None else f"{field} of shape {tuple(value.shape)}"
+                raise ValueError(f"quant state {name!r} has {has}; the model needs shape {wanted}")
         new: Any = _moved(_stack(found), 0, table.axis)
         if isinstance(new, jax.ShapeDtypeStruct):
             fields[field] = jax.ShapeDtypeStruct(new.shape, own.dtype, sharding=new.sharding)
         else:
             fields[field] = _placed(new.astype(own.dtype), own)
-    return dataclasses.replace(table, fields=fields)
+    return dataclasses.replace(table, fields=fields, warm=(False,) * len(table.rows))
+
+
+def any_nonzero(value: Any) -> bool:
+    """Check whether any number of an array is not zero, where it can be read here."""
+    is_known = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer)
+    return is_known and bool(jnp.any(jnp.asarray(value) != 0))
 
 
 def _placed(new: jax.Array, like: Any) -> jax.Array:

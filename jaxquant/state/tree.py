@@ -175,8 +175,8 @@ def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
 def update(quant_state: Any, observation: Any) -> Any:
     """Return the quant state after a step.
 
-    A tensor's history takes the largest amax of all uses, as it was recorded: rounded up by less than 12.5 %, and
-    never down, whatever the weights of the sum (``core.delayed``). A tensor that was not used, or whose amax was not
+    A tensor's history records the largest amax of all uses, rounded up by less than 12.5 %, for any positive weights
+    (``core.delayed``). A tensor that was not used, or whose amax was not
     finite, keeps its state. State in flax mode is overwritten as flax does it, except that of a tensor that was not
     used.
 
@@ -251,22 +251,27 @@ def warm(quant_state: Any) -> Any:
     A step that is traced with it lets no cast wait for its own amax, and computes the same bits. Which tensors have a
     history is read from the values, so call it between steps: once after the first, and again after what adds tensors
     without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
-    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. A warm tensor that
-    is all zeros for as long as its history is keeps its last scale until the next call. What micro-batches observed
-    stays. Arrays keep their shapes: a state of ``model.init`` is a template to restore it by.
+    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. If a warm tensor
+    is all zeros for the whole history, it keeps its last scale until the next call. What micro-batches observed stays.
+    Arrays keep their shapes: a state of ``model.init`` is a template to restore it by.
 
     Args:
       quant_state: arrays, or their shapes, of a state in which every tensor has a history; of a Linen model, a function
-        or, as ``nnx.to_pure_dict``, an NNX model. State of flax mode is left alone.
+        or an NNX model, or variables with quant state among them. State of flax mode is left alone.
 
     Raises:
       TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known; or not
         quant state.
     """
-    _named_tables(quant_state)
+    if not isinstance(quant_state, Mapping | Tables):
+        _named_tables(quant_state)
 
-    def mark(state: Tables) -> Tables:
-        return Tables(tuple(dataclasses.replace(table, warm=_with_history(table)) for table in state.tables))
+    def mark(state: Any) -> Any:
+        return (
+            state
+            if not is_tables(state)
+            else Tables(tuple(dataclasses.replace(table, warm=_with_history(table)) for table in state.tables))
+        )
 
     return jax.tree.map(mark, quant_state, is_leaf=is_tables)
 
@@ -288,7 +293,7 @@ def _with_history(table: Table) -> tuple[bool, ...]:
 
 
 def warmed_as(observation: Any, quant_state: Any) -> Any:
-    """Return an observation of quant state before ``warm`` as one of what it has become."""
+    """Convert an observation made before ``warm`` to the layout of the warm state."""
     return _in_pairs(quant_state, observation, lambda _, own: own)
 
 
@@ -313,6 +318,14 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
         raise ValueError(
             f"quant state and its gradient differ at {what!r}; they must be of one state, so differentiate with "
             "respect to the whole of it"
+        )
+    if any(
+        one.rows != other.rows
+        for name, own in mine.items()
+        for one, other in zip(own.tables, theirs[name].tables, strict=True)
+    ):
+        raise ValueError(
+            "quant state and what is combined with it have their rows in other tables; make both of one state"
         )
     new = [
         Tables(
@@ -359,8 +372,8 @@ def _advance(old: Fields, observation: Fields) -> Fields:
 
 
 def _combine(total: Fields, observation: Fields) -> Fields:
-    # Marks in bins are added, and what sparse weights observed, which is divided by its uses in the update. Of the rest
-    # flax's protocol reads the larger, and an update nothing.
+    # Marks in bins are added, and what sparse weights observed, which is divided by its uses in the update. For scale
+    # and history, take the maximum: only flax mode reads them.
     return {
         name: jnp.maximum(x, observation[name]) if name in (SCALE, HISTORY) else x + observation[name]
         for name, x in total.items()

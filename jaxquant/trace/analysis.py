@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import CALLS
 from jaxquant.kernels.platforms import UNLESS_CUT
 from jaxquant.trace import flow as flows
@@ -163,7 +164,8 @@ class Analysis:
             is_einsum = place.is_einsum or eqn.params.get("name") == "_einsum"
             body, outs = self._run(called(eqn), ins, dataclasses.replace(place, is_einsum=is_einsum))
             plan.inner[index] = [body]
-            return outs
+            # Tables hold what was observed of all layers: no operand is made of a weight because its history is.
+            return [CONSTANT] * len(outs) if self._is_step and eqn.params.get("name") == OBSERVE else outs
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shards}.get(name)
         if special is not None:
             plan.inner[index], outs = special(eqn, ins, place)

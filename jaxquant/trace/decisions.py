@@ -24,7 +24,7 @@ from jaxquant.trace.plan import Contraction, Key, Plan
 
 @dataclasses.dataclass(frozen=True)
 class FaceHooks:
-    """How a face speaks.
+    """Wording and naming that differ between Linen, NNX and plain functions.
 
     Attributes:
       is_model: whether modules with layers are quantized, not a function with matmuls. A parameter ``kernel`` at the

@@ -42,7 +42,8 @@ Function = Callable[..., Any]
 
 # Part of the key of jit's caches: a function that was traced without it is traced again with it.
 evaluator_override = jax.make_user_context(None)
-"""What an engine, ``INSTEAD.value.engine``, evaluates in place of the quantized program; see ``audit.health``."""
+"""Evaluator that replaces the quantized program in the engine ``evaluator_override.value.engine``; see
+``audit.health``."""
 
 
 _SKIPPED = Static.of(object())
@@ -120,7 +121,7 @@ class Engine:
           plain: called for the result where there is nothing to quantize.
         """
         refuse_trained(quant_state)
-        is_cached = is_cached and self._instead() is None
+        is_cached = is_cached and self._override() is None
         given = *self._marked(params, args), quant_state, key
         # An enclosing jit caches the program, and differentiates each equation once only if this call adds no jit.
         # Repeated calls in one jit are evaluated each time.
@@ -294,7 +295,7 @@ class Engine:
             f"and this call has no {field!r}; pass the quant state that convert was given"
         )
 
-    def _instead(self) -> Any:
+    def _override(self) -> Any:
         return (
             evaluator_override.value
             if evaluator_override.value is not None and evaluator_override.value.engine is self
@@ -311,7 +312,7 @@ class Engine:
         key: jax.Array | None,
         is_kept: bool = True,
     ) -> Any:
-        instead = self._instead()
+        instead = self._override()
         if self.resolver is None and instead is None:
             return _Call(not self.dialect.is_model)(fn, params, args)
         prefix, is_whole, skips = place

@@ -145,10 +145,10 @@ def test_stored_and_restored_it_has_lost_no_bit(is_warm, tmp_path):
         assert_same(found["params"], variables["params"])
         found = state.split(found)[1]
         assert_same(state.warm(found) if is_warm else found, state.split(variables)[1])
-    fields = serialization.to_state_dict(quant_state)["quant_state"]
+    fields = serialization.to_state_dict(quant_state)["tables"]
     assert any(name.startswith("first/") for name in fields)
-    other = {"quant_state": {name: each for name, each in fields.items() if not name.startswith("first/")}}
-    with pytest.raises(ValueError, match=r"quant state 'first/.*' is stored or the model's, not both"):
+    other = {"tables": {name: each for name, each in fields.items() if not name.startswith("first/")}}
+    with pytest.raises(ValueError, match=r"quant state 'first/.*' is only in the model"):
         serialization.from_state_dict(quant_state, other)
 
 
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_by_name():
     short = old["one"] | {"input_amax_history": jnp.zeros(3)}
     for wrong, match in (
         ({**old, "one": bins}, r"'one/input' holds what micro-batches observed .*; store it after that step"),
-        ({**old, "one": short}, r"'one/input' has amax_history of shape \(3,\), and the model's \(4,\)"),
+        ({**old, "one": short}, r"'one/input' has amax_history of shape \(3,\); the model needs shape \(4,\)"),
         ({**old, "other": old["one"]}, r"has 'other/\w+' and the model's has not; restore it into its own model"),
         ({"one": old["one"]}, r"the model has quant state 'last/input', and what is restored has not"),
         ({**old, "one": old["one"] | {"bias": jnp.zeros(3)}}, "'one/bias', which is no field of it"),

@@ -109,11 +109,8 @@ def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
 
 
 def _histories(tree: Any) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path): np.asarray(value)
-        for path, value in jax.tree.leaves_with_path(tree)
-        if str(getattr(path[-1], "key", "")).endswith("amax_history")
-    }
+    rows = jaxquant.state.rows_of(tree).items()
+    return {name: np.asarray(fields["amax_history"]) for name, fields in rows if "amax_history" in fields}
 
 
 def _last(losses: list[float], batches: list[Batch]) -> float:
