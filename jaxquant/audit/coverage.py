@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import flax.linen as nn
@@ -74,7 +74,7 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: boo
     layers = _layers(labeled, decide)
     unnamed = _unnamed(layers, labeled, decide)
     rows = tuple(_row(each, decide, is_unnamed=each in unnamed) for each in labeled)
-    missing = tuple(_missing(layers, labeled, len(unnamed)))
+    missing = tuple(_missing(layers, labeled, len(unnamed), program.observed))
     return Coverage(rows, missing, tuple(_nothing_seen(rows, decide, may_be_float)), *standing(program, labeled))
 
 
@@ -124,12 +124,15 @@ def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _De
     return {each for each in rest if any(_fits(each.dtypes.elements, wants[::n]) for wants in pairs for n in (1, -1))}
 
 
-def _missing(layers: _Layers, labeled: Sequence[LabeledContraction], unnamed: int) -> Iterator[str]:
+def _missing(
+    layers: _Layers, labeled: Sequence[LabeledContraction], unnamed: int, observed: Set[Value]
+) -> Iterator[str]:
     """List the backward matmuls of layers to quantize that are not there, for models that are differentiated.
 
     Args:
       layers, labeled: contractions of the layers to quantize, and all.
       unnamed: number of gradients without a layer; each may be one that a layer lacks.
+      observed: what uses of quant state observed, which makes no operand depend on another layer.
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -138,17 +141,18 @@ def _missing(layers: _Layers, labeled: Sequence[LabeledContraction], unnamed: in
         name = path or "the model itself"
         if any(each.contraction.place.decided in models for each in own):
             found = [each.matmul for each in own if each.is_backward]
-            lacking = [matmul for matmul in _gradients(own, results) if matmul not in found]
+            lacking = [matmul for matmul in _gradients(own, results, observed) if matmul not in found]
             lost = max(len(lacking) - found.count("bwd"), 0)
             unnamed -= lost
             if lost and unnamed < 0:
                 yield from (f"{name} {matmul}" for matmul in lacking)
 
 
-def _gradients(layer: Sequence[LabeledContraction], results: set[Value]) -> tuple[str, ...]:
+def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
     """Return the gradients that a layer needs: also that of its input, if the input is computed from ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
-    is_wanted = not results.isdisjoint(ancestors(each.operands[0][0] for each in forward))
+    made_of = ancestors((each.operands[0][0] for each in forward), observed.__contains__)
+    is_wanted = not results.isdisjoint(made_of)
     return ("dlhs", "drhs") if is_wanted else ("drhs",)
 
 

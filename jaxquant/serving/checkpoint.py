@@ -97,7 +97,7 @@ def save(
     directory = Path(directory).resolve()
     if taken := sorted({NAME, ARRAYS, SUMS} & set(files or {})):
         raise ValueError(f"files has {taken[0]!r}, which the checkpoint writes itself; choose another name")
-    if isinstance(params.get("params"), Mapping):
+    if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
         raise ValueError("params has the collection 'params', so it is the whole variables; save variables['params']")
     leaves = flatten(params)
     _check_made_by(leaves, config)

@@ -123,8 +123,8 @@ class QuantizedFunction:
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         return self.engine.run(fn, params, tuple(rest), _checked(quant_state), key)
 
-    def init(self, *args: Any, **kwargs: Any) -> Tables:
-        """Make the quant state, empty for recipes that keep none, without computing anything of the function.
+    def init(self, *args: Any, **kwargs: Any) -> Tables | dict[str, Any]:
+        """Make the quant state, {} for recipes that keep none, without computing anything of the function.
 
         Args:
           args, kwargs: as the function takes them, parameters first; arrays may be ``jax.ShapeDtypeStruct``.
@@ -134,7 +134,7 @@ class QuantizedFunction:
           ValueError, NotImplementedError: as the function itself.
         """
         fn, (params, *rest) = self._bound(self._plain, args, kwargs)
-        return self.engine.init(fn, params, tuple(rest))
+        return self.engine.init(fn, params, tuple(rest)) or {}
 
     def convert(self, *args: Any, **kwargs: Any) -> Any:
         """Quantize the weight of every layer as the training forward does.

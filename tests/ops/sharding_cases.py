@@ -37,7 +37,7 @@ from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec, TensorSpec
 from jaxquant.core.rounding import stochastic_cast
 from jaxquant.ops import dot_general, initial_state, ragged, sparsity
-from jaxquant.state.table import make_state
+from jaxquant.state.table import is_tables, make_state
 from tests.ops.recipes import RECIPES
 
 M, K, N = 16, 32, 24
@@ -200,7 +200,8 @@ SIZES = np.array([5, 0, 9])
 
 def _updated(found: dict[str, Any], state: Any) -> dict[str, Any]:
     """Put the state of the next step in the place of what was seen of this one."""
-    new = jaxquant.state.update(make_state(state), make_state(found["state"])) if state else {}
+    before, seen = (each if is_tables(each) else make_state(each) for each in (state, found["state"]))
+    new = jaxquant.state.update(before, seen) if state else {}
     return found | {"state": jaxquant.state.rows_of(new)}
 
 

@@ -28,13 +28,3 @@ def test_the_path_of_several_leaves_is_what_they_share():
     assert paths.layer_path([("a", "q"), ("a", "k")]) == "a"
     assert paths.layer_path([("a", "q"), ("b", "q")]) == "a/q+b/q"
     assert paths.layer_path([("a", "q"), ("a", "q")]) == "a/q"
-
-
-def test_state_nests_by_path():
-    tree = {}
-    paths.put(tree, "a/b", {"x": 1})
-    paths.put(tree, "a", {"y": 2})
-    assert tree == {"a": {"b": {"x": 1}, "y": 2}}
-    assert paths.get(tree, "a/b") == {"x": 1}
-    assert paths.get(tree, "a/y") == {}
-    assert paths.get(tree, "c") == {}
