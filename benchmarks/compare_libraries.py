@@ -159,7 +159,7 @@ def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...
     sizes = {"first": (width, hidden), "second": (hidden, width)}
     params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
     own = jax.eval_shape(lambda: initial_state(recipe))
-    bins = jax.eval_shape(lambda: delayed.fit_bins(delayed.empty_bins(), is_warm=True))
+    bins = jax.eval_shape(lambda: delayed.widen_bins(delayed.empty_bins()))
     state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in sizes}
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:

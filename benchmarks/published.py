@@ -125,7 +125,7 @@ def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
     recipe = QuantConfig(quantization=string, quant_backend="native" if string else "auto").recipe()
     state: dict[str, Any] = {}
     if recipe is not None:
-        bins = jax.eval_shape(lambda: delayed.fit_bins(delayed.empty_bins(), is_warm=True))
+        bins = jax.eval_shape(lambda: delayed.widen_bins(delayed.empty_bins()))
         own = jax.eval_shape(lambda: initial_state(recipe))
         state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in GEMMS}
     x = {name: jax.ShapeDtypeStruct((TOKENS, k), jnp.bfloat16) for name, (k, _) in GEMMS.items()}

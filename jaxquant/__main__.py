@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxquant import terminal
-from jaxquant.aot.plugin import PROGRAM, load_program
+from jaxquant.aot.plugin import add_program, load_program
 
 DESCRIPTION = "Quantized training in JAX: what a config string means, and what a training step makes of it."
 
@@ -27,12 +27,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     found.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
     found.add_argument("--check", action="store_true", help="exit with 1 where a layer is not as its recipe says")
     found.add_argument("--json", action="store_true", help="write JSON")
-    found.add_argument(
-        "--program",
-        default=PROGRAM,
-        metavar="MODULE:FUNCTION",
-        help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
-    )
+    add_program(found)
     commands.add_parser(
         "audit", add_help=False, help="compile a training step for a chip that is not here (audit --help has the rest)"
     )

@@ -70,11 +70,6 @@ TRAIN_SUMMATION_ORDER = 1e-4
 # Micro-batches against the batch, from one state whose histories give the scales: a delayed scale is that of the same
 # history, with three divisions at most, each rounded once, in two programs.
 DELAYED_SCALE = 2 * 3 * FLOAT32_EPS
-# An amax of the step itself differs by summation order, about 1e-7, unless that pushes an operand of the element with
-# the amax over a rounding boundary. This moves the operand by one step of its element type, at most 2^-2 of it (e5m2),
-# and so one of the element's 32 products or more. The r.m.s. of their sum is sqrt(32) of that of a product, and the
-# largest of a tensor lies 2.5 of its r.m.s. out or more; doubled, for a product that is larger than most: 3.5 %.
-MICRO_BATCH_AMAX = 2 * 2.0**-2 / (2.5 * 32**0.5)
 
 # Twins: native against AQT and Qwix on a two-layer model, share of the largest output. The first layer's qvalues are
 # the same; a last bit of its float output can push an activation over a rounding boundary of the second layer, which

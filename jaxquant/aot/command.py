@@ -21,7 +21,7 @@ from jaxquant.aot import report
 from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.compile import audit_program
 from jaxquant.aot.memory import largest_batch
-from jaxquant.aot.plugin import PROGRAM
+from jaxquant.aot.plugin import add_program
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 NAME = "python -m jaxquant audit"
@@ -36,12 +36,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--topology", default="", help="number of GPUs, as 64, or TPU slice, as 8x8 (default: smallest)"
     )
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
-    parser.add_argument(
-        "--program",
-        default=PROGRAM,
-        metavar="MODULE:FUNCTION",
-        help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
-    )
+    add_program(parser)
     parser.add_argument(
         "--largest-batch",
         type=int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Callable
@@ -12,6 +13,16 @@ PROGRAM = "train.audit:program"
 """The trainer's, which a checkout has and a wheel has not; named and not imported, it lies above this package."""
 
 _ROOT = Path(__file__).parents[2]
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the function which builds a step."""
+    parser.add_argument(
+        "--program",
+        default=PROGRAM,
+        metavar="MODULE:FUNCTION",
+        help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
+    )
 
 
 def find_trainer() -> None:

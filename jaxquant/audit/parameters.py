@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.audit.scales import Origin, argument
-from jaxquant.core.quant_state import FIELDS
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
+from jaxquant.state.table import is_field
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
 from jaxquant.trace.paths import GENERIC, Name, leaf_names
@@ -74,7 +74,7 @@ def input_names(args_info: Any) -> list[Name]:
 
 
 def _is_state(name: Name) -> bool:
-    return OVERWRITE_WITH_GRADIENT in name or (name[-2:-1] == ("fields",) and name[-1] in FIELDS)
+    return OVERWRITE_WITH_GRADIENT in name or is_field(name)
 
 
 def _is_key(aval: Any) -> bool:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
 from jaxquant.audit.scales import Origin
-from jaxquant.core.quant_state import BINS, FIELDS, HISTORY
+from jaxquant.core.quant_state import BINS, HISTORY
+from jaxquant.state.table import is_field
 from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
 
@@ -158,7 +159,7 @@ def _overwritten(
     """
     known = _spread(program.observed, readers, _SPREADS)
     forward = ancestors(_operands(each for each in labeled if not each.is_backward))
-    weights = {each for each in forward if each.operation == "argument" and not _is_state(each)}
+    weights = {each for each in forward if each.operation == "argument" and not is_field(each.name)}
     if not any(_is_trained(each, weights) for each in program.outputs if each not in known):
         return
     sums = (each for each in known if each.operation in _MIXED and _is_mixed(each, known))
@@ -182,10 +183,6 @@ def _made_of_histories(results: Iterable[Value], histories: Sequence[Value]) -> 
 
 def _operands(labeled: Iterable[LabeledContraction]) -> Iterator[Value]:
     return (each for one in labeled for each in (one.contraction.lhs, one.contraction.rhs))
-
-
-def _is_state(value: Value) -> bool:
-    return value.name[-2:-1] == ("fields",) and value.name[-1] in FIELDS
 
 
 def _is_lost(value: Value) -> bool:

@@ -26,6 +26,7 @@ from jaxquant.ops.pieces import with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
+Weight = Array | ConvertedKernel
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
 
@@ -97,12 +98,7 @@ class Backend:
         return self
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        given: Setup,
-        group_sizes: Array | None = None,
+        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
     ) -> Array:
         """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
 
@@ -218,12 +214,7 @@ class LibraryBackend(Backend):
         return super().unsupported(operation, recipe, dtype, is_split)
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        given: Setup,
-        group_sizes: Array | None = None,
+        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
     ) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
         check_implementation(self.name, given.how.implementation)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant import ops
-from jaxquant.backends.base import Backend, Setup
+from jaxquant.backends.base import Backend, Setup, Weight
 from jaxquant.backends.honours import refuse
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import conv, ragged
 from jaxquant.ops.dimensions import Product
@@ -50,12 +50,7 @@ class NativeBackend(Backend):
         return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        given: Setup,
-        group_sizes: Array | None = None,
+        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
     ) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
         recipe, how, dtypes = given.recipe, given.how, (product.precision, product.dtype)

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends._versions import require
-from jaxquant.backends.base import LibraryBackend, Setup
+from jaxquant.backends.base import LibraryBackend, Setup, Weight
 from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
 from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, to_qwix
 from jaxquant.config.backends import BACKENDS
@@ -165,12 +165,7 @@ class QwixBackend(LibraryBackend):
         return qwix.QtProvider(list(rules))
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        given: Setup,
-        group_sizes: Array | None = None,
+        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
     ) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
         dtypes = {spec.dtype for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)}

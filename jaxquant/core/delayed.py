@@ -67,9 +67,9 @@ def empty_bins() -> Float[Array, "1 bins"]:
     return jnp.zeros((1, CELLS), jnp.float32)
 
 
-def fit_bins(bins: Float[Array, "*leading 1 width"], is_warm: bool) -> Float[Array, "*leading 1 bins"]:
-    """Return bins as wide as a warm tensor's, or a cold one's; what waits in them stays."""
-    return jnp.pad(bins[..., :CELLS], [(0, 0)] * (bins.ndim - 1) + [(0, int(is_warm))])
+def widen_bins(bins: Float[Array, "*leading 1 cells"]) -> Float[Array, "*leading 1 width"]:
+    """Return bins as wide as a warm tensor's; what waits in them stays."""
+    return jnp.pad(bins, [(0, 0)] * (bins.ndim - 1) + [(0, 1)])
 
 
 def is_warm(state: TensorState) -> bool:

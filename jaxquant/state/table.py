@@ -106,6 +106,11 @@ def is_tables(node: Any) -> bool:
     return isinstance(node, Tables)
 
 
+def is_field(path: Sequence[str]) -> bool:
+    """Check whether the path of a leaf, by names, is that of a scale, a history or bins in a table."""
+    return tuple(path[-2:-1]) == ("fields",) and path[-1] in FIELDS
+
+
 def tables_of(tree: Any) -> list[Table]:
     """List the tables within a pytree."""
     return [table for each in jax.tree.leaves(tree, is_leaf=is_tables) if is_tables(each) for table in each.tables]
@@ -156,15 +161,15 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
     layers: dict[str, LayerState] = {}
     for prefix, state in named_tables(quant_state):
         for table in state.tables:
-            shape = table.fields[min(table.fields)].shape
-            if 0 <= table.axis < len(shape) and shape[table.axis] != len(table.rows):
-                raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} has shape {shape} and {len(table.rows)} rows on axis "
-                    f"{table.axis}; a scan or vmap over states must map axis 0"
-                )
             if table.axis < 0:
                 raise ValueError(
                     f"quant state {prefix + table.rows[0]!r} lacks {-table.axis} of the axes it was made with"
+                )
+            shape = table.fields[min(table.fields)].shape
+            if shape[table.axis] != len(table.rows):
+                raise ValueError(
+                    f"quant state {prefix + table.rows[0]!r} has shape {shape} and {len(table.rows)} rows on axis "
+                    f"{table.axis}; a scan or vmap over states must map axis 0"
                 )
             marks = (each and fits_bins for each in table.warm)
             rows = [(*name.rpartition("/"), is_warm) for name, is_warm in zip(table.rows, marks, strict=True)]
@@ -236,7 +241,7 @@ def _rows_traced(part: Fields, names: tuple[tuple[str, bool], ...]) -> LayerStat
 
 def _fitted(rows: LayerState, names: Sequence[tuple[str, bool]]) -> LayerState:
     warm = [name for name, is_warm in names if is_warm]
-    return rows | {name: rows[name] | {BINS: delayed.fit_bins(rows[name][BINS], is_warm=True)} for name in warm}
+    return rows | {name: rows[name] | {BINS: delayed.widen_bins(rows[name][BINS])} for name in warm}
 
 
 def _slice(stack: Any, start: int, end: int) -> Any:
@@ -301,11 +306,10 @@ def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
     def take(prefix: str, own: Tables) -> Tables:
         return Tables(tuple(_filled(table, [_pop(rows, prefix + name) for name in table.rows]) for table in own.tables))
 
-    paths, tree = jax.tree.flatten(like, is_leaf=is_tables)
-    new = [take(prefix, own) for (prefix, own), _ in zip(named_tables(like), paths, strict=True)]
+    new = [take(prefix, own) for prefix, own in named_tables(like)]
     if rows:
         raise ValueError(f"quant state has {next(iter(rows))!r} and the model's has not; restore it into its own model")
-    return jax.tree.unflatten(tree, new)
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_tables), new)
 
 
 def _nested_rows(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Fields]]:
@@ -333,8 +337,7 @@ def _pop(rows: dict[str, Fields], name: str) -> Fields:
 
 def _filled(table: Table, rows: Sequence[Fields]) -> Table:
     for name, row in zip(table.rows, rows, strict=True):
-        bins = row.get(BINS)
-        if any_nonzero(bins):
+        if any_of(row.get(BINS), np.any):
             raise ValueError(
                 f"quant state {name!r} holds what micro-batches observed since the optimizer's last step; store it "
                 "after that step"
@@ -359,10 +362,11 @@ def _filled(table: Table, rows: Sequence[Fields]) -> Table:
     return dataclasses.replace(table, fields=fields, warm=(False,) * len(table.rows))
 
 
-def any_nonzero(value: Any) -> bool:
-    """Check whether any number of an array is not zero, where it can be read here."""
-    is_known = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer)
-    return is_known and bool(jnp.any(jnp.asarray(value) != 0))
+def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
+    """Check whether any number of an array passes a test, where it can be read here; shapes and tracers cannot."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        return any(np.any(test(np.asarray(shard.data))) for shard in value.addressable_shards)
+    return isinstance(value, np.ndarray) and bool(np.any(test(value)))
 
 
 def _placed(new: jax.Array, like: Any) -> jax.Array:

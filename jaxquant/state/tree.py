@@ -29,7 +29,7 @@ from jax.core import Tracer
 
 from jaxquant.core import delayed
 from jaxquant.core.quant_state import BINS, HISTORY, MASK, SCALE, STEP, USES, Fields
-from jaxquant.state.table import Table, Tables, is_tables, named_tables, tables_of
+from jaxquant.state.table import Table, Tables, any_of, is_tables, named_tables, tables_of
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
@@ -73,8 +73,7 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     Raises:
       TypeError, ValueError: the arguments are swapped, or one of them is the whole variables.
     """
-    if not isinstance(quant_state, Mapping | Tables):
-        _named_tables(quant_state)
+    _require_state(quant_state)
     leaves = jax.tree.leaves(quant_state, is_leaf=is_tables)
     names = list(params) if isinstance(params, Mapping) else type(params).__name__
     of_function = any(row.startswith("params/") for table in tables_of(quant_state) for row in table.rows)
@@ -163,13 +162,6 @@ def refuse_trained(quant_state: Any) -> None:
                 "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
                 "parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
             )
-
-
-def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
-    """Check whether any number of an array passes a test, where it can be read here; shapes and tracers cannot."""
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-        return any(np.any(test(np.asarray(shard.data))) for shard in value.addressable_shards)
-    return isinstance(value, np.ndarray) and bool(np.any(test(value)))
 
 
 def update(quant_state: Any, observation: Any) -> Any:
@@ -263,8 +255,7 @@ def warm(quant_state: Any) -> Any:
       TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known; or not
         quant state.
     """
-    if not isinstance(quant_state, Mapping | Tables):
-        _named_tables(quant_state)
+    _require_state(quant_state)
 
     def mark(state: Any) -> Any:
         return (
@@ -297,12 +288,16 @@ def warmed_as(observation: Any, quant_state: Any) -> Any:
     return _in_pairs(quant_state, observation, lambda _, own: own)
 
 
-def _named_tables(tree: Any) -> dict[str, Tables]:
+def _require_state(tree: Any) -> None:
     if not isinstance(tree, Mapping | Tables):
         raise TypeError(
             f"quant state is {type(tree).__name__}; pass what init, jaxquant.state.split or a gradient with respect to "
             "it returned, or nnx.to_pure_dict of the QuantState of a model"
         )
+
+
+def _named_tables(tree: Any) -> dict[str, Tables]:
+    _require_state(tree)
     return dict(named_tables(tree))
 
 
@@ -319,23 +314,16 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
             f"quant state and its gradient differ at {what!r}; they must be of one state, so differentiate with "
             "respect to the whole of it"
         )
-    if any(
-        one.rows != other.rows
-        for name, own in mine.items()
-        for one, other in zip(own.tables, theirs[name].tables, strict=True)
-    ):
-        raise ValueError(
-            "quant state and what is combined with it have their rows in other tables; make both of one state"
-        )
-    new = [
-        Tables(
-            tuple(
-                dataclasses.replace(one, fields=combine(one.fields, other.fields))
-                for one, other in zip(own.tables, theirs[name].tables, strict=True)
+
+    def pair(one: Table, other: Table) -> Table:
+        if one.rows != other.rows:
+            raise ValueError(
+                "quant state and what is combined with it have their rows in other tables; make both of one state"
             )
-        )
-        for name, own in mine.items()
-    ]
+        return dataclasses.replace(one, fields=combine(one.fields, other.fields))
+
+    pairs = {name: zip(own.tables, theirs[name].tables, strict=True) for name, own in mine.items()}
+    new = [Tables(tuple(pair(*each) for each in own)) for own in pairs.values()]
     return jax.tree.unflatten(jax.tree.structure(first, is_leaf=is_tables), new)
 
 

@@ -31,7 +31,7 @@ def warm(state, amax):
     """Return a state whose histories hold an amax, and whose shapes say so."""
 
     def one(tensor):
-        bins = delayed.fit_bins(delayed.empty_bins(), True)
+        bins = delayed.widen_bins(delayed.empty_bins())
         return tensor | {"amax_history": tensor["amax_history"].at[0].set(amax), "amax_bins": bins}
 
     return {name: one(tensor) for name, tensor in state.items()}

@@ -11,7 +11,7 @@ import pytest
 
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.delayed import empty_bins, fit_bins
+from jaxquant.core.delayed import empty_bins, widen_bins
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general, initial_state, ragged
@@ -179,7 +179,7 @@ def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, 
         for tensor in state.values():
             tensor |= {
                 "amax_history": tensor["amax_history"].at[..., 0].set(4.0),
-                "amax_bins": fit_bins(empty_bins(), True),
+                "amax_bins": widen_bins(empty_bins()),
             }
 
     def run(x, w, state):

@@ -102,7 +102,7 @@ def reductions(state):
 
 def test_the_cast_of_a_warm_tensor_does_not_wait_for_its_amax():
     cold = delayed.initial_state(RECIPE.delayed)
-    warm = cold | {"amax_bins": delayed.fit_bins(delayed.empty_bins(), True)}
+    warm = cold | {"amax_bins": delayed.widen_bins(delayed.empty_bins())}
     assert reductions(cold) > reductions(warm) == 1  # that over the history
 
 
