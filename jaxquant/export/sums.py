@@ -41,8 +41,12 @@ def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
     write_whole(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
-def read_sums(folder: Path) -> dict[str, str]:
+def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
     """Read the sums of a folder by the names of the files.
+
+    Args:
+      folder: the folder that has ``SHA256SUMS``.
+      required: as for ``check_sums``; it selects the advice of an error.
 
     Raises:
       ValueError: there are none, or the file is damaged.
@@ -52,7 +56,7 @@ def read_sums(folder: Path) -> dict[str, str]:
         raise ValueError(f"{place} is gone; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
-        raise ValueError(f"{place} is no list of sums; copy the folder again")
+        raise ValueError(f"{place} is no list of sums; {_way_out(place, required)}")
     return {name: digest for digest, name in _LINE.findall(text)}
 
 
@@ -73,7 +77,7 @@ def check_sums(
     """
     if not required and not (folder / NAME).is_file():
         return
-    sums = read_sums(folder)
+    sums = read_sums(folder, required=required)
     for name in files_of(folder) if required else ():
         if name not in sums and name not in late:
             raise ValueError(f"{folder / name} has no sum in {NAME}; move it elsewhere, or copy the folder again")
@@ -81,5 +85,9 @@ def check_sums(
         path = folder / name
         if name in sums and (not path.is_file() or sha256_of(path) != sums[name]):
             what = "has changed since it was written" if path.is_file() else "is gone"
-            way_out = "" if required else f", or delete {folder / NAME} if that is meant"
-            raise ValueError(f"{path} {what}; copy the folder again, or write it again{way_out}")
+            raise ValueError(f"{path} {what}; {_way_out(folder / NAME, required)}")
+
+
+def _way_out(place: Path, required: bool) -> str:
+    """Return what a user can do about a damaged file; sums that are not required may be deleted."""
+    return "copy the folder again, or write it again" + ("" if required else f", or delete {place} if that is meant")

@@ -205,7 +205,7 @@ def test_an_unquantized_run_is_converted_after_training(
 def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_path: Path, logits: Logits):
     """Nothing is left of fp8, neither its scales nor options of it; the numbers are those of the unquantized run's."""
     said: list[str] = []
-    run = configured(runs("fp8"), tmp_path / "run", rules=[{"path": ".*/mlp/wo", "recipe": None}])
+    run = configured(runs("fp8"), tmp_path / "run", rules=[{"path": ".*/mlp/wo", "recipe": "fp8"}])
     made = convert_run(run, tmp_path / "out", {"quantization": "int8w"}, say=said.append)
     assert said[0].startswith("quantization 'int8w' replaces all of the run's, its rules too; to keep a field,")
     assert (made.config.quantization, set(made.layers.values())) == ("int8w", {"int8w"})
