@@ -5,6 +5,7 @@ Every string on every backend: the gallery; as users compile: ``test_convert_opt
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import flax.linen as nn
@@ -56,7 +57,7 @@ def test_an_nnx_model_through_the_disk(tmp_path):
     assert {(D, D), (3, D, D)}.isdisjoint(leaf.shape for leaf in jax.tree.leaves(nnx.state(served, nnx.Param)))
     params = serving.nnx_params(served)
     assert is_tensor(params["layers"]["mix"]["kernel"])
-    assert params["layers"]["mix"]["input_scale"].shape == (3, 1, 1, 1)
+    assert params["layers"]["mix"]["kernel"].input_scale.shape == (3, 1, 1, 1)
     serving.save(tmp_path / "served", params, config)
 
     loaded = nnx.eval_shape(lambda: convert(maybe_quantize_model(Nnx(), config, X), config, X))
@@ -163,10 +164,10 @@ def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
 def test_calibration_gives_the_scales_of_what_was_seen():
     config, batches, model, plain = {"quantization": "fp8"}, [X, 3 * X, X], dense(), nnx.Linear(D, D, rngs=nnx.Rngs(0))
     variables = filled(jax.eval_shape(model.init, RNGS, X))
-    found = convert(calibrate(variables, config, batches, model=model), config, X, model=model)["params"]
+    found = convert(calibrate(variables, config, batches, model=model), config, X, model=model)["params"]["kernel"]
     inputs, kernel = (recorded(jnp.abs(each).max()) / 448 for each in (3 * X, variables["params"]["kernel"]))
-    np.testing.assert_allclose(found["input_scale"].ravel(), inputs, rtol=1e-6)
-    np.testing.assert_allclose(found["kernel"].scale.ravel(), kernel, rtol=1e-6)
+    np.testing.assert_allclose(found.input_scale.ravel(), inputs, rtol=1e-6)
+    np.testing.assert_allclose(found.scale.ravel(), kernel, rtol=1e-6)
     served = convert(calibrate(plain, config, batches), config, X)
     np.testing.assert_allclose(served.kernel.input_scale.ravel(), inputs, rtol=1e-6)
     assert calibrate(variables, {"quantization": "int8w"}, [X], model=model) is variables
@@ -201,7 +202,8 @@ def test_errors_name_the_layer():
             call()
     with pytest.raises(TypeError, match="needs the float model too"):
         convert(variables, config, X)
-    delayed = {"layers_0": {"input_scale": jnp.ones((1, 1)), **fp8["params"]["layers_0"]}}
+    kernel = dataclasses.replace(fp8["params"]["layers_0"]["kernel"], input_scale=jnp.ones((1, 1)))
+    delayed = {"layers_0": fp8["params"]["layers_0"] | {"kernel": kernel}}
     with pytest.raises(ValueError, match=r"has a converted kernel of .* with an input_scale, and 'fp8_cur"):
         apply({"params": fp8["params"] | delayed}, **SERVES, quantization="fp8_current")
 

@@ -36,7 +36,7 @@ def test_experts_in_tiles_are_served_as_trained(string):
 
     q = jaxquant.quantize(lambda p, x: jax.lax.scan(layer, x, p["experts"])[0], config)
     converted = q.convert(params, {}, x)
-    assert converted["experts"].tensor.qvalue.dtype.itemsize == 1
+    assert converted["experts"].qvalue.dtype.itemsize == 1
     np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), jax.jit(q)(params, {}, x))
 
 
