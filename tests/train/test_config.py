@@ -48,7 +48,6 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("steps=0", "steps must be at least 1, got 0"),
         ("quantization=int9", "int8"),
         ("framework=nnx", "is not built by this program; leave framework out, and see examples/nnx_loop.py"),
-        ("dataset=a/b.parquet", "dataset 'a/b.parquet' is a path; write dataset=parquet dataset_path=a/b.parquet"),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
         ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
         ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),

@@ -52,7 +52,7 @@ def test_a_run_goes_on_along_the_axis_of_another_platform(
     assert shapes("cpu", "auto") == shapes("tpu", "last")
     run = tmp_path / "run"
     train(config, run, steps=2, optimizer_state_axis="rows")
-    with pytest.raises(ValueError, match=r"none of .* loads .* set optimizer_state_axis=rows, where .*; or choose an"):
+    with pytest.raises(ValueError, match=r"none of .* loads .* set optimizer_state_axis=rows"):
         train(config, run, steps=4)
     assert any(line.endswith("step 2") for line in train(config, run, steps=4, optimizer_state_axis="rows"))
 
