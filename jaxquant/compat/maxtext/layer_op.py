@@ -1,10 +1,9 @@
 """The op of a layer that is handed one: a contraction on any backend, its quant state and its converted kernel.
 
 Convert mode runs the training forward and writes the quantized kernel to the collection "aqt", at
-``LAYER/OP/qrhs/frozen``, with the static scale of the activation, where the recipe has one, at
-``LAYER/OP/qrhs/input_scale``. Serve mode reads them and looks at shape and dtype alone of the kernel that the layer
-hands over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and
-its checkpoints runs on any backend.
+``LAYER/OP/qrhs/frozen``. Serve mode reads it and looks at shape and dtype alone of the kernel that the layer hands
+over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and its
+checkpoints runs on any backend.
 """
 
 from __future__ import annotations
