@@ -39,7 +39,7 @@ class LayerRule:
 
     def matches(self, module: str) -> bool:
         if not self.names:
-            return full_matcher(self.pattern)(module)
+            return bool(full_matcher(self.pattern)(module))
         parents = itertools.accumulate(module.split("."), "{}.{}".format) if self.covers_children else (module,)
         return any(name in self.names for name in parents)
 
