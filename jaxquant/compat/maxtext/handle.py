@@ -173,8 +173,8 @@ class _ByPath(nn.Module):
                 return None  # a trace of the model may honour the rules
             raise NotImplementedError(  # an NNX layer holds this op, and Linen cannot see that
                 f"rule {self.quantization.resolver.patterns[0][0]!r} cannot be honoured by the op of "
-                "configure_quantization in an NNX layer, which does not know the layer's path; call "
-                "jaxquant.maybe_quantize_model(model, config), which knows every path"
+                "jaxquant.compat.maxtext.configure_quantization in an NNX layer, which does not know the layer's path; "
+                "call jaxquant.maybe_quantize_model(model, config), which knows every path"
             )
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
@@ -182,8 +182,9 @@ class _ByPath(nn.Module):
             return None
         if recipe.shares_experts:
             raise NotImplementedError(
-                f"quantization_share_expert_scales true at {at_layer(path)}: an op of configure_quantization does not "
-                "see the experts that a vmap around it maps over; use jaxquant.maybe_quantize_model"
+                f"quantization_share_expert_scales true at {at_layer(path)}: an op of "
+                "jaxquant.compat.maxtext.configure_quantization does not see the experts that a vmap around it maps "
+                "over; use jaxquant.maybe_quantize_model"
             )
         op = LayerOp(self.quantization, recipe, path, self.mesh_axes, name=name or None)
         if not name:
@@ -211,8 +212,9 @@ class _ByPath(nn.Module):
 
 
 _STANDS_STILL = (
-    "an NNX layer holds the quant state of an op of configure_quantization, and its gradient is taken outside the "
-    f"pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model and value_and_grad"
+    "an NNX layer holds the quant state of an op of jaxquant.compat.maxtext.configure_quantization, and its gradient "
+    f"is taken outside the pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model and "
+    "value_and_grad"
 )
 
 

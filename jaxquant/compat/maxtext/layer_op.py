@@ -143,8 +143,8 @@ class LayerOp(nn.Module):
         if "frozen" not in stored:
             raise ValueError(
                 f"{layer_name(self.layer)} serves and the collection {COLLECTION!r} has no converted kernel "
-                f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
-                f"mutable=[{COLLECTION!r}]"
+                "for it; convert first: apply the model of "
+                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') with mutable=[{COLLECTION!r}]"
             )
         tensor, found = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes), stored.get(INPUT_SCALE)
         check_converted(self.layer, _describe(tensor, found), repr(self.recipe.name), _describe(wanted, scale))
