@@ -53,8 +53,8 @@ class Roofline:
         return max(self.matmul + self.moves, self.communication, self.memory)
 
 
-def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int = 1) -> tuple[Roofline, float | None]:
-    """Estimate a step; also, on GPUs, the time of its matmuls if the 8-bit ones were in bf16.
+def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int = 1) -> Roofline:
+    """Estimate a step.
 
     Args:
       chip: that runs it.
@@ -70,7 +70,7 @@ def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int =
 
     bandwidth = chip.bandwidth * shares.get("memory", 1.0)
     is_clocked = chip.clock > 0 and not at_peak
-    seconds, bf16, memory = 0.0, 0.0, program.prefetched / bandwidth
+    seconds, memory = 0.0, program.prefetched / bandwidth
     for matmul in program.matmuls:
         size = (matmul.bytes or sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out))) / bandwidth
         memory += matmul.times * size
@@ -79,13 +79,12 @@ def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int =
             seconds += matmul.times * matmul.cycles / chip.clock
             continue
         seconds += matmul.times * max(matmul.flops / rate(*kinds), size)
-        bf16 += matmul.times * max(matmul.flops / rate("f32" if "f32" in kinds else "bf16"), size)
     for kernel in program.kernels:
         size = kernel.bytes / bandwidth
         own = rate(kind(kernel.dtype)) * (1.0 if at_peak or chip.platform == "cuda" else KERNEL_SHARE)
         clocked = kernel.cycles / chip.clock if is_clocked else 0.0
-        took = kernel.times * max(kernel.flops / own, size, clocked)
-        seconds, bf16, memory = seconds + took, bf16 + took, memory + kernel.times * size
+        seconds += kernel.times * max(kernel.flops / own, size, clocked)
+        memory += kernel.times * size
     moves = 0.0
     for move in program.moves:
         size = move.times * move.bytes / bandwidth
@@ -94,9 +93,9 @@ def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int =
     communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
     n = chip.devices  # of a chip, which share its rates
     if chip.platform == "cuda":
-        return Roofline(seconds * n, moves * n, communication * n), bf16 * n
+        return Roofline(seconds * n, moves * n, communication * n)
     scale = 1 if is_clocked else n
-    return Roofline(seconds * scale, moves * scale, communication * n, memory * n), None
+    return Roofline(seconds * scale, moves * scale, communication * n, memory * n)
 
 
 KERNEL_SHARE = 0.5

@@ -12,7 +12,6 @@ from jaxquant.aot.chips import chip
 from jaxquant.aot.outcome import Outcome, layer
 from jaxquant.aot.price import KERNEL_SHARE, Roofline
 from jaxquant.aot.program import Program
-from jaxquant.core.typed import build
 
 Row = dict[str, Any]
 
@@ -84,7 +83,6 @@ class Audit:
     largest_moves: list[Row] = dataclasses.field(default_factory=list)
     collectives: list[Row] = dataclasses.field(default_factory=list)
     roofline: Roofline | None = None
-    bf16_matmul: float | None = None
     at_peak: Roofline | None = None
     kernels: list[Row] = dataclasses.field(default_factory=list)
     choices: list[Row] = dataclasses.field(default_factory=list)
@@ -92,13 +90,8 @@ class Audit:
     cycles: list[int] | None = None
     parts: list[Row] = dataclasses.field(default_factory=list)
 
-    @property
-    def is_low_precision(self) -> bool:
-        """Whether something was asked for in 8 bits, the compiler took the step, and nothing of it fell back."""
-        return bool(self.outcome.asked) and not self.refusal and not self.outcome.fell_back
-
     def to_json(self) -> str:
-        """Write everything, the unquantized step's audit included, as JSON; ``from_json`` reads it."""
+        """Write everything, the unquantized step's audit included, as JSON; ``core.typed.build`` reads it."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
@@ -107,11 +100,6 @@ class Audit:
     def to_markdown(self) -> str:
         """Write the verdict and the tables as a page of markdown."""
         return "\n".join(_markdown(self)) + "\n"
-
-
-def from_json(data: Row) -> Audit:
-    """Read what ``Audit.to_json`` wrote, as ``json.loads`` returns it."""
-    return build(Audit, data)
 
 
 def figures(program: Program) -> Row:
@@ -238,7 +226,7 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
     "estimate: moves": lambda audit: _ms(audit.roofline.moves),
     "estimate: communication": lambda audit: _ms(audit.roofline.communication),
     "estimate: step": lambda audit: _ms(audit.roofline.step),
-    "at full peaks: step": lambda audit: _ms(audit.at_peak.step) if audit.at_peak else "–",
+    "at full peaks: step": lambda audit: _ms(audit.at_peak.step),
     "compiled in": lambda audit: f"{audit.compile_seconds:.0f} s",
 }
 _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
@@ -283,23 +271,15 @@ def verdict(audit: Audit) -> str:
 
 def speedup(audit: Audit) -> str:
     """Compare with the unquantized step."""
-    time, plain = audit.roofline, audit.unquantized
-    if time is None or audit.moved is None or audit.big_moves is None or audit.bf16_matmul is None:
+    plain: Any = audit.unquantized
+    if not plain or audit.refusal or plain.refusal:
         return ""
-    if plain and plain.roofline and plain.moved is not None and plain.big_moves is not None:
-        ratio = plain.roofline.step / time.step
-        extra, more = audit.moved - plain.moved, audit.big_moves - plain.big_moves
-        peaks = ""
-        if audit.at_peak and plain.at_peak:
-            peaks = f", {plain.at_peak.step / audit.at_peak.step:.2f}× at full peaks"
-        return (
-            f"Estimate: {ratio:.2f}× the speed of the unquantized step{peaks}. "
-            f"Quantization moves {extra / 1e9:+,.2f} GB beside the matmuls, in {more:+} instructions over 1 MB."
-        )
-    ratio = max(audit.bf16_matmul + time.moves, time.communication) / time.step
+    this: Any = audit
+    ratio, at_peak = plain.roofline.step / this.roofline.step, plain.at_peak.step / this.at_peak.step
     return (
-        f"Estimate: {ratio:.2f}× the speed of the same step with its matmuls in bf16 (and the same moves: no "
-        "unquantized step was compiled)."
+        f"Estimate: {ratio:.2f}× the speed of the unquantized step, {at_peak:.2f}× at full peaks. Quantization moves "
+        f"{(this.moved - plain.moved) / 1e9:+,.2f} GB beside the matmuls, in {this.big_moves - plain.big_moves:+} "
+        "instructions over 1 MB."
     )
 
 

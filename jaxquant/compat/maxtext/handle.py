@@ -213,8 +213,8 @@ class _ByPath(nn.Module):
 
 _STANDS_STILL = (
     "an NNX layer holds the quant state of an op of jaxquant.compat.maxtext.configure_quantization, and its gradient "
-    f"is taken outside the pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model and "
-    "value_and_grad"
+    f"is taken outside the pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model "
+    "and value_and_grad"
 )
 
 
