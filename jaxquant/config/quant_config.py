@@ -311,11 +311,8 @@ class QuantConfig(options.Options):
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """The fields of a config that has no quantized KV cache."""
 _MISSING: Any = object()
-_NULLS: dict[str, Any] = {
-    **dict.fromkeys(("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"), ""),
-    "drhs_grad_quantization_calibration_method": "",
-    **dict.fromkeys(("constant_bound_config", "per_tensor_scales", "rules"), ()),
-}
+_NULLS = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.default in ("", ())}
+_NULLS["kv_quant_axis"] = ""
 """What null means in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 
