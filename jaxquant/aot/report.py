@@ -54,8 +54,7 @@ class Audit:
       moved, big_moves, moves: bytes, number over 1 MB and number of what is no matmul (see ``program.read_program``).
       largest_moves: the ten that move most in a step.
       collectives: one row a kind and dtype: times, bytes.
-      roofline: estimate of its time, as ``price.estimate`` makes it; ``at_peak`` is one from the full rates of data
-        sheets, a bound from below.
+      roofline: estimate of its time, as ``price.estimate`` makes it.
       kernels: one row a custom call that multiplies: what it is, times, flops.
       choices: one row for each piece of an op: its implementation and the reason.
       unknown: names of the custom calls whose work is not known, and counted as moves.
@@ -83,7 +82,6 @@ class Audit:
     largest_moves: list[Row] = dataclasses.field(default_factory=list)
     collectives: list[Row] = dataclasses.field(default_factory=list)
     roofline: Roofline | None = None
-    at_peak: Roofline | None = None
     kernels: list[Row] = dataclasses.field(default_factory=list)
     choices: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
@@ -226,7 +224,6 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
     "estimate: moves": lambda audit: _ms(audit.roofline.moves),
     "estimate: communication": lambda audit: _ms(audit.roofline.communication),
     "estimate: step": lambda audit: _ms(audit.roofline.step),
-    "at full peaks: step": lambda audit: _ms(audit.at_peak.step),
     "compiled in": lambda audit: f"{audit.compile_seconds:.0f} s",
 }
 _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
@@ -275,11 +272,10 @@ def speedup(audit: Audit) -> str:
     if not plain or audit.refusal or plain.refusal:
         return ""
     this: Any = audit
-    ratio, at_peak = plain.roofline.step / this.roofline.step, plain.at_peak.step / this.at_peak.step
     return (
-        f"Estimate: {ratio:.2f}× the speed of the unquantized step, {at_peak:.2f}× at full peaks. Quantization moves "
-        f"{(this.moved - plain.moved) / 1e9:+,.2f} GB beside the matmuls, in {this.big_moves - plain.big_moves:+} "
-        "instructions over 1 MB."
+        f"Estimate: {plain.roofline.step / this.roofline.step:.2f}× the speed of the unquantized step. Quantization "
+        f"moves {(this.moved - plain.moved) / 1e9:+,.2f} GB beside the matmuls, in "
+        f"{this.big_moves - plain.big_moves:+} instructions over 1 MB."
     )
 
 

@@ -112,7 +112,6 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         made = read_program(compiled.as_text())
         memory, figures = _memory(compiled.memory_analysis(), target), report.figures(made)
         figures["roofline"] = estimate(target, made, devices=count)
-        figures["at_peak"] = estimate(target, made, at_peak=True, devices=count)
     return report.Audit(
         name=request["name"],
         target=request["target"],

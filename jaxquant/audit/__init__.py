@@ -1,1 +1,1 @@
-"""Inspect what a function runs: coverage of its matmuls, health of its layers, size of its program."""
+"""Inspect what a function runs: coverage of its matmuls, health of its layers, bytes that it saves."""

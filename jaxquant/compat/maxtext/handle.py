@@ -13,7 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxquant.backends import Backend, load
+from jaxquant.backends import load
 from jaxquant.compat.maxtext.layer_op import LayerOp
 from jaxquant.compat.maxtext.stored import Op, einsum_holds, forward_config, op_name
 from jaxquant.config.backends import BACKENDS
@@ -141,11 +141,6 @@ class Quantization:
             return False
         engine = None if at_work.value is None else at_work.value.engine
         return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
-
-    @property
-    def made_by(self) -> Backend:
-        """The backend itself."""
-        return load(self.backend)
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
         """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxquant.backends import RANDOM_STREAM, Backend
+from jaxquant.backends import RANDOM_STREAM, Backend, load
 from jaxquant.backends._weights import check_converted, uncalibrated_error
 from jaxquant.backends.base import Setup
 from jaxquant.compat.maxtext.stored import freeze, thaw
@@ -53,7 +53,7 @@ class LayerOp(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        return self.quantization.made_by
+        return load(self.quantization.backend)
 
     @nn.compact
     def __call__(

@@ -60,13 +60,11 @@ class CheckpointQuantization:
       method: quantization method by name, such as ``compressed-tensors``.
       rules: in order; the first that matches a module decides.
       kv_cache: dtype of the KV cache by name, or None.
-      algorithm: modelopt's name for the scheme, or None.
     """
 
     method: str
     rules: tuple[LayerRule, ...]
     kv_cache: str | None = None
-    algorithm: str | None = None
 
     def decide(self, module: str) -> LayerRule | None:
         """Return the rule that decides a linear layer, or None where none does, which leaves it in float.
