@@ -58,7 +58,6 @@ class Audit:
       kernels: one row a custom call that multiplies: what it is, times, flops.
       choices: one row for each piece of an op: its implementation and the reason.
       unknown: names of the custom calls whose work is not known, and counted as moves.
-      cycles: the TPU compiler's estimates of matmuls and of the rest, None where there are none.
       parts: of the arguments, one row a part and dtype: bytes, and bytes a parameter where there are parameters.
       unquantized: the same step without quantization, where there is one.
     """
@@ -85,7 +84,6 @@ class Audit:
     kernels: list[Row] = dataclasses.field(default_factory=list)
     choices: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
-    cycles: list[int] | None = None
     parts: list[Row] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> str:
@@ -112,7 +110,6 @@ def figures(program: Program) -> Row:
         "collectives": _collective_rows(program),
         "kernels": _kernel_rows(program),
         "unknown": program.unknown,
-        "cycles": list(program.cycles) if any(program.cycles) else None,
     }
 
 
@@ -209,17 +206,12 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms"
 
 
-def _cycles(cycles: list[int] | None) -> str:
-    return ", ".join(f"{each / 1e6:,.1f} M" for each in cycles) if cycles else "–"
-
-
 _FIGURES: dict[str, Callable[[Any], str]] = {
     "matmuls": lambda audit: _counted(audit.counts),
     "moved beside matmuls": lambda audit: _gb(audit.moved),
     "moves, over 1 MB": lambda audit: f"{audit.moves}, {audit.big_moves}",
     "communicated": lambda audit: _gb(sum(row["bytes"] for row in audit.collectives)),
     "peak memory": lambda audit: memory_text(audit),
-    "compiler's cycles: matmuls, rest": lambda audit: _cycles(audit.cycles),
     "estimate: matmuls and kernels": lambda audit: _ms(audit.roofline.matmul),
     "estimate: moves": lambda audit: _ms(audit.roofline.moves),
     "estimate: communication": lambda audit: _ms(audit.roofline.communication),
