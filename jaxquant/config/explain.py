@@ -15,7 +15,6 @@ from jaxquant.core.dtypes import ELEMENTS, Element, element
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, Side, SparsitySpec
 from jaxquant.core.tensor_spec import Micro, TensorSpec
-from jaxquant.core.typed import show
 from jaxquant.kernels.block_matmul.reference import BLOCK
 from jaxquant.ops.implementation import (
     BLOCKS_PAY,
@@ -78,8 +77,6 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     name: str = spell(string)
     row = lookup(name)
     recipe = row.recipe
-    if not isinstance(options, Mapping | None):
-        raise TypeError(f"options of {name!r} must be a mapping, got {show(options)} ({type(options).__name__})")
     if options and "quantization" in options:
         raise ValueError(
             f"quantization {options['quantization']!r} is not an option of {name!r}; explain one string at a time"
@@ -93,8 +90,7 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    where = "its numbers are those of the file that quant_cfg_path names" if "quant_cfg_path" in row.fields else ""
-    lines += ["", *(_recipe(recipe) if recipe else [f"No numbers of its own{f': {where}' if where else ''}."])]
+    lines += ["", *(_recipe(recipe) if recipe else ["No numbers of its own."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
         lines += ["", "Options it reads, with their defaults:"]
