@@ -60,7 +60,7 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
         summary = json.loads((run_dir / "summary.json").read_bytes())
         if not step == summary["steps"] == config.steps:
             return None
-        sums.check_sums(folder / str(step))
+        sums.check_checkpoint_sums(folder / str(step))
         return float(summary["held_out_loss"])
     except unreadable:
         return None
@@ -145,7 +145,7 @@ class Checkpoints:
 
     def _sum(self) -> None:
         for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
-            sums.write_sums(folder)
+            sums.write_checkpoint_sums(folder)
 
     def restore(self, abstract_state: TrainState, say: Callable[[str], Any] = print) -> tuple[TrainState, Any] | None:
         """Load the newest checkpoint that is whole; None where there is none at all.
@@ -188,7 +188,7 @@ class Checkpoints:
         """Return what a process found wrong with the files of a checkpoint, each of which one process reads."""
         damage = None
         try:
-            sums.check_sums(self._folder / str(step), None, *processes.share())
+            sums.check_checkpoint_sums(self._folder / str(step), None, *processes.share())
         except (ValueError, OSError) as error:
             damage = str(error)
             if not processes.is_main():  # whose ``say`` is heard

@@ -37,7 +37,7 @@ from train.data import make_iterators
 from train.model import Decoder, DecoderConfig
 from train.quantized import make_model
 from train.step import decoder_of
-from train.sums import check_config_file, check_sums, config_of, sums_of_files
+from train.sums import check_checkpoint_sums, check_config_file, config_of, sums_of_files
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
@@ -126,7 +126,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
     state = folder / str(step) / "state"
     try:
-        check_sums(folder / str(step))
+        check_checkpoint_sums(folder / str(step))
         # Orbax opens all arrays side by side and leaves what it has begun where one fails; so the index comes first.
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxquant.backends import RANDOM_STREAM, Backend
+from jaxquant.backends import RANDOM_STREAM, Backend, load
 from jaxquant.backends._weights import check_converted, uncalibrated_error
 from jaxquant.backends.base import Setup
 from jaxquant.compat.maxtext.stored import freeze, thaw
@@ -52,7 +52,7 @@ class LayerOp(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        return self.quantization.made_by
+        return load(self.quantization.backend)
 
     @nn.compact
     def __call__(
@@ -140,8 +140,8 @@ class LayerOp(nn.Module):
         if "frozen" not in stored:
             raise ValueError(
                 f"{layer_name(self.layer)} serves and the collection {COLLECTION!r} has no converted kernel "
-                f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
-                f"mutable=[{COLLECTION!r}]"
+                "for it; convert first: apply the model of "
+                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') with mutable=[{COLLECTION!r}]"
             )
         tensor = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes).astype(kernel.dtype.name)
         check_converted(self.layer, _describe(tensor), repr(self.recipe.name), _describe(wanted))
