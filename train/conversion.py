@@ -31,12 +31,11 @@ from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.leaves import unflatten
 from jaxquant.serving.placement import first_line
 from jaxquant.trace.kernels import LayerKernel
-from train.arrays import list_arrays, open_array
+from train.checkpoint import list_arrays, open_array
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.model import Decoder, DecoderConfig
-from train.quantized import make_model
-from train.step import decoder_of
+from train.step import decoder_of, make_model
 from train.sums import check_config_file, check_sums, config_of, sums_of_files
 
 Say = Callable[[str], None]
