@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxquant import terminal
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
-from train import extras
+from train import needed
 from train.config import TrainConfig
 
 COMMANDS = ("compare", "convert", "evaluate", "export", "import", "serve")
@@ -94,7 +94,7 @@ def _run(words: argparse.Namespace) -> int:
         processes.check_devices()
         from train.loop import Diverged, Halted, prepare
 
-        with extras.needed():
+        with needed():
             train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
     except BrokenPipeError:
         terminal.close_output()

@@ -40,6 +40,7 @@ from train.sums import check_config_file, check_sums, config_of, sums_of_files
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
+"""Held-out batches that give static scales to a recipe that needs them and was not trained."""
 
 
 KINDS = ("params", "quant_state")
@@ -154,14 +155,13 @@ class Conversion:
     Attributes:
       config: the run's, with the quantization that it serves with.
       step: of the checkpoint that was converted.
-      bytes_f32, bytes_bf16: what its parameters take in float.
+      bytes_bf16: what its parameters take in bfloat16.
       bytes_quantized: what they take now, scales included.
       layers: recipe of each converted kernel, by the path of its layer.
     """
 
     config: TrainConfig
     step: int
-    bytes_f32: int
     bytes_bf16: int
     bytes_quantized: int
     layers: dict[str, str]
@@ -189,16 +189,9 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 
 
 def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
-    """List the fields of a run's quantization, its string aside, that ``served_config`` drops for another string.
-
-    Args:
-      config: of the run.
-      changes: as ``served_config`` takes them.
-    """
-    if "quantization" not in changes:
-        return []
-    defaults = quantization_of(QuantConfig())
-    return [name for name, value in quantization_of(config).items() if name not in changes and value != defaults[name]]
+    """List the fields of a run's quantization, its string aside, that ``served_config`` drops for another string."""
+    defaults, own = quantization_of(QuantConfig()), quantization_of(config)
+    return [name for name in own if "quantization" in changes and name not in changes and own[name] != defaults[name]]
 
 
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
@@ -222,7 +215,6 @@ def convert_run(
     changes: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
-    calibration_batches: int = CALIBRATION_BATCHES,
     say: Say = print,
 ) -> Conversion:
     """Convert a checkpoint of a run and write it as a quantized checkpoint.
@@ -235,7 +227,6 @@ def convert_run(
       out: folder to write; it must not exist.
       changes: see ``served_config``; empty is what the run was trained with.
       step: of the checkpoint; None is the newest.
-      calibration_batches: held-out batches that give static scales to a recipe which needs them and was not trained.
       say: told how far it is.
 
     Raises:
@@ -256,7 +247,7 @@ def convert_run(
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
     # Quant state of a recipe that the layer was not trained with comes from held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
-        found = calibrate_run(stored, layers, shape, calibration_batches, say)
+        found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)
     sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
@@ -270,7 +261,7 @@ def convert_run(
     served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
-    return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
+    return Conversion(served, stored.step, 2 * floats, tree_bytes(tree), recipes)
 
 
 def new_folder(path: str | Path) -> Path:
@@ -344,8 +335,9 @@ def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
 
 
-def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
+def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, say: Say) -> Any:
     """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
+    batches = CALIBRATION_BATCHES
     params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import json
 import math
-import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -278,7 +277,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
         return figure.add_bar(x=[value for _, value in known], y=names, **bar)
 
-    dots, faint = {"mode": "lines+markers"}, {"mode": "lines", "opacity": 0.4, "showlegend": False}
+    dots = {"mode": "lines+markers"}
     loss = "loss (nats per token)"
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
@@ -287,10 +286,8 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     }
     if baseline is not None and len(runs) > 1:
         others = [run for run in runs if run is not baseline]
-        smooth = [(run, _gaps(run.smoothed(), baseline.smoothed()), faint) for run in others]
-        held_out = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
-        about = "Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"
-        found[about] = curves("excess loss (%)", [*smooth, *held_out])
+        gaps = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
+        found["Gap to the unquantized run: in held-out loss"] = curves("excess loss (%)", gaps)
     times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
     found["Step time: median of a training step"] = bars("milliseconds", times)
     sizes = {about: [run.summary.get(key) for run in runs] for key, about in BYTES.items()}
@@ -315,7 +312,7 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
         values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None is NaN already
         if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
             continue
-        names, steps = _labels(run.health[0]["layers"]), [str(row["step"]) for row in run.health]
+        names, steps = run.health[0]["layers"], [str(row["step"]) for row in run.health]
         floor = np.min(values[values > 0], initial=1) / 10  # a zero's colour, of the logarithm
         shown = np.log10(np.maximum(values, floor)) if is_log else values
         figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
@@ -333,21 +330,6 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     return found
 
 
-def _labels(names: Sequence[str]) -> list[str]:
-    """Shorten "layers/mlp/wo, layer 3" to "3 mlp/wo" where no two names fall together."""
-    short = []
-    for name in names:
-        path, _, index = name.partition(", layer ")
-        short.append(f"{index} {path.partition('/')[2] or path}" if index else path)
-    return short if len(set(short)) == len(short) else list(names)
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = ("".join(f"<td class={kind_of(cell)}>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
-
-
-def kind_of(dtypes: str) -> str:
-    """Return what of a coverage's words for a matmul its colour shows: ``int``, ``low`` (small floats) or ``float``."""
-    operands = re.search(r"\b(int|float)\w* × (int|float)", dtypes)
-    return "float" if operands is None else "int" if operands[1] == operands[2] == "int" else "low"
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"

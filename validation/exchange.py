@@ -33,11 +33,10 @@ from jaxquant.core.typed import build
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
-from train import extras
+from train import needed
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.exporting import CALIBRATION_BATCHES, open_source, places
-from train.importing import float_parameters, imported_config
+from train.exchange import float_parameters, imported_config, open_source, places
 from train.model import Decoder
 from train.step import model_config
 
@@ -346,10 +345,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     try:
         config = _config(words.run)
-        with extras.needed():
+        with needed():
             batch = next(make_iterators(config, max(words.texts, 1)).held_out())
         texts = [np.asarray(row)[:LENGTH] for row in batch["inputs"]][: words.texts]
-        source = open_source(words.run, batches=CALIBRATION_BATCHES)
+        source = open_source(words.run, measures=True)
         with tempfile.TemporaryDirectory() as folder:
             for name in words.formats or loaded:
                 compare = compare_gguf if name.startswith("gguf_") else compare_folder
