@@ -161,7 +161,8 @@ class Printer:
                 print(f"--- {found.prompt.name}\n{text}{stream.all(found.tokens)}", flush=True)
 
     def _write(self, text: str) -> None:
-        print(self._texts[0] + text, end="", flush=True)
+        sys.stdout.write(self._texts[0] + text)
+        sys.stdout.flush()
         self._texts[0] = ""
 
 

@@ -254,11 +254,14 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
     monitor = HealthMonitor(program.model.module, program.config, program.loss, example_inputs(program.config))
     run = jax.jit(monitor, out_shardings=program.replicated)
     found = jax.device_get(processes.in_order(run(state.params, state.quant_state, dict(batch), key)))
-    # Inputs in the order of the forward pass; output gradients in that of the backward pass, the other way round.
-    for what, column, order in (("input", 0, 1), ("output gradient", 2, -1)):
-        rows = [*zip(monitor.rows, found["amax"][:, column], found["nonfinite"][:, column], strict=True)][::order]
-        for index, (row, _, share) in enumerate(rows):
-            if share > 0:
-                before = f" (before it {rows[index - 1][0].name}, amax {rows[index - 1][1]:.4g})" if index else ""
-                return f"the first non-finite {what} of a linear layer is that of {row.name}{before}"
-    return "inputs and output gradients of all linear layers are finite; it overflows after them"
+    # Inputs and kernels in the order of the forward pass, output gradients in that of the backward pass.
+    for columns, order in (((0, 1), 1), ((2,), -1)):
+        numbers = [*range(len(monitor.rows))][::order]
+        for place, number in enumerate(numbers):
+            for column in columns:
+                if found["nonfinite"][number, column] > 0:
+                    at, before = monitor.rows[number].name, monitor.rows[numbers[place - 1]].name
+                    amax = found["amax"][numbers[place - 1], column]
+                    known = f" (before it {before}, amax {amax:.4g})" if place else ""
+                    return f"the first non-finite {[*TENSORS][column]} of a linear layer is that of {at}{known}"
+    return "every linear layer's input, kernel and output gradient are finite; it overflows in what is made of them"
