@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import logging
 import math
 import os
 import re
@@ -25,11 +23,6 @@ from jaxquant.serving.placement import first_line
 from train import processes, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
-
-_OTHER_AXIS = (
-    "where TPUs made its optimizer state in 8 bits, set optimizer_state_axis=rows, where others did, "
-    "optimizer_state_axis=last; or "
-)
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
@@ -87,7 +80,6 @@ class Checkpoints:
         self._config, self._folder = config, run_dir.resolve() / "checkpoints"
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
-        _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
         # In the first process, when all have written their parts and before the folder gets its name.
@@ -162,7 +154,6 @@ class Checkpoints:
           ValueError: there are checkpoints and none of them loads, or the first that is whole is of another run.
         """
         broken: dict[int, str] = {}
-        unfit = False  # whole, with groups of moments that may be another platform's
         for step in sorted(self._manager.all_steps(), reverse=True):
             failure = self._damage(step)
             if failure is None:
@@ -176,13 +167,13 @@ class Checkpoints:
                             say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
                     self._discard(broken, say)
                     return found
-                unfit = self._config.optimizer_state != "float32"
             broken[step] = failure or "it does not load in another process"
             say(f"checkpoint {step} does not load ({broken[step]}); trying the one before it")
         if broken:
             found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
-            way_out = f"{_OTHER_AXIS if unfit else ''}choose another run_dir or delete that folder to start over"
-            raise ValueError(f"{found}; {way_out}")
+            if self._config.optimizer_state != "float32":
+                found += "; where TPUs made its optimizer state in 8 bits, set optimizer_state_axis=rows, else =last"
+            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
         return None
 
     def _damage(self, step: int) -> str | None:
@@ -243,33 +234,6 @@ def reason_of(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-
-
-_RAISED_TOO = {
-    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
-    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
-}
-"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
-
-
-@functools.cache
-def _silence_failed_saves() -> None:
-    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        words = _RAISED_TOO[record.name]
-        return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
-
-    def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
-        # A write of tensorstore's threads may end after the event loop that gave up on it.
-        late = (RuntimeError, "Event loop is closed")
-        is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
-        return lambda *given: None if is_late(error_of(*given)) else hook(*given)
-
-    for name in _RAISED_TOO:
-        logging.getLogger(name).addFilter(is_wanted)
-    sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
-    sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)
 
 
 # -- single arrays -----------------------------------------------------------------------------------------------------

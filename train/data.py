@@ -12,7 +12,7 @@ import os
 import stat
 import sysconfig
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -333,11 +333,8 @@ def _stdlib() -> Source:
     files = [x for x in files if not any(part.startswith(_SKIPPED_PREFIXES) for part in x.relative_to(root).parts)]
     if not files:
         raise ValueError(f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text, or another")
-
-    def read(file: Path) -> Documents:
-        yield _read_text(file), file.relative_to(root).as_posix()
-
-    return Source(f"stdlib at {root}", files, read)
+    name_of = lambda file: file.relative_to(root).as_posix()  # noqa: E731
+    return Source(f"stdlib at {root}", files, lambda file: iter([(_read_text(file), name_of(file))]))
 
 
 def _whole(file: Path) -> Documents:
@@ -360,23 +357,24 @@ def _parts(file: Path) -> Documents:
 def _json_lines(file: Path, field: str) -> Documents:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _json_text(line, f"{file} line {number}", field), None
+            if not line.strip():
+                continue
+            place = f"{file} line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or nesting as deep
+                fix = "write one object a line, in UTF-8"
+                raise ValueError(f"{place} is not JSON that Python reads ({error}); {fix}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
+            _check_field(field, [*record], place, "key")
+            yield _text(record[field], f"{place} key {field!r}"), None
 
 
-def _json_text(line: bytes, place: str, field: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or nesting as deep
-        raise ValueError(
-            f"{place} is not JSON that Python reads ({error}); write one object a line, in UTF-8"
-        ) from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
-    if field not in record:
-        one_of = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"{place} has no key {field!r}; set dataset_text_field to one of {one_of}")
-    return _text(record[field], f"{place} key {field!r}")
+def _check_field(field: str, names: Sequence[str], place: object, kind: str) -> None:
+    if field not in names:
+        one_of = ", ".join(map(repr, names)) or "none"
+        raise ValueError(f"{place} has no {kind} {field!r}; set dataset_text_field to one of {one_of}")
 
 
 def _parquet_rows(file: Path, field: str) -> Documents:
@@ -388,10 +386,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
     row = 0
     try:
         with parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if field not in names:
-                one_of = ", ".join(map(repr, names)) or "none"
-                raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {one_of}")
+            _check_field(field, table.schema_arrow.names, file, "column")
             for batch in table.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
@@ -440,11 +435,10 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     seen: set[str] = set()  # Links are followed; a folder that is reached twice is read once.
     refuse = lambda error: unreadable(Path(error.filename), error)  # noqa: E731
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        real = os.path.realpath(folder)
-        if real in seen:
+        if (real := os.path.realpath(folder)) in seen:
             folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        else:
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+            found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())

@@ -156,8 +156,7 @@ def export_run(
       FileNotFoundError, FileExistsError: no such folder, or ``out`` is there.
       ValueError, NotImplementedError: a model or tokenizer that the format does not take.
     """
-    if Path(out).exists():
-        raise FileExistsError(f"{out} exists; choose another name or remove it")
+    new_folder(out)
     source = open_source(directory, step, format in STATIC_INPUTS, say)
     return export(source, out, format, **written)
 
@@ -198,13 +197,11 @@ def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str],
     fields = to_mapping(stored.config) | plain
     calibrated: TrainConfig = build_dataclass(TrainConfig, fields)
     state = rows_of(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], say))
+    inputs = {row.rsplit("/", 2)[0]: fields[HISTORY] for row, fields in state.items() if row.endswith("/input")}
     amax = {}
     for module, place in places(stored.config, source.shape).items():
-        layer = f"{place.path.removesuffix('/kernel')}/"
-        for row, fields in state.items():
-            if row.startswith(layer) and row.endswith("/input"):
-                history = fields[HISTORY]
-                amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
+        if (history := inputs.get(place.path.removesuffix("/kernel"))) is not None:
+            amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
     return dataclasses.replace(source, input_amax=amax)
 
 

@@ -44,9 +44,6 @@ HEALTH = {  # title, what is bad, colours from harmless to bad, whether these ar
 }
 
 
-_LOSSES = ("loss", "held_out_loss")
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a run wrote down.
@@ -116,12 +113,22 @@ def load_run(folder: Path, name: str) -> Run:
     for file in ("metrics.jsonl", "config.yml"):
         if not (folder / file).is_file():
             raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
-    rows = _read_lines(folder / "metrics.jsonl", "metrics", _numbers)
-    train, held_out = ({row["step"]: row[name] for row in rows if name in row} for name in _LOSSES)
+    train: dict[int, float] = {}
+    held_out: dict[int, float] = {}
+    times: list[float] = []
+
+    def note(row: dict[str, Any]) -> None:
+        for name, values in (("loss", train), ("held_out_loss", held_out)):
+            if name in row:  # null is a number that was not finite
+                values[int(row["step"])] = math.nan if row[name] is None else float(row[name])
+        if row.get("step_time_s") is not None:
+            times.append(float(row["step_time_s"]))
+
+    _read_lines(folder / "metrics.jsonl", "metrics", note)
     if not train:
         raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
-    median = summary.get("step_time_s") or warm_median([row["step_time_s"] for row in rows if "step_time_s" in row])
+    median = summary.get("step_time_s") or warm_median(times)
     has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
     health = folder / "health.jsonl"
     health = _read_lines(health, "health", has_all) if health.is_file() else []
@@ -131,14 +138,6 @@ def load_run(folder: Path, name: str) -> Run:
         sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
     )
     return Run(name, made_with, train, held_out, median, summary, coverage, tuple(health))
-
-
-def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": int(row["step"])}
-    for name in _LOSSES:
-        if name in row:  # null is a number that was not finite
-            found[name] = math.nan if row[name] is None else float(row[name])
-    return found | ({} if row.get("step_time_s") is None else {"step_time_s": float(row["step_time_s"])})
 
 
 def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
