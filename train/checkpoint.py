@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import math
 import os
 import re
@@ -80,6 +82,7 @@ class Checkpoints:
         self._config, self._folder = config, run_dir.resolve() / "checkpoints"
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
+        _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
         # In the first process, when all have written their parts and before the folder gets its name.
@@ -180,7 +183,7 @@ class Checkpoints:
         """Return what a process found wrong with the files of a checkpoint, each of which one process reads."""
         damage = None
         try:
-            sums.check_sums(self._folder / str(step), None, *processes.share())
+            sums.check_sums(self._folder / str(step), None, jax.process_index(), jax.process_count())
         except (ValueError, OSError) as error:
             damage = str(error)
             if not processes.is_main():  # whose ``say`` is heard
@@ -234,6 +237,33 @@ def reason_of(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+_RAISED_TOO = {
+    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
+    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
+}
+"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
+
+
+@functools.cache
+def _silence_failed_saves() -> None:
+    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        words = _RAISED_TOO[record.name]
+        return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
+
+    def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
+        # A write of tensorstore's threads may end after the event loop that gave up on it.
+        late = (RuntimeError, "Event loop is closed")
+        is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
+        return lambda *given: None if is_late(error_of(*given)) else hook(*given)
+
+    for name in _RAISED_TOO:
+        logging.getLogger(name).addFilter(is_wanted)
+    sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
+    sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)
 
 
 # -- single arrays -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
 from jaxquant.config.quant_config import KV_ELEMENTS, NO_KV_QUANT
 from jaxquant.export import FORMATS, Row
-from train import conversion, exchange, needed, report, serving
+from train import conversion, exporting, importing, needed, report, serving
 from train.generate import Completion, Sampling
 from train.processes import check_devices
 from train.serving import Served, open_served
@@ -73,7 +73,7 @@ def evaluate(words: argparse.Namespace) -> int:
 def export(words: argparse.Namespace) -> int:
     """Export a run, or a converted checkpoint, to a folder or file that vLLM, SGLang, MAX or llama.cpp loads."""
     with _timed() as cost, _shown("exporting") as progress:
-        exchange.export_run(
+        exporting.export_run(
             words.source,
             words.out,
             words.format,
@@ -88,7 +88,7 @@ def export(words: argparse.Namespace) -> int:
 
 def import_(words: argparse.Namespace) -> int:
     """Import a Llama from a Hugging Face folder or a GGUF file: into a run to train, or a checkpoint that serves."""
-    run = exchange.import_to_serve if words.serve else exchange.import_to_run
+    run = importing.import_to_serve if words.serve else importing.import_to_run
     with _timed() as cost, _shown("importing") as progress:
         run(words.source, words.out, parse_overrides(words.changes), progress)
     print(f"{words.out}: {cost()}.")

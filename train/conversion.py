@@ -188,12 +188,6 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     return build(TrainConfig, to_mapping(config) | (fields if "quantization" in changes else {}) | dict(changes))
 
 
-def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
-    """List the fields of a run's quantization, its string aside, that ``served_config`` drops for another string."""
-    defaults, own = quantization_of(QuantConfig()), quantization_of(config)
-    return [name for name in own if "quantization" in changes and name not in changes and own[name] != defaults[name]]
-
-
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Leave out what linear layers do not read, and change other fields."""
     return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
@@ -239,7 +233,8 @@ def convert_run(
     layers = _as_trained(config)
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
-    if names := left_out(trained, changes or {}):
+    defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
+    if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
         replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
         say(f"{replaced}; to keep a field, give it as key=value")
     _, shape, tokens = decoder_of(config)

@@ -145,16 +145,6 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
-def in_chunks(x: jax.Array, n: int) -> jax.Array:
-    """Cut [batch, sequence, ...] along the sequence into [n, batch, sequence / n, ...]."""
-    return x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)
-
-
-def from_chunks(x: jax.Array) -> jax.Array:
-    """Undo ``in_chunks``."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-
 class SelfAttention(nn.Module):
     """Grouped-query attention; ``mask`` says where a query may look (``masks``)."""
 
@@ -350,7 +340,8 @@ class Decoder(nn.Module):
             return cross_entropy(logits(head, x), targets)
         # From logits that are made piece by piece, again in the backward pass.
         piece = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
-        return from_chunks(self.run_pieces(piece, head, (in_chunks(x, n), in_chunks(targets, n))))
+        cut = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+        return self.run_pieces(piece, head, (cut(x), cut(targets))).swapaxes(0, 1).reshape(targets.shape)
 
     @nn.nowrap  # else its name would be in the path of every layer
     def run_layers(self, layer: Any, carry: Any) -> Any:

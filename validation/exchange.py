@@ -36,7 +36,8 @@ from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_mini
 from train import needed
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.exchange import float_parameters, imported_config, open_source, places
+from train.exporting import open_source, places
+from train.importing import float_parameters, imported_config
 from train.model import Decoder
 from train.step import model_config
 

@@ -11,7 +11,7 @@ import pytest
 from jaxquant.export import check_export, export
 from jaxquant.export.sums import NAME, check_sums, read_sums, write_sums
 from tests.export.models import source
-from train.exchange import open_checkpoint
+from train.importing import open_checkpoint
 
 
 @pytest.mark.parametrize(("name", "format"), [("folder", "ct_int8"), ("model.gguf", "gguf_q8_0")])

@@ -26,7 +26,7 @@ from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
 from train.__main__ import main
 from train.config import TrainConfig
-from train.conversion import Conversion, convert_run, converted_shapes, left_out, served_config
+from train.conversion import Conversion, convert_run, converted_shapes, served_config
 from train.model import Decoder
 from train.serving import Served, contenders, open_served
 from train.sums import DATA, seal, write_sums
@@ -226,9 +226,6 @@ def test_served_config_replaces_all_or_lays_over():
     anew = served_config(config, {"quantization": "int8w"})
     assert (anew.quantization, anew.amax_init, anew.rules) == ("int8w", TrainConfig().amax_init, TrainConfig().rules)
     assert served_config(config, {}) == config
-    assert left_out(config, {"quantization": "int8w"}) == ["amax_init", "rules"]
-    assert left_out(config, {"quantization": "int8w", "rules": []}) == ["amax_init"]
-    assert left_out(config, {"quant_backend": "native"}) == []
     with pytest.raises(ValueError, match=r"^steps is no field of the quantization; a conversion changes quantization_"):
         served_config(config, {"steps": 3})
 

@@ -19,9 +19,9 @@ from tests.train.conftest import ROOT, STEPS, read_losses, train
 from train import sums
 from train.__main__ import main
 from train.config import TrainConfig
-from train.data import open_source
 from train.loop import Halted, StopRequest
 from train.metrics import Metrics
+from train.sources import open_source
 
 
 class Closing(io.StringIO):

@@ -17,7 +17,8 @@ from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export,
 from tests.numerics import RECIPROCAL
 from train.__main__ import main
 from train.conversion import convert_run, open_parameters
-from train.exchange import export_run, import_to_run, import_to_serve, open_source
+from train.exporting import export_run, open_source
+from train.importing import import_to_run, import_to_serve
 from train.serving import open_served
 
 FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
