@@ -102,7 +102,7 @@ def serve(words: argparse.Namespace) -> int:
     return_large_blocks()
     sampling = Sampling(words.temperature, words.top_p, words.seed)
     texts, names = _texts(words)
-    cache: dict[str, Any] = {"quantize_kvcache": True, "kv_quant_dtype": words.kv_cache} if words.kv_cache else {}
+    cache = {"quantize_kvcache": True, "kv_quant_dtype": words.kv_cache} if words.kv_cache else {}
     served = open_served(words.directory, dict(NO_KV_QUANT) if words.kv_cache == "none" else cache)
     if words.kv_axis:
         if not served.config.quantize_kvcache:
