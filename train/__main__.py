@@ -35,10 +35,6 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     """
     words = parse_overrides(overrides)
     fields = load_yaml(path) | words
-    dataset = str(fields.get("dataset", ""))
-    if "/" in dataset or Path(dataset).suffix:
-        kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(dataset).suffix, "text")
-        raise ValueError(f"dataset {dataset!r} is a path; write dataset={kind} dataset_path={dataset}")
     config: TrainConfig = build(TrainConfig, fields)
     folder = Path(path).resolve().parent
     is_of_run = Path(path).name == "config.yml" and (folder / "checkpoints").is_dir()
