@@ -217,12 +217,8 @@ def _timed() -> Iterator[Callable[[], str]]:
     began = time.perf_counter()
     return_large_blocks()
     unit = 1 if sys.platform == "darwin" else 1024
-
-    def describe() -> str:
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return f"{time.perf_counter() - began:.1f} s, peak memory {peak / 1e6:.0f} MB"
-
-    yield describe
+    peak = lambda: unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # noqa: E731
+    yield lambda: f"{time.perf_counter() - began:.1f} s, peak memory {peak():.0f} MB"
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
