@@ -17,12 +17,11 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Placement, fit_varying
-from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import DEFAULT_OPTIONS, Dimensions, OpOptions, Product
 from jaxquant.ops.gradients import once
-from jaxquant.ops.pieces import with_shards
+from jaxquant.ops.pieces import QuantState, with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array

@@ -9,9 +9,8 @@ from typing import Any
 import flax.nnx as nnx
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import join_path
+from jaxquant.core.paths import join_path, leaves_by_path, map_by_path
 from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor, is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
 from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.nnx import QuantState

@@ -17,16 +17,14 @@ from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, S
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, device_parts, named
-from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
-from jaxquant.ops.block_cast import Use, abstract_tensor, cast_uses
 from jaxquant.ops.contract import contract, multiplies_values
 from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
-from jaxquant.ops.pieces import with_shards
-from jaxquant.ops.prepared import QuantizedOperand, prepare
+from jaxquant.ops.pieces import QuantState, check_float, check_state, initial_state, with_shards
+from jaxquant.ops.prepared import QuantizedOperand, Use, abstract_tensor, cast_uses, prepare
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
 Array = jax.Array

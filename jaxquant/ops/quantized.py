@@ -32,11 +32,11 @@ from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
-from jaxquant.ops.arguments import QuantState, hashable_precision
 from jaxquant.ops.converted import check_input_scale, straight_through
 from jaxquant.ops.gradients import RESULT_NAME, first_order
 from jaxquant.ops.groups import Groups
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.pieces import QuantState, hashable_precision
 from jaxquant.ops.prepared import QuantizedOperand, Residual, reads_clip
 
 Array = jax.Array
