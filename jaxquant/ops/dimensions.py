@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+Axes = tuple[int, ...]
 DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -17,10 +18,10 @@ class Dimensions:
     The result has the axes (batch, free axes of lhs, free axes of rhs).
     """
 
-    lhs_contract: tuple[int, ...]
-    rhs_contract: tuple[int, ...]
-    lhs_batch: tuple[int, ...]
-    rhs_batch: tuple[int, ...]
+    lhs_contract: Axes
+    rhs_contract: Axes
+    lhs_batch: Axes
+    rhs_batch: Axes
     lhs_ndim: int
     rhs_ndim: int
 
@@ -94,6 +95,6 @@ class Dimensions:
         return dims, tuple(int(axis) for axis in permutation)
 
 
-def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+def _others(ndim: int, *taken: Axes) -> tuple[int, ...]:
     used = {axis for axes in taken for axis in axes}
     return tuple(axis for axis in range(ndim) if axis not in used)

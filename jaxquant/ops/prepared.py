@@ -31,6 +31,7 @@ from jaxquant.kernels.block_quantize import api as kernel
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.ops.contract import Dequantized
+from jaxquant.ops.dimensions import Axes
 from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.implementation import HOPPER_CASTS_PAY, TPU_CASTS_PAY, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, quantize_operand
@@ -64,8 +65,8 @@ def make_prepared(
     x: Array,
     recipe: Recipe,
     side: Side,
-    axes: tuple[int, ...],
-    batch: tuple[int, ...],
+    axes: Axes,
+    batch: Axes,
     state: delayed.TensorState | None,
     key: RandomKey | None,
     implementation: str | None,
@@ -119,7 +120,7 @@ def named(kept: Any) -> Any:
 
 
 def _own(
-    x: Array, recipe: Recipe, side: Side, axes: tuple[int, ...], key: RandomKey | None, **more: Any
+    x: Array, recipe: Recipe, side: Side, axes: Axes, key: RandomKey | None, **more: Any
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
@@ -139,7 +140,7 @@ def share(
     states: Sequence[delayed.TensorState],
     *,
     recipe: Recipe,
-    axes: tuple[int, ...],
+    axes: Axes,
     implementation: str | None = None,
     is_stored: bool = False,
 ) -> QuantizedOperand:
@@ -193,50 +194,20 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
 # gradient by both gradients. Each has tiles along its own contraction, for which XLA's program reads the operand again.
 
 
-class Use(NamedTuple):
-    """How one matmul reads an operand.
-
-    Attributes:
-      spec: of the operand there.
-      axes, batch: its contraction and batch axes there.
-      has_values: whether the matmul multiplies it dequantized, in bfloat16.
-      has_elements: whether its elements and scales are wanted.
-      is_turned: as ``Cast`` has it.
-    """
-
-    spec: TensorSpec
-    axes: tuple[int, ...]
-    batch: tuple[int, ...]
-    has_values: bool
-    has_elements: bool
-    is_turned: bool = False
-
-
-def cast_uses(
-    x: Array,
-    uses: Sequence[Use],
-    *,
-    recipe: Recipe,
-    implementation: str | None,
-    floor: float = SMALLEST_SCALE,
-    beside: Any = (),
+def cast_all(
+    x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, beside: Any = ()
 ) -> list[tuple[Dequantized | None, QTensor | None]] | None:
-    """Return an operand's values and elements for each use; None where XLA quantizes it, use by use.
+    """Return an operand's values and elements for each cast; None where XLA quantizes it, one cast after the other.
 
     Args:
       x: the operand.
-      uses: of it, in tiles.
+      casts: of it.
       recipe: whose arithmetic it is.
-      implementation: what computes the cast, None to pick.
-      floor: scales below it become 1.
+      implementation: what computes the casts, None to pick.
       beside: arrays of the same program, one of which may know its platform where x does not.
     """
-    if any(use.spec.tile_size is None or use.spec.codec is not None for use in uses) or x.ndim < 2:
+    if any(cast.spec.tile_size is None or cast.spec.codec is not None for cast in casts) or x.ndim < 2:
         return None
-    casts = tuple(
-        Cast(spec, block_shape(x.shape, spec, axes, 1, batch), floor, has_elements, has_values, is_turned)
-        for spec, axes, batch, has_values, has_elements, is_turned in uses
-    )
 
     def refused() -> str | None:
         if cast_dtype(recipe, x.dtype.name) != "float32":
@@ -245,7 +216,7 @@ def cast_uses(
 
     arrays = jax.tree.leaves((x, beside))
     reason_to_prefer = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
-    if capability_of(*arrays)[0] == 9 and not any(use.has_values and use.has_elements for use in uses):
+    if capability_of(*arrays)[0] == 9 and not any(cast.has_values and cast.has_elements for cast in casts):
         reason_to_prefer = HOPPER_CASTS_PAY
     if select_implementation("block_quantize", implementation, refused, reason_to_prefer).name == "xla":
         return None
@@ -253,14 +224,13 @@ def cast_uses(
     return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]
 
 
-def abstract_tensor(
-    spec: TensorSpec, shape: tuple[int, ...], axes: tuple[int, ...], batch: tuple[int, ...], beside: Array
-) -> QTensor:
+def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, beside: Array) -> QTensor:
     """Return the types of what an operand is quantized to.
 
     Args:
-      spec, axes, batch: as ``Use`` has them.
-      shape: of the operand.
+      spec: of the operand.
+      shape: its shape.
+      axes, batch: its contraction and batch axes.
       beside: an array of the same program, on whose mesh it lies.
     """
     block = block_shape(shape, spec, axes, 1, batch)
@@ -271,13 +241,7 @@ def abstract_tensor(
 
 
 def cast_forward(
-    x: Array,
-    recipe: Recipe,
-    side: Side,
-    axes: tuple[int, ...],
-    batch: tuple[int, ...],
-    has_values: bool,
-    implementation: str | None,
+    x: Array, recipe: Recipe, side: Side, axes: Axes, batch: Axes, has_values: bool, implementation: str | None
 ) -> tuple[Dequantized | QTensor, QTensor | Array] | None:
     """Return an operand as the forward pass reads it, and what is kept of it; None where XLA computes them.
 
@@ -289,18 +253,19 @@ def cast_forward(
     spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.kept(side)
     if spec is None:
         return None
-    uses = [Use(spec, axes, batch, has_values, kind == "forward" or not has_values)]
+    cast = Cast(spec, block_shape(x.shape, spec, axes, 1, batch), SMALLEST_SCALE)
+    casts = [cast._replace(has_values=has_values, has_elements=kind == "forward" or not has_values)]
     if kind == "own":
         matmul = getattr(recipe, name)
         if matmul.rotation is not None or matmul.shards > 1 or recipe.part(name) is not recipe:
             return None
         assert own is not None
         others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))
-        uses.append(Use(own, others, batch, False, True))
+        casts.append(Cast(own, block_shape(x.shape, own, others, 1, batch), SMALLEST_SCALE))
     elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
         is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own along rows
-        uses = [uses[0]._replace(is_turned=not is_last), uses[0]._replace(is_turned=is_last)]
-    made = cast_uses(x, uses, recipe=recipe, implementation=implementation)
+        casts = [cast._replace(is_turned=not is_last), cast._replace(is_turned=is_last)]
+    made = cast_all(x, tuple(casts), recipe=recipe, implementation=implementation)
     if made is None:
         return None
     (values, tensor), (_, kept) = made[0], made[-1]
