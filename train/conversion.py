@@ -24,8 +24,8 @@ from etils import epath
 from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
+from jaxquant.core.paths import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.qtensor import QTensor, is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.leaves import unflatten

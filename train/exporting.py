@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.blocks import BlocksError
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.core.quant_state import HISTORY
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json

@@ -23,8 +23,8 @@ from jaxquant import state as quantization_state
 from jaxquant.audit.health import HealthMonitor, HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.quant_state import TENSORS
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.optim import moment_health
 from jaxquant.state.table import tables_of
 from train import processes

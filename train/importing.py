@@ -20,9 +20,9 @@ from jaxquant import serving
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, stacked_blocks
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files

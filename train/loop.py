@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
-from jaxquant.core.trees import tree_bytes
+from jaxquant.core.paths import tree_bytes
 from jaxquant.export.sums import write_sums
 from jaxquant.ops.implementation import choices_made
 from train import processes

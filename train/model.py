@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax.linen.dtypes import promote_dtype
 
-from jaxquant.ops.remat import save_matmuls, save_quantized
-from jaxquant.ops.residuals import compress_residuals
+from jaxquant.ops.remat import compress_residuals, save_matmuls, save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
 from train.attention import Kind, attend, rotate, visibility

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
-from jaxquant.core.trees import map_by_path, tree_bytes
+from jaxquant.core.paths import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
 from train.config import TrainConfig

@@ -19,8 +19,8 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.core.paths import tree_bytes
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS

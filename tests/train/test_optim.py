@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxquant.core.trees import leaves_by_path, tree_bytes
+from jaxquant.core.paths import leaves_by_path, tree_bytes
 from jaxquant.core.typed import build as build_typed
 from jaxquant.core.typed import type_hints
 from jaxquant.optim import SCHEMES

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.paths import leaves_by_path
 from tests.train.conftest import STEPS
 from train.checkpoint import CHUNK_BYTES, Checkpoints, save_args
 from train.config import TrainConfig

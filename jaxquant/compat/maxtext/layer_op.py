@@ -25,7 +25,7 @@ from jaxquant.core.quant_state import SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
-from jaxquant.ops.dimensions import Dimensions, OpOptions, Product
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.state import watch
 from jaxquant.state.table import ENTRY, layers_of, make_state
@@ -73,13 +73,12 @@ class LayerOp(nn.Module):
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-        given = Setup(
-            recipe,
-            self._watched((lhs, weight), amaxes),
-            key,
-            OpOptions(self.quantization.resolver.implementation),
-        )
-        out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
+        more = {
+            "state": self._watched((lhs, weight), amaxes),
+            "implementation": self.quantization.resolver.implementation,
+        }
+        setup = Setup(recipe, dims.numbers, precision, preferred_element_type, key=key, **more)
+        out = self.backend.contract(lhs, weight, setup)
         if mode == "convert" and recipe.fwd.rhs is not None:
             self._write(rhs, dims, state)
         return out
