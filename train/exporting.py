@@ -184,7 +184,6 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
 def _of_converted(folder: Path) -> Source:
     found = open_served(folder)
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
-    leaves = {path: leaf for path, leaf in leaves.items() if not path.endswith("/input_scale")}
 
     def at(path: str, index: tuple[int, ...]) -> Any:
         # A loop over the stacked axis takes the 0 that stands for it out of the block.

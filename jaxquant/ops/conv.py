@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import ConvDimensionNumbers
 
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
@@ -43,7 +43,7 @@ Array = jax.Array
 
 def conv_general_dilated(
     lhs: Array,
-    rhs: Array | ConvertedKernel,
+    rhs: Array | QTensor,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -100,7 +100,7 @@ def conv_general_dilated(
         numbers=numbers,
         groups=feature_group_count,
     )
-    if isinstance(rhs, ConvertedKernel):
+    if isinstance(rhs, QTensor):
         check_scales("conv_general_dilated", rhs, (op.feature,))
         return serve(op, lhs, rhs, None, key)
     check_state(recipe, state)
@@ -122,10 +122,10 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
 
-def _check(lhs: Array, rhs: Array | ConvertedKernel, recipe: Recipe, batch_group_count: int) -> None:
-    is_converted = isinstance(rhs, ConvertedKernel)
+def _check(lhs: Array, rhs: Array | QTensor, recipe: Recipe, batch_group_count: int) -> None:
+    is_converted = isinstance(rhs, QTensor)
     check_float("conv_general_dilated", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
-    for name, operand in (("lhs", lhs), ("rhs", rhs.tensor.qvalue if is_converted else rhs)):
+    for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if is_converted else rhs)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"conv_general_dilated {name} is split over devices in its type, by an explicit mesh; quantized "

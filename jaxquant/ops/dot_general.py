@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from jaxquant.core.hadamard import rotated_axis, rotation_of
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
@@ -35,7 +35,7 @@ __all__ = ["QuantState", "dot_general", "initial_state"]
 
 def dot_general(
     lhs: Float[Array, "*lhs"],
-    rhs: Float[Array, "*rhs"] | ConvertedKernel,
+    rhs: Float[Array, "*rhs"] | QTensor,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -86,14 +86,14 @@ def dot_general(
     """
     for piece in ("dot_general", "quantize"):
         choose_implementation(piece, implementation)
-    is_converted = isinstance(rhs, ConvertedKernel)
+    is_converted = isinstance(rhs, QTensor)
     check_float("dot_general", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
     dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
-    if isinstance(rhs, ConvertedKernel) and has_scales_of_elements(recipe, rhs, dims):
+    if isinstance(rhs, QTensor) and has_scales_of_elements(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
-        def run(lhs: Array, rhs: ConvertedKernel, key: RandomKey | None) -> Array:
+        def run(lhs: Array, rhs: QTensor, key: RandomKey | None) -> Array:
             options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
             numbers = dims.of_element().numbers
             return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)

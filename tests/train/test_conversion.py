@@ -19,7 +19,7 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.core.qtensor import INPUT_SCALE, is_tensor
+from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from tests.serving.trees import assert_same
@@ -162,8 +162,9 @@ def test_the_tree_is_that_of_jaxquant_convert(name: str, converted: Any):
     for path in KERNELS:
         layer = at(found.params, path)
         assert layer["kernel"].qvalue.dtype == dtype
-        assert (INPUT_SCALE in layer) == (trained.quant_state != {})
-        assert INPUT_SCALE not in layer or (layer[INPUT_SCALE] > 0).all()
+        scale = layer["kernel"].input_scale
+        assert (scale is not None) == (trained.quant_state != {})
+        assert scale is None or (scale > 0).all()
     assert set(case.made.layers) == set(KERNELS)
     assert set(case.made.layers.values()) == {trained.config.quantization}
 
@@ -194,8 +195,9 @@ def test_an_unquantized_run_is_converted_after_training(
     for path in KERNELS:
         layer = at(served.params, path)
         assert layer["kernel"].qvalue.dtype == dtype
-        assert (INPUT_SCALE in layer) == (string == "fp8")
-        assert string != "fp8" or (np.asarray(layer[INPUT_SCALE]) > 0).all()
+        scale = layer["kernel"].input_scale
+        assert (scale is not None) == (string == "fp8")
+        assert scale is None or (np.asarray(scale) > 0).all()
     # Served is the float model with quantized layers: nearer to it than 0 is, and not the same.
     exact, found = logits(float_), logits(served)
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
@@ -210,7 +212,7 @@ def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_p
     assert said[0].startswith("quantization 'int8w' replaces all of the run's, its rules too; to keep a field,")
     assert (made.config.quantization, set(made.layers.values())) == ("int8w", {"int8w"})
     served = open_served(tmp_path / "out")
-    assert INPUT_SCALE not in at(served.params, KERNELS[0])
+    assert at(served.params, KERNELS[0])["kernel"].input_scale is None
     assert at(served.params, KERNELS[0])["kernel"].qvalue.dtype == jnp.int8
     tokens = jnp.zeros((1, 32), jnp.int32)
     params = open_served(runs("fp8")).params
@@ -284,7 +286,7 @@ def _keep(tree: Any) -> None:
 
 
 def _drop_leaf(tree: Any) -> None:
-    del tree["layers"]["mlp"]["wo"]["kernel"]
+    del tree["layers"]["mlp"]["wo"]
 
 
 MISFITS: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {

@@ -96,8 +96,17 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
             elements = np.asarray(one.qvalue).reshape(weight.shape[::-1]).T
             np.testing.assert_array_equal(elements.view(np.uint8), stored.elements.view(np.uint8))
             if string == "fp8":
-                scale = float(leaves[f"layers/{path}/input_scale"][layer].reshape(()))
+                scale = float(kernel.input_scale[layer].reshape(()))
                 assert scale == read.tensors(name)[".input_scale"].reshape(())
+
+
+def test_a_weight_of_another_format_gets_its_own_scale_under_a_delayed_recipe(run, tmp_path):
+    export_run(run, tmp_path / "hf", "modelopt_nvfp4", say=quiet)
+    import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS | {"quantization": "fp8"})
+    kernel = open_served(tmp_path / "served").params["layers"]["mlp"]["wo"]["kernel"]
+    for layer in (0, 1):
+        weight = HfFolder(tmp_path / "hf").read(f"model.layers.{layer}.mlp.down_proj.weight")
+        np.testing.assert_allclose(kernel.scale[layer].ravel(), np.abs(weight).max() / 448, rtol=2**-7)
 
 
 @pytest.mark.parametrize(
