@@ -23,7 +23,7 @@ from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
 from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import fused_with
-from jaxquant.export.source import Kept
+from jaxquant.export.source import ScaledElements
 from jaxquant.formats import codec
 from tests.export.models import SHAPE, source, tensors
 from tests.numerics import LAST_BITS, SCALE_AGAIN
@@ -158,14 +158,14 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
         return QTensor(rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn), scale, block=block)
 
     for given in (tensor((300, 260), (1, 1)), tensor((300, 260), (2, 2), (256, 256)), tensor((256, 512), (2, 1))):
-        elements, scale, outer = Kept.of(given, fp8)
+        elements, scale, outer = ScaledElements.of(given, fp8)
         assert (elements.shape, outer.tolist()) == (given.shape, 1)
         rows, columns = given.shape
         expected = np.kron(given.scale, np.ones(given.blocks))[:rows, :columns]
         np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[:rows, :columns], expected)
-        assert Kept.of(given, nvfp4) is None
+        assert ScaledElements.of(given, nvfp4) is None
     for given in (tensor((256, 256), (4, 4)), tensor((384, 256), (4, 2), (96, 128))):
-        assert Kept.of(given, fp8) is None
+        assert ScaledElements.of(given, fp8) is None
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])

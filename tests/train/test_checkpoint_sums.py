@@ -78,7 +78,7 @@ def flip(path: Path, bit: int) -> None:
 
 def whole_share(folder: Path, share: int) -> bool:
     try:
-        sums.check_sums(folder, None, share, 3)
+        sums.check_checkpoint_sums(folder, None, share, 3)
     except ValueError:
         return False
     return True
@@ -93,7 +93,7 @@ def test_no_flipped_bit_is_silent_and_what_is_whole_comes_back(run: Path):
         for bit in {0, bits // 3, bits // 2 + 1, bits - 1} if bits else ():
             flip(path, bit)
             with pytest.raises(ValueError, match=r"copy the folder again" if path.name == NAME else path.name):
-                sums.check_sums(folder)
+                sums.check_checkpoint_sums(folder)
             if path == folder / sums.DATA:
                 with pytest.raises(ValueError, match="data/metadata has changed"):
                     config_of(folder)

@@ -20,8 +20,8 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.core.paths import tree_bytes
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
@@ -30,7 +30,7 @@ from train.config import TrainConfig
 from train.conversion import Conversion, convert_run, converted_shapes, served_config
 from train.model import Decoder
 from train.serving import Served, contenders, open_served
-from train.sums import DATA, seal, write_sums
+from train.sums import DATA, seal, write_checkpoint_sums
 
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]
@@ -73,7 +73,7 @@ def configured(run: Path, folder: Path, **fields: Any) -> Path:
     for checkpoint in (folder / "checkpoints").iterdir():
         data = checkpoint / DATA
         data.write_text(json.dumps(json.loads(data.read_text()) | {"config": made_with}))
-        write_sums(checkpoint)
+        write_checkpoint_sums(checkpoint)
         seal(checkpoint)
     return folder
 

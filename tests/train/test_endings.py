@@ -65,7 +65,7 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sums, "write_sums", fail)
+        patch.setattr(sums, "write_checkpoint_sums", fail)
         with pytest.raises(
             Halted, match=rf"^run {copy} cannot be written .*No space left .*checkpoint {STEPS} is kept"
         ):

@@ -11,8 +11,8 @@ import tokenizers
 
 from jaxquant import serving
 from jaxquant.config.loader import load_yaml
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
 from tests.numerics import RECIPROCAL
 from train.__main__ import main
@@ -56,7 +56,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     tokens = open_served(tmp_path / "again").tokenizer
     assert tokens.encode_prompt("é a\n").tolist() == [256, 0xC3, 0xA9, 32, 97, 10]
     assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
-    with pytest.raises(FileExistsError, match="exists; choose another folder"):
+    with pytest.raises(FileExistsError, match="exists; choose another name"):
         import_to_run(tmp_path / "hf", tmp_path / "again")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.optim import state as optim_state
 from tests.train.conftest import read_losses, train
 from train.config import TrainConfig

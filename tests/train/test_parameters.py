@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tests.train.conftest import STEPS
-from train.arrays import CHUNK_BYTES, save_args
+from train.checkpoint import CHUNK_BYTES, save_args
 from train.conversion import open_parameters
 
 
