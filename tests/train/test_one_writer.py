@@ -21,8 +21,8 @@ from train.metrics import Metrics
 
 
 def test_a_second_process_is_refused_by_name_and_a_killed_one_makes_way(tmp_path: Path):
-    words = f"from pathlib import Path; from train.lock import RunLock; RunLock(Path({str(tmp_path)!r})).acquire(print)"
-    command = [sys.executable, "-c", f"{words}; print('held', flush=True); input()"]
+    words = f"from pathlib import Path; from train.lock import RunLock; lock = RunLock(Path({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", f"{words}; lock.acquire(print); print('held', flush=True); input()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **pipes)
     try:
