@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Placement, fit_varying
@@ -25,7 +25,7 @@ from jaxquant.ops.pieces import QuantState, with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
-Weight = Array | ConvertedKernel
+Weight = Array | QTensor
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
 
@@ -158,7 +158,7 @@ class Backend:
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
-    ) -> tuple[QTensor, Array | None]:
+    ) -> QTensor:
         """Quantize the weight of a contraction as its op does in training.
 
         Args:
@@ -226,18 +226,18 @@ class LibraryBackend(Backend):
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
         check_implementation(self.name, setup.implementation)
-        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        dtype = jnp.promote_types(lhs.dtype, rhs.float_dtype if isinstance(rhs, QTensor) else rhs.dtype)
         self._refuse_dropped(dtype, setup)
         if why := self.lacks(setup.operation, setup.recipe, dtype.name):
             raise NotImplementedError(f"recipe {setup.recipe.name!r}: {why}")
         dims = Dimensions.of(setup.numbers, lhs.ndim, rhs.ndim)
         recipe = with_shards(setup.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
         lhs = lhs.astype(dtype)
-        rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
+        rhs = rhs.astype(dtype.name)
         if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
-            rhs = dequantize(rhs.tensor, dtype.name) if isinstance(rhs, ConvertedKernel) else rhs
+            rhs = dequantize(rhs, dtype.name) if isinstance(rhs, QTensor) else rhs
             return jax.lax.dot_general(lhs, rhs, setup.numbers)
-        if isinstance(rhs, ConvertedKernel):
+        if isinstance(rhs, QTensor):
             serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
         run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
@@ -251,18 +251,18 @@ class LibraryBackend(Backend):
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
-    ) -> tuple[QTensor, Array | None]:
+    ) -> QTensor:
         """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
-        return self.convert(recipe, weight, axes), None
+        return self.convert(recipe, weight, axes)
 
-    def _input_gradient(self, lhs: Array, rhs: ConvertedKernel, dims: Dimensions) -> Any:
+    def _input_gradient(self, lhs: Array, rhs: QTensor, dims: Dimensions) -> Any:
         """Return the activation's gradient as a function: that of the dequantized kernel."""
-        place = Placement.of(lhs, rhs.tensor.qvalue)
+        place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
         options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
 
-        def gradient(grad: Array, weight: ConvertedKernel) -> Array:
-            out = contract(grad, weight.tensor, backward, out_dtype=grad.dtype.name, **options)
+        def gradient(grad: Array, weight: QTensor) -> Array:
+            out = contract(grad, weight.operand, backward, out_dtype=grad.dtype.name, **options)
             return fit_varying(out.transpose(order).astype(lhs.dtype), place.varying)
 
         return gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -73,13 +74,15 @@ class NativeBackend(Backend):
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
-    ) -> tuple[QTensor, Array | None]:
+    ) -> QTensor:
         """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
         if operation == "ragged_dot_general":
             return ragged.convert_kernel(recipe, weight, {tensor: dict(fields) for tensor, fields in state.items()})
         if recipe.sparsity is not None:
             weight = jnp.where(state["sparsity"]["mask"] > 0, weight, 0)
-        return quantize_kernel(weight, axes, recipe=recipe, state=state, batch=batch), input_scale(recipe, state)
+        tensor = quantize_kernel(weight, axes, recipe=recipe, state=state, batch=batch)
+        scale = input_scale(recipe, state)
+        return tensor if scale is None else dataclasses.replace(tensor, input_scale=scale.reshape((1,) * weight.ndim))
 
 
 BACKEND = NativeBackend("native")

@@ -35,7 +35,7 @@ from jaxquant.backends.base import LibraryBackend, Setup, Weight
 from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
 from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, to_qwix
 from jaxquant.config.backends import BACKENDS
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, noise, operands_key
 from jaxquant.core.sharding import device_kind_of, platform_of
@@ -132,13 +132,12 @@ def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
     return QTensor(tensor.qvalue, tensor.scale.astype(jnp.float32), tensor.zero_point)
 
 
-def _qarray(weight: ConvertedKernel) -> Any:
-    tensor = weight.tensor
-    return qwix.QArray(tensor.qvalue, tensor.scale.astype(weight.dtype), tensor.zero_point, tensor.qvalue.dtype)
+def _qarray(weight: QTensor) -> Any:
+    return qwix.QArray(weight.qvalue, weight.scale.astype(weight.float_dtype), weight.zero_point, weight.qvalue.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "numbers"))
-def _serve(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers: Any) -> Array:
+def _serve(recipe: Recipe, lhs: Array, weight: QTensor, numbers: Any) -> Array:
     activation = lhs if recipe.fwd.lhs is None else _quantize(lhs, recipe.fwd.lhs, numbers[0][0])
     return qwix.dot_general(activation, _qarray(weight), numbers)
 
@@ -173,7 +172,7 @@ class QwixBackend(LibraryBackend):
             raise refuse("Qwix", setup.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
         return super().contract(lhs, rhs, setup, group_sizes)
 
-    def _contract_wide(self, lhs: Array, rhs: Array | ConvertedKernel, setup: Setup) -> Array:
+    def _contract_wide(self, lhs: Array, rhs: Array | QTensor, setup: Setup) -> Array:
         """Contract an activation of two free axes or more: XLA for CPUs fails on 4 bits that it need not reshape."""
         (contract, others), (batch, rhs_batch) = setup.numbers
         new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import ConvDimensionNumbers
 
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
@@ -40,7 +40,7 @@ Array = jax.Array
 
 def conv_general_dilated(
     lhs: Array,
-    rhs: Array | ConvertedKernel,
+    rhs: Array | QTensor,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -90,7 +90,7 @@ def conv_general_dilated(
     pads = tuple((int(low), int(high)) for low, high in padding)
     window = _Window(tuple(window_strides), pads, tuple(lhs_dilation or ones), dilation, numbers, feature_group_count)
     op = _Conv.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, window=window)
-    if isinstance(rhs, ConvertedKernel):
+    if isinstance(rhs, QTensor):
         check_scales("conv_general_dilated", rhs, (op.feature,))
         return serve(op, lhs, rhs, None, key)
     check_state(recipe, state)

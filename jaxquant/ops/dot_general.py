@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxquant.core.blocks import block_shape
 from jaxquant.core.hadamard import rotated_axis, rotation_of
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
@@ -36,7 +36,7 @@ __all__ = ["QuantState", "dot_general", "initial_state"]
 
 def dot_general(
     lhs: Float[Array, "*lhs"],
-    rhs: Float[Array, "*rhs"] | ConvertedKernel,
+    rhs: Float[Array, "*rhs"] | QTensor,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -88,21 +88,21 @@ def dot_general(
     check_implementation("dot_general", implementation)
     check_float("dot_general", lhs=lhs, rhs=rhs)
     dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
-    if isinstance(rhs, ConvertedKernel) and has_scales_of_elements(recipe, rhs, dims):
+    if isinstance(rhs, QTensor) and has_scales_of_elements(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
-        def run(lhs: Array, rhs: ConvertedKernel, key: RandomKey | None) -> Array:
+        def run(lhs: Array, rhs: QTensor, key: RandomKey | None) -> Array:
             options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
             numbers = dims.of_element().numbers
             return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)
 
         return each_element(run, lhs, rhs, dims, key)
     recipe = with_shards(recipe, lhs, dims.lhs_free)
-    fields = {"dims": dims, "out_sharding": place, "copies": not isinstance(rhs, ConvertedKernel), "stored": stored}
+    fields = {"dims": dims, "out_sharding": place, "copies": not isinstance(rhs, QTensor), "stored": stored}
     options = {"recipe": recipe, "implementation": implementation}
     op = _Dot.of(lhs, rhs, precision, preferred_element_type, **options, **fields)
-    if isinstance(rhs, ConvertedKernel):
+    if isinstance(rhs, QTensor):
         return serve(op, lhs, rhs, None, key)
     check_state(recipe, state)
     return quantized(op, lhs, rhs, None, state or {}, key, prepared)

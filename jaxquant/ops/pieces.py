@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import ELEMENTS
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import DelayedSpec, Recipe, TensorSpec
 from jaxquant.core.sharding import device_parts, explicit_sharding
@@ -50,7 +50,7 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
         )
 
 
-def check_float(op: str, **operands: Array | ConvertedKernel) -> None:
+def check_float(op: str, **operands: Array | QTensor) -> None:
     """Check that operands are of a float dtype, or converted.
 
     Args:
@@ -61,11 +61,11 @@ def check_float(op: str, **operands: Array | ConvertedKernel) -> None:
       TypeError: one is not.
     """
     for name, operand in operands.items():
-        if not isinstance(operand, ConvertedKernel) and not jnp.issubdtype(operand.dtype, jnp.floating):
+        if not isinstance(operand, QTensor) and not jnp.issubdtype(operand.dtype, jnp.floating):
             raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; quantization takes float operands")
 
 
-def check_operands(op: str, lhs: Array, rhs: Array | ConvertedKernel, recipe: Recipe, reason: str) -> None:
+def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, reason: str) -> None:
     """Check the operands and the recipe of an op that not every recipe has, and no explicit mesh.
 
     Args:
@@ -79,7 +79,7 @@ def check_operands(op: str, lhs: Array, rhs: Array | ConvertedKernel, recipe: Re
       NotImplementedError: it is split over devices in its type, or there is a reason.
     """
     check_float(op, lhs=lhs, rhs=rhs)
-    for name, operand in (("lhs", lhs), ("rhs", rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs)):
+    for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if isinstance(rhs, QTensor) else rhs)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"{op} {name} is split over devices in its type, by an explicit mesh; the quantized op is not "

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
@@ -74,12 +74,13 @@ class Operation(abc.ABC):
 
     @classmethod
     def of(
-        cls, lhs: Array, rhs: Array | ConvertedKernel, precision: Any, out_dtype: Any, *, recipe: Recipe, **fields: Any
+        cls, lhs: Array, rhs: Array | QTensor, precision: Any, out_dtype: Any, *, recipe: Recipe, **fields: Any
     ) -> Any:
         """Make the operation of two operands; ``fields`` are those that the class adds."""
-        arrays = (lhs, rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs)
+        arrays = (lhs, rhs.qvalue if isinstance(rhs, QTensor) else rhs)
         left = Primal(lhs.shape, lhs.dtype.name, Placement.of(*arrays))
-        right = Primal(rhs.shape, jnp.dtype(rhs.dtype).name, Placement.of(*arrays[::-1]))
+        dtype = rhs.float_dtype if isinstance(rhs, QTensor) else rhs.dtype.name
+        right = Primal(rhs.shape, dtype, Placement.of(*arrays[::-1]))
         out = jnp.dtype(out_dtype or jnp.promote_types(left.dtype, right.dtype)).name
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
 
@@ -97,7 +98,7 @@ class Operation(abc.ABC):
         raise NotImplementedError
 
     def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: RandomKey | None) -> Any:
-        """Quantize the activation of a converted kernel, by its own scale or by that beside the kernel."""
+        """Quantize the activation of a converted kernel, by its own scale or by the kernel's ``input_scale``."""
         spec = self.recipe.fwd.lhs
         assert isinstance(spec, TensorSpec)
         axes, batch = self.axes("lhs")
@@ -285,7 +286,7 @@ def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -
 # -- converted kernels -------------------------------------------------------------------------------------------------
 
 
-def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None) -> Array:
+def serve(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
     """Compute the forward product with a converted kernel, and the gradient that its dequantized values give.
 
     Args:
@@ -303,14 +304,12 @@ def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | Non
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None) -> Array:
+def _served(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
     spec, groups = op.recipe.fwd.lhs, _groups(op, sizes)
     left = op.quantize_activation(lhs, weight.input_scale, groups, key) if isinstance(spec, TensorSpec) else lhs
-    return op.product(left, weight.tensor, groups)
+    return op.product(left, weight.operand, groups)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served_gradient(
-    op: Operation, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None
-) -> Array:
-    return fit_varying(op.input_gradient(grad, weight.tensor, _groups(op, sizes)), op.lhs.place.varying)
+def _served_gradient(op: Operation, grad: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
+    return fit_varying(op.input_gradient(grad, weight.operand, _groups(op, sizes)), op.lhs.place.varying)

@@ -29,7 +29,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import wide_on_cpus
 from jaxquant.core.hadamard import rotation_of
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
@@ -84,7 +84,7 @@ def initial_state(recipe: Recipe, groups: int) -> QuantState:
 
 def ragged_dot(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G K N"] | ConvertedKernel,
+    rhs: Float[Array, "G K N"] | QTensor,
     group_sizes: Int[Array, " G"],
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -117,15 +117,13 @@ def ragged_dot(
     _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
     check_implementation("dot_general", implementation)
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
-    if isinstance(rhs, ConvertedKernel):
+    if isinstance(rhs, QTensor):
         return serve(op, lhs, rhs, group_sizes, key)
     pieces.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
     return quantized(op, lhs, rhs, group_sizes, state or {}, key)
 
 
-def convert_kernel(
-    recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
-) -> tuple[QTensor, Float[Array, "G 1 1"] | None]:
+def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState) -> QTensor:
     """Quantize weights as the forward pass does, for serving.
 
     Args:
@@ -134,14 +132,14 @@ def convert_kernel(
       state: as for ``ragged_dot``.
 
     Returns:
-      The weights and the static scale of each group's activations (or of all), None where these are scaled
+      The weights, with the static scale of each group's activations (or of all) where these are not scaled
       dynamically; 0 of a group that was never seen.
     """
     state = with_groups(recipe, state)
     tensor, _ = _forward_weights(recipe, rhs, state.get("kernel"), None)
     assert isinstance(tensor, QTensor)
     scale = jax.vmap(lambda state: input_scale(recipe, state))(state) if state else input_scale(recipe, state)
-    return tensor, None if scale is None else scale.reshape(-1, 1, 1)
+    return dataclasses.replace(tensor, input_scale=None if scale is None else scale.reshape(-1, 1, 1))
 
 
 def unsupported(recipe: Recipe) -> str:
@@ -161,14 +159,14 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
 
-def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe: Recipe) -> None:
+def _check(lhs: Array, rhs: Array | QTensor, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
             f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
     spec = recipe.fwd.rhs
-    if isinstance(rhs, ConvertedKernel) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
+    if isinstance(rhs, QTensor) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
         check_scales("ragged_dot", rhs, (0, 2))
     pieces.check_operands("ragged_dot", lhs, rhs, recipe, unsupported(recipe))
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.backends import Backend
 from jaxquant.backends.base import Setup
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
@@ -141,7 +141,7 @@ def _inner_shape(site: Contraction) -> tuple[int, ...]:
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
 
-def check_layout(site: Contraction, kernel: ConvertedKernel) -> None:
+def check_layout(site: Contraction, kernel: QTensor) -> None:
     """Refuse a converted kernel whose experts share their scale where the recipe's have their own, or the reverse.
 
     Raises:
@@ -149,9 +149,9 @@ def check_layout(site: Contraction, kernel: ConvertedKernel) -> None:
     """
     assert site.recipe is not None
     spec, shares = site.recipe.fwd.rhs, site.recipe.shares_experts
-    if not isinstance(spec, TensorSpec) or spec.granularity != "per_tensor" or kernel.tensor.codec is not None:
+    if not isinstance(spec, TensorSpec) or spec.granularity != "per_tensor" or kernel.codec is not None:
         return
-    counts = [kernel.tensor.scale.shape[axis] for axis in site.weight_axes[1] if kernel.shape[axis] > 1]
+    counts = [kernel.scale.shape[axis] for axis in site.weight_axes[1] if kernel.shape[axis] > 1]
     if counts and shares != all(n == 1 for n in counts):
         has = "a scale for each expert" if shares else "one scale for all experts"
         raise ValueError(
@@ -189,7 +189,7 @@ def contract(
     if site.split and not recipe.shares_experts:
         recipe = dataclasses.replace(recipe, expert_axes=tuple(name for names in site.split for name in names))
     backend, own = backend.runner(site.operation, recipe, site.dtype, bool(site.split)), {}
-    if not isinstance(operands[site.side], ConvertedKernel):
+    if not isinstance(operands[site.side], QTensor):
         own = dict(state)
     elif backend.name == "native":
         check_layout(site, operands[site.side])
@@ -220,12 +220,12 @@ def _dot(
     backend: Backend,
     setup: Setup,
     activation: Array,
-    weight: Array | ConvertedKernel,
+    weight: Array | QTensor,
     key: RandomKey | None,
     state: dict[str, dict[str, Array]],
 ) -> Array:
     spec = setup.recipe.sparsity
-    if spec is not None and not isinstance(weight, ConvertedKernel):
+    if spec is not None and not isinstance(weight, QTensor):
         weight = sparsity.sparsify(spec, setup.numbers[0][1], weight, state[SPARSITY])
     amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
     return backend.contract(activation, weight, dataclasses.replace(setup, state=amaxes, key=key))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxquant.config.loader import MAX_CHARACTERS, load_yaml, parse_overrides
+from jaxquant.config.loader import MAX_BYTES, load_yaml, parse_overrides
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.typed import build
 from train.config import TrainConfig
@@ -33,18 +33,11 @@ def refused(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def bomb(lines: int) -> str:
-    """Return ten lines of which each holds the one before ten times."""
-    head = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-    return head + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, lines))
-
-
 TEXTS: dict[str, tuple[str, str]] = {
-    "alias bomb": (bomb(10), "line 4: more than 10,000 values, aliases written out"),
-    "alias of itself": ("steps: &a [*a]", "line 1: alias *a stands in what it names"),
-    "nested flow": ("steps: " + "[" * 10_000, "line 1: nested more than 32 deep"),
+    "alias": ("steps: &a [3]\nseed: *a", "line 2: alias *a is not read; write out what it stands for"),
+    "nested flow": ("steps: " + "[" * 10_000, "is nested too deep; a config is flatter"),
     "5,000 digits": ("seed: 0\nsteps: " + "9" * 5000, "line 2: integer '99999999999999999999'... of 5000 digits"),
-    "too long": ("a: b\n" * MAX_CHARACTERS, "characters; a config has at most 100,000"),
+    "too long": ("a: b\n" * MAX_BYTES, "is larger than 100,000 bytes; a config is smaller"),
     "control character": ("steps: 3\nseed: \x07", "line 2: character 7 is not allowed"),
 }
 
@@ -63,7 +56,7 @@ def test_files_that_have_no_end_are_refused():
 
 
 def test_an_override_is_refused_at_once():
-    for word, message in (("a." * 10_000 + "a=1", "nests more than 32 deep"), ("steps=" + "9" * 400, "of 400 digits")):
+    for word, message in (("a." * 10_000 + "a=1", "has no field 'a'"), ("steps=" + "9" * 400, "integer of 1329 bits")):
         assert message in refused(lambda word=word: build(TrainConfig, parse_overrides([word])))
 
 
@@ -90,8 +83,6 @@ def test_every_number_of_a_run_has_a_range():
 
 
 def test_a_pattern_that_is_not_read_is_refused():
-    for pattern, message in (("(a", "missing ), unterminated subpattern"), ("a" * 2000, "it has 2,000 characters")):
-        config = {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}
-        text = refused(lambda config=config: build(QuantConfig, config))
-        assert text.startswith("rule path '")
-        assert message in text
+    config = {"rules": [{"path": "(a", "recipe": None}], "quantization": "int8"}
+    text = refused(lambda: build(QuantConfig, config))
+    assert text.startswith("rule path '(a' is not a regular expression: missing ), unterminated subpattern")
