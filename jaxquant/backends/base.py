@@ -16,7 +16,7 @@ from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_im
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import Placement, fit_varying
+from jaxquant.core.sharding import Placement, fit_varying, transposed
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Dimensions
@@ -259,7 +259,7 @@ class LibraryBackend(Backend):
         """Return the activation's gradient as a function: that of the dequantized kernel."""
         place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
-        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
+        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": transposed(place.sharding, order)}
 
         def gradient(grad: Array, weight: QTensor) -> Array:
             out = contract(grad, weight.operand, backward, out_dtype=grad.dtype.name, **options)

@@ -17,7 +17,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
-from jaxquant.core.sharding import Sharding, device_parts, named
+from jaxquant.core.sharding import Sharding, device_parts, named, transposed
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.ops.contract import contract, multiplies_values
 from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
@@ -179,7 +179,7 @@ class _Dot(Operation):
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key) -> Array:
         dims, order = self._gradient_dims(name)
-        place = (self.lhs if name == "dlhs" else self.rhs).place.sharding_before(order)
+        place = transposed((self.lhs if name == "dlhs" else self.rhs).place.sharding, order)
         recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, key)
@@ -222,7 +222,7 @@ class _Dot(Operation):
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: None) -> Array:
         dims, order = self.dims.for_dlhs()
-        place = self.lhs.place.sharding_before(order)
+        place = transposed(self.lhs.place.sharding, order)
         out = contract(grad, kernel, dims, out_dtype=grad.dtype.name, precision=HIGHEST, out_sharding=place)
         return out.transpose(order).astype(self.lhs.dtype)
 
