@@ -44,7 +44,7 @@ class Setup:
       state: the amax state of a recipe with delayed scaling, of each group where there are groups.
       key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
       prepared: from ``Backend.share``, of this activation; None where the contraction has it alone.
-      implementation: what computes casts and matmuls, None to pick; see ``ops.choose_implementation``.
+      implementation: what computes casts and matmuls, None to pick; see ``ops.implementation``.
       out_sharding: of the result, as in ``jax.lax.dot_general``.
       stored: which operands lie in memory; see ``ops.dot_general``.
     """
