@@ -20,9 +20,9 @@ from jaxquant import serving
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, stacked_blocks
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files
@@ -242,9 +242,8 @@ def import_to_serve(
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
         elif layer is not None:
-            unseen = [
-                jax.tree.map(lambda x: jnp.zeros(x.shape[len(layer.stacked) :], x.dtype), s) for s in layer.states
-            ]
+            count = len(layer.stacked)
+            unseen = jax.tree.map(lambda x: jnp.zeros(x.shape[count:], x.dtype), layer.states)
             part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), unseen))
             kind = layer.recipe.name
         else:

@@ -15,7 +15,6 @@ from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import conv, ragged
-from jaxquant.ops.dimensions import Product
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from jaxquant.ops.prepared import can_share
 
@@ -50,21 +49,18 @@ class NativeBackend(Backend):
         why = "" if explain is None else explain(recipe)
         return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
 
-    def contract(
-        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
-        recipe, how, dtypes = given.recipe, given.how, (product.precision, product.dtype)
+        recipe, dtypes = setup.recipe, (setup.precision, setup.dtype)
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs  # flax's ops compute in the kernel's dtype
-        more: dict[str, Any] = {"recipe": recipe, "state": given.state, "key": given.key}
+        more: dict[str, Any] = {"recipe": recipe, "state": setup.state, "key": setup.key}
         if group_sizes is not None:
-            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more, implementation=how.implementation)
-        if product.operation == "conv_general_dilated":
-            options = dict(product.window, precision=product.precision, preferred_element_type=product.dtype)
+            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more, implementation=setup.implementation)
+        if setup.operation == "conv_general_dilated":
+            options = dict(setup.window, precision=setup.precision, preferred_element_type=setup.dtype)
             return ops.conv_general_dilated(lhs, rhs, **options, **more)
-        more |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "stored": how.stored}
-        more |= {"prepared": given.prepared}
-        return ops.dot_general(lhs, rhs, product.numbers, *dtypes, **more)
+        more |= {name: getattr(setup, name) for name in ("out_sharding", "implementation", "prepared", "stored")}
+        return ops.dot_general(lhs, rhs, setup.numbers, *dtypes, **more)
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""

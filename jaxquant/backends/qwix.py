@@ -39,7 +39,6 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, noise, operands_key
 from jaxquant.core.sharding import device_kind_of, platform_of
-from jaxquant.ops.dimensions import Product
 
 require(BACKENDS["qwix"])
 
@@ -163,25 +162,23 @@ class QwixBackend(LibraryBackend):
         """Make Qwix's provider of its rules."""
         return qwix.QtProvider(list(rules))
 
-    def contract(
-        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
-        dtypes = {spec.dtype for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)}
+        dtypes = {spec.dtype for spec in setup.recipe.specs.values() if isinstance(spec, TensorSpec)}
         if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS:
-            return self._contract_wide(lhs, rhs, product, given)
+            return self._contract_wide(lhs, rhs, setup)
         if platform_of(lhs) == "gpu" and "float4_e2m1fn" in dtypes:
             what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
-            raise refuse("Qwix", given.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
-        return super().contract(lhs, rhs, product, given, group_sizes)
+            raise refuse("Qwix", setup.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
+        return super().contract(lhs, rhs, setup, group_sizes)
 
-    def _contract_wide(self, lhs: Array, rhs: Array | QTensor, product: Product, given: Setup) -> Array:
+    def _contract_wide(self, lhs: Array, rhs: Array | QTensor, setup: Setup) -> Array:
         """Contract an activation of two free axes or more: XLA for CPUs fails on 4 bits that it need not reshape."""
-        (contract, others), (batch, rhs_batch) = product.numbers
+        (contract, others), (batch, rhs_batch) = setup.numbers
         new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))
         contract, batch = ([axis % lhs.ndim + new for axis in axes] for axes in (contract, batch))
-        product = dataclasses.replace(product, numbers=((contract, others), (batch, rhs_batch)))
-        out = super().contract(lhs.reshape((1,) * new + lhs.shape), rhs, product, given)
+        setup = dataclasses.replace(setup, numbers=((contract, others), (batch, rhs_batch)))
+        out = super().contract(lhs.reshape((1,) * new + lhs.shape), rhs, setup)
         return out.squeeze(range(len(batch), len(batch) + new))
 
 

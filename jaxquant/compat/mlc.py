@@ -30,11 +30,11 @@ from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
 from jaxquant.export.hf import ScaleOrigin, to_recipe
 from jaxquant.export.hf.fp8 import blocks
-from jaxquant.ops.arguments import check_float
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
 from jaxquant.ops.implementation import Choice, record_choice
+from jaxquant.ops.pieces import check_float
 from jaxquant.ops.ragged import ragged_dot
 
 EPSILON = 1e-10

@@ -25,9 +25,8 @@ from jax.extend.core import Literal
 
 from jaxquant.backends.native import op_name
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import at_layer, layer_name
+from jaxquant.core.paths import at_layer, layer_name, leaves_by_path, map_by_path
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
 from jaxquant.inject.linen_classes import ModuleCall, make_class, run_plain
 from jaxquant.state import watch

@@ -9,9 +9,8 @@ import flax.nnx as nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import join_path
+from jaxquant.core.paths import join_path, leaves_by_path, map_by_path
 from jaxquant.core.qtensor import QTensor, is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
 from jaxquant.state.nnx import QuantState
 

@@ -30,11 +30,9 @@ from jaxquant.core.rounding import RandomKey
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops import pieces
-from jaxquant.ops.arguments import QuantState, check_float, check_state
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.evaluate import evaluate
-from jaxquant.ops.pieces import eight_bits, scaled
+from jaxquant.ops.pieces import QuantState, check_float, check_state, eight_bits, evaluate, scaled
 from jaxquant.ops.prepared import QuantizedOperand, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 

@@ -17,7 +17,7 @@ from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Sharding, named, transposed
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import QuantState, dot_general
-from jaxquant.ops.evaluate import evaluate
+from jaxquant.ops.pieces import evaluate
 
 Array = jax.Array
 Dot = Callable[[Any, Any, DotDimensionNumbers, NamedSharding | None], Array]

@@ -36,8 +36,7 @@ from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import all_reduce, explicit_sharding, platform_of
 from jaxquant.kernels.platforms import unless_cut
-from jaxquant.ops import arguments, block_ragged, pieces
-from jaxquant.ops.arguments import QuantState
+from jaxquant.ops import block_ragged, pieces
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
 from jaxquant.ops.gradients import with_outer, without_outer
@@ -63,7 +62,7 @@ from jaxquant.ops.groups import (
 )
 from jaxquant.ops.implementation import choose_implementation, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
-from jaxquant.ops.pieces import eight_bits, scaled
+from jaxquant.ops.pieces import QuantState, eight_bits, scaled
 from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
 
@@ -77,7 +76,7 @@ def initial_state(recipe: Recipe, groups: int) -> QuantState:
 
     A recipe that shares scales of experts has one state for all groups, without that axis.
     """
-    state = arguments.initial_state(recipe)
+    state = pieces.initial_state(recipe)
     if recipe.shares_experts:
         return state
     return jax.tree.map(lambda value: jnp.broadcast_to(value, (groups, *value.shape)), state)
@@ -120,7 +119,7 @@ def ragged_dot(
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
     if isinstance(rhs, QTensor):
         return serve(op, lhs, rhs, group_sizes, key)
-    arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
+    pieces.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
     return quantized(op, lhs, rhs, group_sizes, state or {}, key)
 
 
@@ -170,7 +169,7 @@ def _check(lhs: Array, rhs: Array | QTensor, group_sizes: Array, recipe: Recipe)
     spec = recipe.fwd.rhs
     if isinstance(rhs, QTensor) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
         check_scales("ragged_dot", rhs, (0, 2))
-    arguments.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, QTensor) else {"rhs": rhs}))
+    pieces.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, QTensor) else {"rhs": rhs}))
     for name, operand in (("lhs", lhs), ("rhs", weights)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(

@@ -11,8 +11,8 @@ import tokenizers
 
 from jaxquant import serving
 from jaxquant.config.loader import load_yaml
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
 from tests.numerics import RECIPROCAL
 from train.__main__ import main

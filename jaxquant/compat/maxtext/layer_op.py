@@ -1,10 +1,9 @@
 """The op of a layer that is handed one: a contraction on any backend, its quant state and its converted kernel.
 
 Convert mode runs the training forward and writes the quantized kernel to the collection "aqt", at
-``LAYER/OP/qrhs/frozen``, with the static scale of the activation, where the recipe has one, at
-``LAYER/OP/qrhs/input_scale``. Serve mode reads them and looks at shape and dtype alone of the kernel that the layer
-hands over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and
-its checkpoints runs on any backend.
+``LAYER/OP/qrhs/frozen``. Serve mode reads it and looks at shape and dtype alone of the kernel that the layer hands
+over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and its
+checkpoints runs on any backend.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxquant.core.quant_state import SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
-from jaxquant.ops.dimensions import Dimensions, OpOptions, Product
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.state import watch
 from jaxquant.state.table import ENTRY, layers_of, make_state
@@ -74,13 +73,12 @@ class LayerOp(nn.Module):
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-        given = Setup(
-            recipe,
-            self._watched((lhs, weight), amaxes),
-            key,
-            OpOptions(self.quantization.resolver.implementation),
-        )
-        out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
+        more = {
+            "state": self._watched((lhs, weight), amaxes),
+            "implementation": self.quantization.resolver.implementation,
+        }
+        setup = Setup(recipe, dims.numbers, precision, preferred_element_type, key=key, **more)
+        out = self.backend.contract(lhs, weight, setup)
         if mode == "convert" and recipe.fwd.rhs is not None:
             self._write(rhs, dims, state)
         return out
