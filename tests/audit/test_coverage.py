@@ -115,10 +115,12 @@ def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
             shown = [
                 dtype if row.is_low else f"float32 ({dtype} dequantized)" if dtype else "float32" for dtype in dtypes
             ]
-            assert [row.lhs_dtype, row.rhs_dtype] == shown
+            assert [str(row.dtypes.lhs), str(row.dtypes.rhs)] == shown
     counted = Counter(tuple(sorted(types[:2])) for types in dot_operand_types(traced.lower().as_text()))
     counted[("f32", "f32")] -= rotations(recipe) * len(LINEAR)
-    rows = Counter(tuple(sorted(mlir(each, backend) for each in (row.lhs_dtype, row.rhs_dtype))) for row in found.rows)
+    rows = Counter(
+        tuple(sorted(mlir(each, backend) for each in (str(row.dtypes.lhs), str(row.dtypes.rhs)))) for row in found.rows
+    )
     assert rows == counted
 
 
@@ -305,7 +307,7 @@ def test_a_kernel_is_listed_with_the_dtypes_that_it_multiplies():
         interpret=True,
     )
     row = only(jaxquant.coverage(call, A, B))
-    assert (row.operation, row.lhs_shape, row.lhs_dtype, row.times) == ("pallas_call", (4, 16), "bfloat16", 2)
+    assert (row.operation, row.lhs_shape, str(row.dtypes.lhs), row.times) == ("pallas_call", (4, 16), "bfloat16", 2)
 
 
 def test_a_jitted_function_with_keywords_and_static_arguments():

@@ -23,7 +23,6 @@ from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, SparsitySpec, TensorSpec
-from jaxquant.ops.dimensions import Product
 from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
 X = jax.random.normal(jax.random.key(0), (4, 7, 32))
@@ -45,7 +44,7 @@ def reusing(shards=1, grad=INT8):
 
 def aqt_dot(recipe, x, w, **product):
     """The matmul of two matrices on AQT."""
-    return load("aqt").contract(x, w, Product((((1,), (0,)), ((), ())), **product), Setup(recipe))
+    return load("aqt").contract(x, w, Setup(recipe, (((1,), (0,)), ((), ())), **product))
 
 
 def quantize(x, axis):

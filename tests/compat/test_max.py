@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 
@@ -171,12 +170,6 @@ def test_values_that_only_max_names():
     assert parse(CT_DYNAMIC, tensors(a__bias=((8,), BF16))).bias_dtype == "bfloat16"
     assert parse(CT_DYNAMIC).bias_dtype is None
     assert hf.Float8Config is hf.QuantConfig
-    scales = result.input_scale, result.weight_scale
-    older = {"mlp_in_float8": set(range(1, 126)), "attn_qkv_in_float8": set(range(1, 126))}
-    made = hf.Float8Config(*scales, **older, embedding_output_dtype="bfloat16", quant_method="fbgemm_fp8")
-    assert made == dataclasses.replace(result, can_use_fused_mlp=False)
-    with pytest.raises(ValueError, match="quant_method 'x' names no format; pass 'compressed-tensors' or"):
-        hf.Float8Config(*scales, **older, quant_method="x")
     assert hf.Float8ScaleGranularity.BLOCK is BLOCK
     assert (str(BLOCK), str(STATIC), str(QuantFormat.NVFP4)) == ("block", "static", "nvfp4")
 
@@ -207,7 +200,10 @@ def test_a_sidecar_is_read_beside_the_weights(tmp_path):
     assert (result.format, result.mlp_quantized_layers) == (QuantFormat.NVFP4, {0, 1, 2})
     assert not result.attn_quantized_layers
     read = read_quantization(config(None), sidecar=sidecar)
-    assert (read.kv_cache, read.algorithm) == (FP8, "NVFP4")
+    assert read.kv_cache == FP8
+    sidecar["quantization"] = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    spec = read_quantization(config(None), sidecar=sidecar).spec("model.layers.0.mlp.up_proj")
+    assert (spec.weight.granularity, spec.input.origin) == (TENSOR, STATIC)
     (tmp_path / "hf_quant_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"hf_quant_config.json is not JSON"):
         parse_quant_config(given, NVFP4_TENSORS, "uint8")

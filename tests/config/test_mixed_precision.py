@@ -90,7 +90,7 @@ def test_shipped_files():
 ERRORS = [
     ({".*/q": {"w_bit": 8}}, "'.*/q' has no field 'w_bit'; did you mean 'w_bits'?"),
     ({"__default__": {"w_bits": 5}}, "'__default__'.w_bits must be 4, 8 or null, got 5"),
-    ({".*": {"w_bits": 8, "w_scale": 0}}, "'.*'.w_scale must be above 0, got 0"),
+    ({".*": {"w_bits": 8, "w_scale": 0}}, "'.*'.w_scale must be above 0 and finite, got 0"),
     ({".*": {"a_scale": 0.5}}, "'.*'.a_scale 0.5 has no effect while a_bits is null"),
     ({".*": {"tile_size": 0}}, "'.*'.tile_size must be -1 (untiled) or at least 1, got 0"),
     ({"(": {}}, "entry '(' is not a regular expression: "),

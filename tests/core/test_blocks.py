@@ -139,7 +139,7 @@ def test_a_qtensor_keeps_its_layout_through_transformations():
     np.testing.assert_array_equal(dequantize(stacked)[1], dequantize(quantize(x[1], BLOCK, (0,))))
     sliced = jax.lax.scan(lambda _, t: (None, dequantize(t)), None, stacked)[1]
     np.testing.assert_array_equal(sliced, dequantize(stacked))
-    again = QTensor.of_parts(one.parts, one.block)
+    again = QTensor(**one.parts, block=one.block)
     assert jax.tree.structure(again) == jax.tree.structure(one)
     made = make_qtensor(**one.parts, block=(128, 128))
     np.testing.assert_array_equal(dequantize(made), dequantize(one))

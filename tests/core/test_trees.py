@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxquant.core.paths import array_bytes, leaves_by_path, tree_bytes
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.trees import array_bytes, leaves_by_path, tree_bytes
 
 
 class Pair(NamedTuple):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases, gpu, reference
@@ -267,9 +267,9 @@ def test_coverage_with_a_config_sees_products_in_blocks():
 def test_converted_weights_of_groups_of_rows_are_served_by_the_kernel():
     recipe = RECIPES["fp8_block"].recipe
     assert recipe is not None
-    tensor, _ = convert_kernel(recipe, jnp.ones(RAGGED[1]), {})
+    kernel = convert_kernel(recipe, jnp.ones(RAGGED[1]), {}).astype("bfloat16")
     run = lambda x: ragged_dot(  # noqa: E731
-        x, ConvertedKernel(tensor, "bfloat16"), jnp.array(SIZES), recipe=recipe, implementation="pallas"
+        x, kernel, jnp.array(SIZES), recipe=recipe, implementation="pallas"
     )
     found = primitives(jax.jit(run).trace(on("NVIDIA H200", *RAGGED[0])).jaxpr.jaxpr, block_ragged.NAME)
     assert found[block_ragged.NAME] == 1

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import sharding
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.ops import block_scaled, dot_general
@@ -89,7 +89,7 @@ def test_the_served_forward_takes_the_arithmetic_of_the_training_forward():
     x, w = on("NVIDIA B200", 8, 64), on("NVIDIA B200", 64, 128, dtype="float32")
 
     def served(x, w):
-        weight = ConvertedKernel(quantize(w, recipe.fwd.rhs, (0,)), "float32")
+        weight = quantize(w, recipe.fwd.rhs, (0,)).astype("float32")
         return dot_general(x, weight, NUMBERS, recipe=recipe)
 
     assert matmuls(served, x, w) == matmuls(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe), x, w) == (0, 1)

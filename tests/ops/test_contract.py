@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general
@@ -106,7 +106,7 @@ def test_a_served_row_has_the_bits_of_a_trained_one(name, dtype, monkeypatch):
     x, w = (each.astype(dtype) for each in operands(64))
     spec = LONE[name]
     recipe = Recipe("lone", fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
-    kernel = ConvertedKernel(jax.jit(lambda w: quantize(w, spec, (0,)))(w), dtype)
+    kernel = jax.jit(lambda w: quantize(w, spec, (0,)).astype(dtype))(w)
     run = jax.jit(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe))
     for is_padded in (False, True):
         for rows in (1,) if is_padded else (0, 1, 8, 64):

@@ -51,7 +51,7 @@ def test_what_cannot_be_is_a_sentence(capsys):
 
 INTERRUPTED = {
     "train.conversion.convert_run": ["convert", "a", "--out", "b"],
-    "train.completing.open_served": ["serve", "a", "--prompt", "b"],
+    "train.cli.open_served": ["serve", "a", "--prompt", "b"],
     "train.serving.contenders": ["evaluate", "a"],
     "train.__main__.read_config": ["a.yml"],
 }

@@ -127,7 +127,7 @@ def test_health_is_drawn_where_it_was_measured(runs):
     assert [*found] == [title.partition(",")[0] for name, (title, *_) in HEALTH.items() if name != "nonfinite"]
     for figure in found.values():
         assert [[*heat.x] for heat in figure.data] == [["20", "40", "60", "80", "100"]] * 3
-        assert [*figure.data[0].y][:2] == ["0 self_attention/query", "0 self_attention/out"]
+        assert [*figure.data[0].y][:2] == ["layers/self_attention/query, layer 0", "layers/self_attention/out, layer 0"]
     assert [*found["SQNR"].data[0].z[-1]] == [29, 28, 27, 26, 25]
     assert [*found["Saturated"].data[2].text[-1]] == [0.02, 0.04, 0.06, 0.08, 0.1]
 

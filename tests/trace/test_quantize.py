@@ -176,7 +176,9 @@ def test_without_quantization_the_function_itself_runs():
 
 def test_a_bare_qtensor_is_refused():
     kernel = QTensor(jnp.ones((8, 8), jnp.int8), jnp.ones((1, 8)))
-    with pytest.raises(TypeError, match="QTensor, which does not say the float dtype"):
+    with pytest.raises(
+        TypeError, match=r"parameter 'enc/kernel' is a quantized weight .* does not say the float dtype"
+    ):
         jaxquant.quantize(encode, CURRENT)({"enc": {"kernel": kernel}}, {}, jnp.ones((6, 8)))
 
 

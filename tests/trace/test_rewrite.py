@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxquant
 from jaxquant import ops
 from jaxquant.config.recipes import lookup
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from tests.lowering import equations
 from tests.states import recorded
 from tests.trace.functions import CURRENT, FP8, float8_dots, normal, primitives, shape
@@ -196,7 +196,7 @@ def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside():
     jax.tree.map(np.testing.assert_array_equal, loss(inside)(params, state), loss(outside)(params, state))
     state = jaxquant.state.update(state, loss(outside)(params, state)[1][1])
     served = inside.convert(params, state, x)
-    assert isinstance(served["experts"], ConvertedKernel)
+    assert isinstance(served["experts"], QTensor)
     np.testing.assert_array_equal(jax.jit(inside)(served, state, x), jax.jit(inside)(params, state, x))
 
 
