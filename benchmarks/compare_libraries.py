@@ -239,7 +239,7 @@ def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str,
     inside, beside = program.cycles
     casts = [kernel for kernel in program.kernels if not kernel.flops]
     beside += sum(kernel.cycles * kernel.times for kernel in casts)
-    took, _ = estimate(where, program)
+    took = estimate(where, program)
     clock = {"kcycles": round((inside + beside) / 1e3), "matmuls, rest": f"{inside // 1000}, {beside // 1000}"}
     return {
         "step": name,

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 import jaxquant
-from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 from jaxquant.formats.packed_array import pack_array
@@ -53,7 +52,7 @@ def products(k: int = K, n: int = N) -> Iterator[tuple[str, Callable[..., Any], 
     dims = (((1,), (0,)), ((), ()))
     for name, spec in SPECS.items():
         recipe = Recipe(name, fwd=MatmulSpec(None, spec))
-        converted = jax.eval_shape(lambda w, s=spec: ConvertedKernel(quantize(w, s, (0,)), "bfloat16"), kernel)
+        converted = jax.eval_shape(lambda w, s=spec: quantize(w, s, (0,)).astype("bfloat16"), kernel)
         yield name, lambda weight, x, r=recipe: dot_general(x, weight, dims, recipe=r), converted
     for name in PACKED:
         packed = jax.eval_shape(lambda w, f=name: pack_array(w, f, 1), jax.ShapeDtypeStruct((n, k), jnp.bfloat16))

@@ -22,7 +22,7 @@ from benchmarks.schemes import RESULTS, Row, schemes
 from benchmarks.steps import measure_losses, measure_steps
 from jaxquant import terminal
 from jaxquant.aot import report
-from train import extras
+from train import needed
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
 
@@ -71,7 +71,7 @@ def add_commands(commands: Any) -> None:
 
 def _tell(name: str, measure: Callable[..., list[Row]], args: Sequence[Any], folder: Path) -> int:
     """Print a table and write it; 1 where a note says that a number is wrong."""
-    with extras.needed():
+    with needed():
         rows = measure(*args)
     terminal.show_rows(rows, [name for name, value in rows[0].items() if isinstance(value, str)])
     about = " ".join((measure.__doc__ or "").partition("Args:")[0].split())

@@ -116,7 +116,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
         "string": string,
         "chip": target,
         "tokens": tokens,
-        "ms": round(1e3 * estimate(where, program)[0].step, 3),
+        "ms": round(1e3 * estimate(where, program).step, 3),
         "moved MB": round(program.moved / 1e6),
         "unknown calls": ", ".join(program.unknown),
         "fell back": outcome.fell_back,

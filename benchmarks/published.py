@@ -159,7 +159,7 @@ def price_gemms(string: str, target: str) -> Roofline:
     function, shapes = gemm_step(string)
     where = NamedSharding(Mesh(devices(chip(target))[:1], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
-    return estimate(chip(target), read_program(jax.jit(function).lower(*placed).compile().as_text() or ""))[0]
+    return estimate(chip(target), read_program(jax.jit(function).lower(*placed).compile().as_text() or ""))
 
 
 def gemm_rows(target: str, strings: Sequence[str]) -> list[dict[str, Any]]:
@@ -188,7 +188,7 @@ def price_step(anchor: StepAnchor, string: str) -> Roofline:
     quantization = [f"quantization={string}", f"quant_backend={'native' if string else 'auto'}"]
     step, shapes = load_program(PROGRAM)(anchor.config, [*anchor.overrides, *quantization], given)
     program = read_program(step.lower(*shapes).compile().as_text() or "")
-    return estimate(target, program, devices=len(given))[0]
+    return estimate(target, program, devices=len(given))
 
 
 def rows(names: list[str] | None = None) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
 
     def seconds(string: str) -> float:
         config = {"quantization": string} if string else {}
-        return estimate(chip(target), measure(Entry(string, config), target)[0])[0].step
+        return estimate(chip(target), measure(Entry(string, config), target)[0]).step
 
     plain, found = seconds(""), {}
     for string in only or TRAINED:

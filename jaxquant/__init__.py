@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.config.quant_config import QuantConfig
     from jaxquant.config.recipes import RECIPES
     from jaxquant.inject.model import describe_layers, maybe_quantize_model
-    from jaxquant.ops.remat import save_matmuls, save_quantized
-    from jaxquant.ops.residuals import compress_residuals
+    from jaxquant.ops.remat import compress_residuals, save_matmuls, save_quantized
     from jaxquant.serving.calibration import calibrate
     from jaxquant.serving.conversion import convert
     from jaxquant.trace.quantize import quantize
@@ -29,8 +28,7 @@ _PUBLIC = {
     "config.recipes": "RECIPES",
     "audit.coverage": "coverage",
     "inject.model": "describe_layers maybe_quantize_model",
-    "ops.remat": "save_matmuls save_quantized",
-    "ops.residuals": "compress_residuals",
+    "ops.remat": "compress_residuals save_matmuls save_quantized",
     "serving.calibration": "calibrate",
     "serving.conversion": "convert",
     "trace.quantize": "quantize",

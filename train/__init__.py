@@ -1,1 +1,25 @@
-"""The training program: a decoder language model trained from one YAML file, unquantized or under a config string."""
+"""The training program; see ``docs/about/program.md``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+LIBRARIES = ("filelock", "grain", "plotly", "tensorboardX", "tokenizers")
+
+
+@contextlib.contextmanager
+def needed() -> Iterator[None]:
+    """Turn the missing import of a library of the extra into an error that says how to install it.
+
+    Raises:
+      ValueError: one of ``LIBRARIES`` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in LIBRARIES:
+            raise
+        fix = "run pip install -e '.[train]' in the checkout of jaxquant"
+        raise ValueError(f"{package} is not installed; {fix}") from None

@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxquant import terminal
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
-from train import extras
+from train import needed
 from train.config import TrainConfig
 
 COMMANDS = ("compare", "convert", "evaluate", "export", "import", "serve")
@@ -35,10 +35,6 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     """
     words = parse_overrides(overrides)
     fields = load_yaml(path) | words
-    dataset = str(fields.get("dataset", ""))
-    if "/" in dataset or Path(dataset).suffix:
-        kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(dataset).suffix, "text")
-        raise ValueError(f"dataset {dataset!r} is a path; write dataset={kind} dataset_path={dataset}")
     config: TrainConfig = build(TrainConfig, fields)
     folder = Path(path).resolve().parent
     is_of_run = Path(path).name == "config.yml" and (folder / "checkpoints").is_dir()
@@ -94,7 +90,7 @@ def _run(words: argparse.Namespace) -> int:
         processes.check_devices()
         from train.loop import Diverged, Halted, prepare
 
-        with extras.needed():
+        with needed():
             train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
     except BrokenPipeError:
         terminal.close_output()

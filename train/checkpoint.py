@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -15,20 +16,15 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 import yaml
 
 from jaxquant.core.typed import to_mapping
 from jaxquant.export.sums import check_sums, write_whole
 from jaxquant.serving.placement import first_line
 from train import processes, sums
-from train.arrays import save_args
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
-
-_OTHER_AXIS = (
-    "where TPUs made its optimizer state in 8 bits, set optimizer_state_axis=rows, where others did, "
-    "optimizer_state_axis=last; or "
-)
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
@@ -60,7 +56,7 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
         summary = json.loads((run_dir / "summary.json").read_bytes())
         if not step == summary["steps"] == config.steps:
             return None
-        sums.check_sums(folder / str(step))
+        sums.check_checkpoint_sums(folder / str(step))
         return float(summary["held_out_loss"])
     except unreadable:
         return None
@@ -145,7 +141,7 @@ class Checkpoints:
 
     def _sum(self) -> None:
         for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
-            sums.write_sums(folder)
+            sums.write_checkpoint_sums(folder)
 
     def restore(self, abstract_state: TrainState, say: Callable[[str], Any] = print) -> tuple[TrainState, Any] | None:
         """Load the newest checkpoint that is whole; None where there is none at all.
@@ -161,7 +157,6 @@ class Checkpoints:
           ValueError: there are checkpoints and none of them loads, or the first that is whole is of another run.
         """
         broken: dict[int, str] = {}
-        unfit = False  # whole, with groups of moments that may be another platform's
         for step in sorted(self._manager.all_steps(), reverse=True):
             failure = self._damage(step)
             if failure is None:
@@ -175,20 +170,20 @@ class Checkpoints:
                             say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
                     self._discard(broken, say)
                     return found
-                unfit = self._config.optimizer_state != "float32"
             broken[step] = failure or "it does not load in another process"
             say(f"checkpoint {step} does not load ({broken[step]}); trying the one before it")
         if broken:
             found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
-            way_out = f"{_OTHER_AXIS if unfit else ''}choose another run_dir or delete that folder to start over"
-            raise ValueError(f"{found}; {way_out}")
+            if self._config.optimizer_state != "float32":
+                found += "; where TPUs made its optimizer state in 8 bits, set optimizer_state_axis=rows, else =last"
+            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
         return None
 
     def _damage(self, step: int) -> str | None:
         """Return what a process found wrong with the files of a checkpoint, each of which one process reads."""
         damage = None
         try:
-            sums.check_sums(self._folder / str(step), None, *processes.share())
+            sums.check_checkpoint_sums(self._folder / str(step), None, jax.process_index(), jax.process_count())
         except (ValueError, OSError) as error:
             damage = str(error)
             if not processes.is_main():  # whose ``say`` is heard
@@ -269,3 +264,58 @@ def _silence_failed_saves() -> None:
         logging.getLogger(name).addFilter(is_wanted)
     sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
     sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)
+
+
+# -- single arrays -----------------------------------------------------------------------------------------------------
+
+CHUNK_BYTES = 64 * 2**20
+"""Largest chunk, which is what a reader holds beside the part that it asked for."""
+
+SLICE_BYTES = 2**20
+"""A leading axis is cut in single slices only where a slice is at least this large."""
+
+_ONE = {"limit": 1}
+_CONTEXT = ts.Context(
+    {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": _ONE, "data_copy_concurrency": _ONE}
+)
+"""Bounds the memory beside the part that is read: nothing is cached, and one chunk is read at a time."""
+
+
+def save_args(array: Any) -> ocp.SaveArgs:
+    """Choose how orbax cuts an array: in chunks of at most 64 MiB, along leading axes where that is sensible.
+
+    An array below the limit stays in one chunk (or one a device). A larger one of stacked layers or experts is cut
+    into its slices, a large matrix along its longest axis.
+
+    Args:
+      array: with shape and dtype; its sharding, where it has one, is a cut that orbax makes anyway.
+    """
+    sharding = getattr(array, "sharding", None)
+    shape = tuple(array.shape if sharding is None else sharding.shard_shape(array.shape))
+    sizes, axes = [math.prod(shape[axis:]) * array.dtype.itemsize for axis in range(len(shape) + 1)], 0
+    # No reader asks for single rows of a matrix.
+    while sizes[axes] > CHUNK_BYTES and axes < len(shape) - 2 and sizes[axes + 1] >= SLICE_BYTES:
+        axes += 1
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(axes)))
+
+
+def open_array(folder: Path, name: str) -> ts.TensorStore:
+    """Open an array of a tree that orbax wrote in one OCDBT store, for reading.
+
+    Raises:
+      ValueError: from tensorstore, where it cannot be read.
+    """
+    base: Any = {"driver": "file", "path": f"{folder.resolve()}/"}
+    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True, context=_CONTEXT).result()
+
+
+def list_arrays(folder: Path) -> list[str]:
+    """Return the names of the arrays of a tree that orbax wrote in one OCDBT store; none where there is no store.
+
+    Raises:
+      ValueError: from tensorstore, where its index cannot be read.
+    """
+    store: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.resolve()}/"}}
+    keys = ts.KvStore.open(store).result().list().result()
+    return sorted(key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))

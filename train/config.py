@@ -72,8 +72,8 @@ class TrainConfig(Shape, QuantConfig):
       num_experts, num_experts_per_tok: experts of ``mlp_dim`` in each layer, and how many of them a token goes through;
         0 is one MLP for all tokens.
       shared_experts: experts that every token goes through beside those, as one MLP of so many times ``mlp_dim``.
-      kv_lora_rank, q_lora_rank, rope_head_dim: latent attention (``train.experts``): size of the latent of keys and
-        values (0 is none: grouped-query attention), of that of queries (0 is none), and rotated numbers of a head.
+      kv_lora_rank, q_lora_rank, rope_head_dim: latent attention (``model.LatentAttention``): size of the latent of keys
+        and values (0 is none: grouped-query attention), of that of queries (0 is none), and rotated numbers of a head.
       rope_theta: base of the rotary embedding's wavelengths.
       norm_epsilon: added to the mean square in RMSNorm.
       logits_via_embedding: the output head is the embedding's transpose (tied).

@@ -24,23 +24,23 @@ from etils import epath
 from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
+from jaxquant.core.paths import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.qtensor import QTensor, is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.leaves import unflatten
 from jaxquant.serving.placement import first_line
 from jaxquant.trace.kernels import LayerKernel
-from train.arrays import list_arrays, open_array
+from train.checkpoint import list_arrays, open_array
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.model import Decoder, DecoderConfig
-from train.quantized import make_model
-from train.step import decoder_of
-from train.sums import check_config_file, check_sums, config_of, sums_of_files
+from train.step import decoder_of, make_model
+from train.sums import check_checkpoint_sums, check_config_file, config_of, sums_of_files
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
+"""Held-out batches that give static scales to a recipe that needs them and was not trained."""
 
 
 KINDS = ("params", "quant_state")
@@ -126,7 +126,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
     state = folder / str(step) / "state"
     try:
-        check_sums(folder / str(step))
+        check_checkpoint_sums(folder / str(step))
         # Orbax opens all arrays side by side and leaves what it has begun where one fails; so the index comes first.
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")
@@ -155,14 +155,13 @@ class Conversion:
     Attributes:
       config: the run's, with the quantization that it serves with.
       step: of the checkpoint that was converted.
-      bytes_f32, bytes_bf16: what its parameters take in float.
+      bytes_bf16: what its parameters take in bfloat16.
       bytes_quantized: what they take now, scales included.
       layers: recipe of each converted kernel, by the path of its layer.
     """
 
     config: TrainConfig
     step: int
-    bytes_f32: int
     bytes_bf16: int
     bytes_quantized: int
     layers: dict[str, str]
@@ -189,19 +188,6 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     return build(TrainConfig, to_mapping(config) | (fields if "quantization" in changes else {}) | dict(changes))
 
 
-def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
-    """List the fields of a run's quantization, its string aside, that ``served_config`` drops for another string.
-
-    Args:
-      config: of the run.
-      changes: as ``served_config`` takes them.
-    """
-    if "quantization" not in changes:
-        return []
-    defaults = quantization_of(QuantConfig())
-    return [name for name, value in quantization_of(config).items() if name not in changes and value != defaults[name]]
-
-
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Leave out what linear layers do not read, and change other fields."""
     return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
@@ -223,7 +209,6 @@ def convert_run(
     changes: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
-    calibration_batches: int = CALIBRATION_BATCHES,
     say: Say = print,
 ) -> Conversion:
     """Convert a checkpoint of a run and write it as a quantized checkpoint.
@@ -236,7 +221,6 @@ def convert_run(
       out: folder to write; it must not exist.
       changes: see ``served_config``; empty is what the run was trained with.
       step: of the checkpoint; None is the newest.
-      calibration_batches: held-out batches that give static scales to a recipe which needs them and was not trained.
       say: told how far it is.
 
     Raises:
@@ -249,7 +233,8 @@ def convert_run(
     layers = _as_trained(config)
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
-    if names := left_out(trained, changes or {}):
+    defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
+    if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
         replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
         say(f"{replaced}; to keep a field, give it as key=value")
     _, shape, tokens = decoder_of(config)
@@ -257,7 +242,7 @@ def convert_run(
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
     # Quant state of a recipe that the layer was not trained with comes from held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
-        found = calibrate_run(stored, layers, shape, calibration_batches, say)
+        found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)
     sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
@@ -271,7 +256,7 @@ def convert_run(
     served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
-    return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
+    return Conversion(served, stored.step, 2 * floats, tree_bytes(tree), recipes)
 
 
 def new_folder(path: str | Path) -> Path:
@@ -309,7 +294,7 @@ def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Calla
     def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
         kernel = jnp.asarray(stored.read("/".join(("params", *layer.name)), *index))
         states = jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), list(layer.states))
-        return jax.tree.map(np.asarray, layer.convert(kernel, states)[0])
+        return jax.tree.map(np.asarray, layer.convert(kernel, states))
 
     return {path: functools.partial(convert, layer) for path, layer in sites.items()}
 
@@ -345,8 +330,9 @@ def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
 
 
-def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
+def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, say: Say) -> Any:
     """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
+    batches = CALIBRATION_BATCHES
     params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 

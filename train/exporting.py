@@ -18,15 +18,15 @@ import numpy as np
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.blocks import BlocksError
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.core.quant_state import HISTORY
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from jaxquant.state import rows_of
 from train.config import TrainConfig
-from train.conversion import CALIBRATION_BATCHES, calibrate_run, open_parameters, quantization_of, trained_kernels
+from train.conversion import calibrate_run, new_folder, open_parameters, quantization_of, trained_kernels
 from train.serving import open_served
 from train.step import decoder_of
 
@@ -109,7 +109,6 @@ def export_run(
     format: str,
     *,
     step: int | None = None,
-    calibration_batches: int = CALIBRATION_BATCHES,
     say: Callable[[str], None] = print,
     **written: Any,
 ) -> list[Row]:
@@ -121,7 +120,6 @@ def export_run(
       out: folder or file to write; it must not exist.
       format: see ``jaxquant.export.FORMATS``.
       step: of the checkpoint of a run; None is the newest.
-      calibration_batches: held-out batches that give static input scales, where the format has them.
       say: told how far it is.
       written: ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
 
@@ -129,32 +127,31 @@ def export_run(
       FileNotFoundError, FileExistsError: no such folder, or ``out`` is there.
       ValueError, NotImplementedError: a model or tokenizer that the format does not take.
     """
-    if Path(out).exists():
-        raise FileExistsError(f"{out} exists; choose another name or remove it")
-    source = open_source(directory, step, calibration_batches if format in STATIC_INPUTS else 0, say)
+    new_folder(out)
+    source = open_source(directory, step, format in STATIC_INPUTS, say)
     return export(source, out, format, **written)
 
 
 def open_source(
-    directory: str | Path, step: int | None = None, batches: int = 0, say: Callable[[str], None] = print
+    directory: str | Path, step: int | None = None, measures: bool = False, say: Callable[[str], None] = print
 ) -> Source:
     """Open a run or a converted checkpoint as a Llama with Hugging Face's names, read tensor by tensor.
 
     Args:
       directory, step, say: as for ``export_run``.
-      batches: of held-out text on which inputs are measured; 0 measures nothing.
+      measures: whether the inputs of linear layers are measured on held-out text.
     """
     folder = Path(directory)
     if (folder / "config.yml").is_file():
-        return _of_run(folder, step, batches, say)
+        return _of_run(folder, step, measures, say)
     if not (folder / "jaxquant.json").is_file():
         raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that python -m train convert wrote")
-    if batches:
+    if measures:
         raise ValueError(f"{folder} is converted, and this format stores scales of inputs; export the run itself")
     return _of_converted(folder)
 
 
-def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], None]) -> Source:
+def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str], None]) -> Source:
     stored = open_parameters(folder, step, say)
     kernels = functools.cache(lambda: trained_kernels(stored, decoder_of(stored.config)[1]))
 
@@ -164,27 +161,24 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
 
     read = lambda path, index: stored.read(f"params/{path}", *index)  # noqa: E731
     source = _llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
-    if not batches:
+    if not measures:
         return source
     # The largest magnitude of the input of each linear layer on held-out text, the parameters in float.
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
     fields = to_mapping(stored.config) | plain
     calibrated: TrainConfig = build(TrainConfig, fields)
-    state = rows_of(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
+    state = rows_of(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], say))
+    inputs = {row.rsplit("/", 2)[0]: fields[HISTORY] for row, fields in state.items() if row.endswith("/input")}
     amax = {}
     for module, place in places(stored.config, source.shape).items():
-        layer = f"{place.path.removesuffix('/kernel')}/"
-        for row, fields in state.items():
-            if row.startswith(layer) and row.endswith("/input"):
-                history = fields[HISTORY]
-                amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
+        if (history := inputs.get(place.path.removesuffix("/kernel"))) is not None:
+            amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
     return dataclasses.replace(source, input_amax=amax)
 
 
 def _of_converted(folder: Path) -> Source:
     found = open_served(folder)
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
-    leaves = {path: leaf for path, leaf in leaves.items() if not path.endswith("/input_scale")}
 
     def at(path: str, index: tuple[int, ...]) -> Any:
         # A loop over the stacked axis takes the 0 that stands for it out of the block.

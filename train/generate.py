@@ -28,7 +28,7 @@ import numpy as np
 from jaxquant.core.typed import check_fields
 from jaxquant.serving.kv_cache import KVCache
 from train.model import DecoderConfig, empty_cache
-from train.quantized import Model
+from train.step import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +23,8 @@ from jaxquant import state as quantization_state
 from jaxquant.audit.health import HealthMonitor, HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.quant_state import TENSORS
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.optim import moment_health
 from jaxquant.state.table import tables_of
 from train import processes
@@ -215,99 +213,55 @@ def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list
 
 # -- what is not finite ------------------------------------------------------------------------------------------------
 
-Finding = tuple[str, int | None, float]
-"""Module or parameter path, index of its layer (None outside the layers), amax."""
-
-STACK = "layers"
-"""The module whose arrays hold all layers, one behind the other."""
-LOGITS = "logits"
-"""What the decoder itself returns."""
-
 
 class FiniteCheck:
     """Names the first array of a state that is not finite; reads every array once, where it lies."""
 
     def __init__(self, program: Program):
-        self._amaxes = jax.jit(_amaxes, out_shardings=program.replicated)
+        self._are_finite = jax.jit(_are_finite, out_shardings=program.replicated)
 
     def __call__(self, state: TrainState) -> str | None:
         """Return path, and layer where layers are stacked, of the first; parameters come first. None if all is finite.
 
         It waits for the state.
         """
-        parts = {part: getattr(state, part) for part in ("params", "quant_state", "opt_state")}
-        found = (each for part, tree in parts.items() for each in _findings(self._amaxes(tree), f"{part}/"))
-        return next((_place(each) for each in found if not np.isfinite(each[2])), None)
+        for part in ("params", "quant_state", "opt_state"):
+            for path, finite in jax.device_get(processes.in_order(self._are_finite(getattr(state, part)))).items():
+                if not finite.all():
+                    return f"{part}/{path}" + (f", layer {int(np.argmin(finite))}" if finite.ndim else "")
+        return None
 
 
-def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
-    """Find where the first non-finite number of a step appears.
-
-    The forward pass is run again on the batch with every module's output kept, and the outputs are read in the order
-    in which the modules finish. If all are finite, the gradients are read in the order of the backward pass.
-
-    Args:
-      state: the last good one, from which the failing step started.
-      batch: of the failing step.
-      key: of the failing step's random streams.
-    """
-    finished: dict[str, None] = {}  # paths of modules, in the order in which they finish
-
-    def keeps(module: nn.Module, method: str) -> bool:
-        if is_forward := method == "__call__":
-            finished.setdefault("/".join(module.path) or LOGITS)
-        return is_forward
-
-    def outputs(state: TrainState, batch: Batch) -> Any:
-        variables = quantization_state.merge(state.params, state.quant_state)
-        inputs = [batch[name] for name in ("inputs", "segment_ids", "positions")]
-        options = {"rngs": {"quant": key}, "capture_intermediates": keeps, "mutable": ["intermediates"]}
-        return program.model.module.apply(variables, *inputs, **options)[1]["intermediates"]
-
-    def gradients(state: TrainState, batch: Batch) -> Any:
-        with quantization_state.frozen():  # nothing is trained any more
-            return jax.grad(program.loss)(state.params, state.quant_state, batch, key)
-
-    def rank(finding: Finding) -> tuple[int, int, int, str]:
-        path, layer, _ = finding
-        order = [*finished]
-        place = order.index(max((name for name in order if f"{path}/".startswith(f"{name}/")), key=len))
-        # Layers of a stack finish one after the other, between the modules before and behind the stack.
-        return order.index(STACK) if path.partition("/")[0] == STACK else place, layer or 0, place, path
-
-    for what, function, backwards in (("output", outputs, False), ("gradient", gradients, True)):
-        run = jax.jit(lambda *inputs, function=function: _amaxes(function(*inputs)), out_shardings=program.replicated)
-        found = sorted(_findings(run(state, dict(batch))), key=rank, reverse=backwards)
-        for index, each in enumerate(found):
-            if not np.isfinite(each[2]):
-                before = f" (before it {_place(found[index - 1])}, amax {found[index - 1][2]:.4g})" if index else ""
-                return f"the first non-finite {what} is that of {_place(each)}, amax {each[2]}{before}"
-    return "every layer's output and gradient is finite by itself; their sum or norm overflows"
-
-
-def _amaxes(tree: Any) -> dict[str, jax.Array]:
-    """Reduce each floating array in a tree to its amax, one per layer where layers are stacked, NaN where one is."""
+def _are_finite(tree: Any) -> dict[str, jax.Array]:
+    """Return whether each array of a tree is finite, for each layer where layers are stacked."""
 
     def reduce(path: str, x: jax.Array) -> jax.Array:
-        axes = tuple(range(int(STACK in path.split("/") and x.ndim > 0), x.ndim))
-        # XLA's vectorized maximum on CPU loses a NaN.
-        amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axes).astype(jnp.float32)
-        return jnp.where(jnp.isnan(x).any(axis=axes), jnp.nan, amax)
+        return jnp.isfinite(x).all(axis=tuple(range(int("layers" in path.split("/") and x.ndim > 0), x.ndim)))
 
     leaves = leaves_by_path(quantization_state.rows_of(tree) if tables_of(tree) else tree).items()
     return {path: reduce(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
-def _findings(amaxes: dict[str, jax.Array], prefix: str = "") -> Iterable[Finding]:
-    for path, amax in jax.device_get(processes.in_order(amaxes)).items():
-        name = prefix + (re.sub(r"/?__call__(/[0-9]+)*$", "", path) or LOGITS)
-        if amax.ndim:
-            yield from ((name, layer, float(each)) for layer, each in enumerate(amax))
-        else:
-            number = re.match(r"layers_(\d+)", name)
-            yield name, int(number[1]) if number else None, float(amax)
+def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
+    """Find the linear layer that first met a non-finite number in a step: a health pass over its whole batch.
 
-
-def _place(finding: Finding) -> str:
-    path, layer, _ = finding
-    return path if layer is None else f"{path}, layer {layer}"
+    Args:
+      program: of the run.
+      state: the last good one, from which the failing step started.
+      batch: of the failing step.
+      key: of the failing step's random streams.
+    """
+    monitor = HealthMonitor(program.model.module, program.config, program.loss, example_inputs(program.config))
+    run = jax.jit(monitor, out_shardings=program.replicated)
+    found = jax.device_get(processes.in_order(run(state.params, state.quant_state, dict(batch), key)))
+    # Inputs and kernels in the order of the forward pass, output gradients in that of the backward pass.
+    for columns, order in (((0, 1), 1), ((2,), -1)):
+        numbers = [*range(len(monitor.rows))][::order]
+        for place, number in enumerate(numbers):
+            for column in columns:
+                if found["nonfinite"][number, column] > 0:
+                    at, before = monitor.rows[number].name, monitor.rows[numbers[place - 1]].name
+                    amax = found["amax"][numbers[place - 1], column]
+                    known = f" (before it {before}, amax {amax:.4g})" if place else ""
+                    return f"the first non-finite {[*TENSORS][column]} of a linear layer is that of {at}{known}"
+    return "every linear layer's input, kernel and output gradient are finite; it overflows in what is made of them"

@@ -20,9 +20,9 @@ from jaxquant import serving
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, dequantize, make_qtensor, stacked_blocks
+from jaxquant.core.paths import leaves_by_path
+from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, stacked_blocks
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files
@@ -234,7 +234,7 @@ def import_to_serve(
     sites = serving.find_kernels(Decoder(decoder), of_layers(config), shapes, tokens)
     leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
 
-    def make(path: str, module: str) -> tuple[Any, np.ndarray | None]:
+    def make(path: str, module: str) -> Any:
         layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
         scale = None if layer is None else _input_scale(source, module, layer)
         part = None if layer is None else _kept(source, folder, module, layer)
@@ -242,7 +242,10 @@ def import_to_serve(
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
         elif layer is not None:
-            part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name
+            count = len(layer.stacked)
+            unseen = jax.tree.map(lambda x: jnp.zeros(x.shape[count:], x.dtype), layer.states)
+            part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), unseen))
+            kind = layer.recipe.name
         else:
             part = as_read(path, array, decoder)
             kind = part.dtype.name
@@ -251,14 +254,14 @@ def import_to_serve(
             back = np.asarray(dequantize(part) if isinstance(part, QTensor) else part)
             ratio = sqnr(array, back, back.dtype)
         progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), ratio))
-        return part, scale
+        if layer is not None:
+            part = dataclasses.replace(part, input_scale=scale, dtype=layer.made.dtype, read_as=layer.dtype)
+        return part
 
     tree = {}
-    for path, (whole, scale) in _each_parameter(source, config, make):
+    for path, whole in _each_parameter(source, config, make):
         is_stack = _is_stacked(path) and isinstance(whole, QTensor)
         tree[path] = stacked_blocks(whole, [0]) if is_stack else whole
-        if scale is not None:
-            tree[f"{path.rpartition('/')[0]}/{INPUT_SCALE}"] = scale
     return save_served(out, unflatten(tree), config, step=0, files=files)
 
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
-from jaxquant.core.trees import tree_bytes
+from jaxquant.core.paths import tree_bytes
 from jaxquant.export.sums import write_sums
-from jaxquant.ops.implementation import Choice, choices_made
+from jaxquant.ops.implementation import choices_made
 from train import processes
 from train.checkpoint import Checkpoints, finished, reason_of, write_config
 from train.config import TrainConfig
@@ -351,24 +351,15 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
         "quant_state_bytes": tree_bytes(state.quant_state),
         "saved_activation_bytes": saved_activation_bytes(program, next(data.held_out())),
         "layers": [dataclasses.asdict(layer) for layer in program.model.layers],
-        "implementations": [
-            {"piece": piece, "implementation": each.name, "reason": each.reason} for piece, each in _choices(config)
-        ],
         "data": data.description,
         "versions": {"python": platform.python_version()} | versions(),
         "devices": _devices(),
     }
 
 
-def _choices(config: TrainConfig) -> list[tuple[str, Choice]]:
-    """Return what computes casts and matmuls where kernels were asked for or picked."""
-    made = [] if config.implementation == "xla" else choices_made()
-    return [(piece, choice) for piece, choice in made if choice.wants_kernel]
-
-
 def _implementations(config: TrainConfig) -> str:
     """Describe what computes casts and matmuls where kernels were asked for or picked, and why; "" where none were."""
-    made = _choices(config)
+    made = [] if config.implementation == "xla" else [each for each in choices_made() if each[1].wants_kernel]
     reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "asked for"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
     return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons]) if made else ""

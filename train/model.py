@@ -1,4 +1,4 @@
-"""A Llama-style decoder in plain Linen. It knows nothing of quantization.
+"""A decoder in plain Linen, Llama-style, with experts and latent attention. It knows nothing of quantization.
 
 Module paths carry MaxText's names, so that its mixed-precision files and rules fit:
 ``layers/self_attention/{query,key,value,out}``, ``layers/mlp/{wi_0,wi_1,wo}``, ``token_embedder``, ``decoder_norm``,
@@ -16,13 +16,11 @@ import jax.numpy as jnp
 import optax
 from flax.linen.dtypes import promote_dtype
 
-from jaxquant.ops.remat import save_matmuls, save_quantized
-from jaxquant.ops.residuals import compress_residuals
+from jaxquant.ops.remat import compress_residuals, save_matmuls, save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
 from train.attention import Kind, attend, rotate, visibility
 from train.config import Shape
-from train.experts import Experts, LatentAttention
 
 HEAD_ELEMENTS = 2**27
 """Logits of one sequence that a loss holds at a time: half a gigabyte of float32."""
@@ -146,16 +144,6 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
-def in_chunks(x: jax.Array, n: int) -> jax.Array:
-    """Cut [batch, sequence, ...] along the sequence into [n, batch, sequence / n, ...]."""
-    return x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)
-
-
-def from_chunks(x: jax.Array) -> jax.Array:
-    """Undo ``in_chunks``."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-
 class SelfAttention(nn.Module):
     """Grouped-query attention; ``mask`` says where a query may look (``masks``)."""
 
@@ -181,6 +169,45 @@ class SelfAttention(nn.Module):
         return self.out(attend(query, key, value, mask, kind, c.activation_sharding)), cached
 
 
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made of a latent of ``kv_lora_rank`` numbers a token, as DeepSeek's are.
+
+    The last ``rope_head_dim`` of a head's ``head_dim`` numbers are rotated; those of the key are one for all heads, and
+    come from the token itself. A cache holds whole keys and values.
+    """
+
+    config: DecoderConfig
+
+    def setup(self) -> None:
+        c = self.config
+        heads = (c.num_query_heads, c.head_dim)
+        if c.q_lora_rank:
+            self.wq_a, self.q_norm, self.wq_b = c.dense(c.q_lora_rank), c.norm(), c.dense(heads)
+        else:
+            self.query = c.dense(heads)
+        self.wkv_a, self.kv_norm = c.dense(c.kv_lora_rank + c.rope_head_dim), c.norm()
+        self.wkv_b = c.dense((c.num_query_heads, 2 * c.head_dim - c.rope_head_dim))
+        self.out = c.dense(c.emb_dim, axis=(-2, -1))
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
+    ) -> tuple[jax.Array, Any]:
+        c = self.config
+        still = c.head_dim - c.rope_head_dim
+        query = self.wq_b(self.q_norm(self.wq_a(x))) if c.q_lora_rank else self.query(x)
+        latent, turning = jnp.split(self.wkv_a(x), [c.kv_lora_rank], axis=-1)
+        key, value = jnp.split(self.wkv_b(self.kv_norm(latent)), [still], axis=-1)
+        turned = rotate(turning[:, :, None], positions, c.rope_theta)
+        turned = jnp.broadcast_to(turned, (*key.shape[:-1], c.rope_head_dim))
+        key = jnp.concatenate([key, turned], axis=-1)
+        turned = rotate(query[..., still:], positions, c.rope_theta)
+        query = jnp.concatenate([query[..., :still], turned], axis=-1)
+        if cached is not None:
+            cached, key, value = cached.update(key, value, positions)
+        kind = c.attention if cached is None else "xla"
+        return self.out(attend(query, key, value, mask, kind, c.activation_sharding)), cached
+
+
 class Mlp(nn.Module):
     """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``, ``copies`` times as wide as ``mlp_dim``."""
 
@@ -193,6 +220,41 @@ class Mlp(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.wo(self.config.gate(self.wi_0(x), self.wi_1(x)))
+
+
+class Experts(nn.Module):
+    """SwiGLU of the ``num_experts_per_tok`` experts that a router picks for each token; no token is dropped.
+
+    ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities p of ``softmax(gate(x))``, which
+    are divided by their sum. The router and the sum are in float32. Rows are sorted by their expert, and each matrix is
+    one ``jax.lax.ragged_dot``; no loss balances how often an expert is picked.
+    """
+
+    config: DecoderConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.gate = nn.Dense(c.num_experts, use_bias=False, dtype=jnp.float32, param_dtype=jnp.float32)
+        make = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
+        inner, outer = (c.num_experts, c.emb_dim, c.mlp_dim), (c.num_experts, c.mlp_dim, c.emb_dim)
+        self.wi_0, self.wi_1 = self.param("wi_0", make, inner), self.param("wi_1", make, inner)
+        self.wo = self.param("wo", make, outer)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        tokens = x.reshape(-1, c.emb_dim)
+        share, chosen = jax.lax.top_k(jax.nn.softmax(self.gate(tokens)), c.num_experts_per_tok)
+        share /= share.sum(axis=-1, keepdims=True)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
+
+        def experts(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            return jax.lax.ragged_dot(rows, weights.astype(x.dtype), sizes)
+
+        rows = tokens[order // c.num_experts_per_tok]
+        rows = experts(c.gate(experts(rows, self.wi_0), experts(rows, self.wi_1)), self.wo)
+        rows = rows[jnp.argsort(order)].reshape(*chosen.shape, c.emb_dim).astype(jnp.float32)
+        return (rows * share[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 
 
 class DecoderLayer(nn.Module):
@@ -277,7 +339,8 @@ class Decoder(nn.Module):
             return cross_entropy(logits(head, x), targets)
         # From logits that are made piece by piece, again in the backward pass.
         piece = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
-        return from_chunks(self.run_pieces(piece, head, (in_chunks(x, n), in_chunks(targets, n))))
+        cut = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+        return self.run_pieces(piece, head, (cut(x), cut(targets))).swapaxes(0, 1).reshape(targets.shape)
 
     @nn.nowrap  # else its name would be in the path of every layer
     def run_layers(self, layer: Any, carry: Any) -> Any:

@@ -59,11 +59,6 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def share() -> tuple[int, int]:
-    """Return the number of this process and how many there are."""
-    return jax.process_index(), jax.process_count()
-
-
 def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
     """Make arrays that span all processes of ones that every process has; one process leaves that to jit."""
     if jax.process_count() == 1:

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import json
 import math
-import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -43,9 +42,6 @@ HEALTH = {  # title, what is bad, colours from harmless to bad, whether these ar
     "scale": ("Scale, the largest", "a jump; small elements are flushed then", "Blues", True),
     "nonfinite": ("Not finite", "any; it began in the layer that has them first", "OrRd", True),
 }
-
-
-_LOSSES = ("loss", "held_out_loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +113,22 @@ def load_run(folder: Path, name: str) -> Run:
     for file in ("metrics.jsonl", "config.yml"):
         if not (folder / file).is_file():
             raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
-    rows = _read_lines(folder / "metrics.jsonl", "metrics", _numbers)
-    train, held_out = ({row["step"]: row[name] for row in rows if name in row} for name in _LOSSES)
+    train: dict[int, float] = {}
+    held_out: dict[int, float] = {}
+    times: list[float] = []
+
+    def note(row: dict[str, Any]) -> None:
+        for name, values in (("loss", train), ("held_out_loss", held_out)):
+            if name in row:  # null is a number that was not finite
+                values[int(row["step"])] = math.nan if row[name] is None else float(row[name])
+        if row.get("step_time_s") is not None:
+            times.append(float(row["step_time_s"]))
+
+    _read_lines(folder / "metrics.jsonl", "metrics", note)
     if not train:
         raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
-    median = summary.get("step_time_s") or warm_median([row["step_time_s"] for row in rows if "step_time_s" in row])
+    median = summary.get("step_time_s") or warm_median(times)
     has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
     health = folder / "health.jsonl"
     health = _read_lines(health, "health", has_all) if health.is_file() else []
@@ -132,14 +138,6 @@ def load_run(folder: Path, name: str) -> Run:
         sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
     )
     return Run(name, made_with, train, held_out, median, summary, coverage, tuple(health))
-
-
-def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": int(row["step"])}
-    for name in _LOSSES:
-        if name in row:  # null is a number that was not finite
-            found[name] = math.nan if row[name] is None else float(row[name])
-    return found | ({} if row.get("step_time_s") is None else {"step_time_s": float(row["step_time_s"])})
 
 
 def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
@@ -278,7 +276,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
         return figure.add_bar(x=[value for _, value in known], y=names, **bar)
 
-    dots, faint = {"mode": "lines+markers"}, {"mode": "lines", "opacity": 0.4, "showlegend": False}
+    dots = {"mode": "lines+markers"}
     loss = "loss (nats per token)"
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
@@ -287,10 +285,8 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     }
     if baseline is not None and len(runs) > 1:
         others = [run for run in runs if run is not baseline]
-        smooth = [(run, _gaps(run.smoothed(), baseline.smoothed()), faint) for run in others]
-        held_out = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
-        about = "Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"
-        found[about] = curves("excess loss (%)", [*smooth, *held_out])
+        gaps = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
+        found["Gap to the unquantized run: in held-out loss"] = curves("excess loss (%)", gaps)
     times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
     found["Step time: median of a training step"] = bars("milliseconds", times)
     sizes = {about: [run.summary.get(key) for run in runs] for key, about in BYTES.items()}
@@ -315,7 +311,7 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
         values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None is NaN already
         if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
             continue
-        names, steps = _labels(run.health[0]["layers"]), [str(row["step"]) for row in run.health]
+        names, steps = run.health[0]["layers"], [str(row["step"]) for row in run.health]
         floor = np.min(values[values > 0], initial=1) / 10  # a zero's colour, of the logarithm
         shown = np.log10(np.maximum(values, floor)) if is_log else values
         figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
@@ -333,21 +329,6 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     return found
 
 
-def _labels(names: Sequence[str]) -> list[str]:
-    """Shorten "layers/mlp/wo, layer 3" to "3 mlp/wo" where no two names fall together."""
-    short = []
-    for name in names:
-        path, _, index = name.partition(", layer ")
-        short.append(f"{index} {path.partition('/')[2] or path}" if index else path)
-    return short if len(set(short)) == len(short) else list(names)
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = ("".join(f"<td class={kind_of(cell)}>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
-
-
-def kind_of(dtypes: str) -> str:
-    """Return what of a coverage's words for a matmul its colour shows: ``int``, ``low`` (small floats) or ``float``."""
-    operands = re.search(r"\b(int|float)\w* × (int|float)", dtypes)
-    return "float" if operands is None else "int" if operands[1] == operands[2] == "int" else "low"
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
-from jaxquant.core.trees import map_by_path, tree_bytes
+from jaxquant.core.paths import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
 from train.config import TrainConfig
@@ -22,8 +22,7 @@ from train.conversion import converted_shapes, of_layers, open_parameters, quant
 from train.data import make_iterators
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
-from train.quantized import Model, make_model
-from train.step import decoder_of, token_losses
+from train.step import Model, decoder_of, make_model, token_losses
 from train.sums import check_files
 from train.tokenizer import Tokenizer
 

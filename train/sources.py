@@ -8,11 +8,11 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from jaxquant.config.loader import check_ordinary
+from train.tokenizer import unreadable
 
 # Left out of "stdlib": what is installed beside it, tests, tables and generated files.
 _SKIPPED_FOLDERS = frozenset(
@@ -57,7 +57,7 @@ class Source:
                 check_ordinary(file)
                 yield from self.read(file)
             except OSError as error:
-                _unreadable(file, error)
+                unreadable(file, error)
 
 
 def open_source(dataset: str, path: str, field: str) -> Source:
@@ -91,11 +91,8 @@ def _stdlib() -> Source:
     files = [x for x in files if not any(part.startswith(_SKIPPED_PREFIXES) for part in x.relative_to(root).parts)]
     if not files:
         raise ValueError(f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text, or another")
-
-    def read(file: Path) -> Documents:
-        yield _read_text(file), file.relative_to(root).as_posix()
-
-    return Source(f"stdlib at {root}", files, read)
+    name_of = lambda file: file.relative_to(root).as_posix()  # noqa: E731
+    return Source(f"stdlib at {root}", files, lambda file: iter([(_read_text(file), name_of(file))]))
 
 
 def _whole(file: Path) -> Documents:
@@ -118,23 +115,24 @@ def _parts(file: Path) -> Documents:
 def _json_lines(file: Path, field: str) -> Documents:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _json_text(line, f"{file} line {number}", field), None
+            if not line.strip():
+                continue
+            place = f"{file} line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or nesting as deep
+                fix = "write one object a line, in UTF-8"
+                raise ValueError(f"{place} is not JSON that Python reads ({error}); {fix}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
+            _check_field(field, [*record], place, "key")
+            yield _text(record[field], f"{place} key {field!r}"), None
 
 
-def _json_text(line: bytes, place: str, field: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or nesting as deep
-        raise ValueError(
-            f"{place} is not JSON that Python reads ({error}); write one object a line, in UTF-8"
-        ) from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
-    if field not in record:
-        one_of = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"{place} has no key {field!r}; set dataset_text_field to one of {one_of}")
-    return _text(record[field], f"{place} key {field!r}")
+def _check_field(field: str, names: Sequence[str], place: object, kind: str) -> None:
+    if field not in names:
+        one_of = ", ".join(map(repr, names)) or "none"
+        raise ValueError(f"{place} has no {kind} {field!r}; set dataset_text_field to one of {one_of}")
 
 
 def _parquet_rows(file: Path, field: str) -> Documents:
@@ -146,10 +144,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
     row = 0
     try:
         with parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if field not in names:
-                one_of = ", ".join(map(repr, names)) or "none"
-                raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {one_of}")
+            _check_field(field, table.schema_arrow.names, file, "column")
             for batch in table.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
@@ -157,26 +152,6 @@ def _parquet_rows(file: Path, field: str) -> Documents:
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None
-
-
-def read_bytes(file: Path, option: str = "") -> bytes:
-    """Read a file, which ``option`` of the config named.
-
-    Raises:
-      ValueError: naming the file and why it cannot be read.
-    """
-    try:
-        check_ordinary(file, option)
-        return file.read_bytes()
-    except OSError as error:
-        _unreadable(file, error, option)
-
-
-def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
-    name = f"{option} {str(file)!r}".strip()
-    if isinstance(error, FileNotFoundError):
-        raise ValueError(f"{name} does not exist; check the path") from None
-    raise ValueError(f"{name} cannot be read: {error.strerror or error}") from None
 
 
 def _read_text(file: Path) -> str:
@@ -204,7 +179,7 @@ def _files(path: Path, dataset: str) -> list[Path]:
         if not stat.S_ISDIR(path.stat().st_mode):
             return [path]
     except OSError as error:
-        _unreadable(path, error, "dataset_path")
+        unreadable(path, error, "dataset_path")
     suffix = "" if dataset == "text" else f".{dataset}"
     files = [file for file in _walk(path) if file.name.endswith(suffix)]
     if not files:
@@ -216,13 +191,12 @@ def _files(path: Path, dataset: str) -> list[Path]:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()  # Links are followed; a folder that is reached twice is read once.
-    refuse = lambda error: _unreadable(Path(error.filename), error)  # noqa: E731
+    refuse = lambda error: unreadable(Path(error.filename), error)  # noqa: E731
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        real = os.path.realpath(folder)
-        if real in seen:
+        if (real := os.path.realpath(folder)) in seen:
             folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        else:
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+            found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())

@@ -25,7 +25,7 @@ DATA = Path("data", "metadata")
 _FILES = ("quant_cfg_path", "tokenizer_path")
 
 
-def write_sums(folder: Path) -> None:
+def write_checkpoint_sums(folder: Path) -> None:
     """Write the sums of a checkpoint that is about to get its name."""
     sums.write_sums(folder, [name for name in sums.files_of(folder) if name not in LATE])
 
@@ -36,7 +36,7 @@ def seal(folder: Path) -> None:
         sums.write_sums(folder, [name for name in LATE if (folder / name).is_file()])
 
 
-def check_sums(folder: Path, names: Iterable[str] | None = None, share: int = 0, shares: int = 1) -> None:
+def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, share: int = 0, shares: int = 1) -> None:
     """Compare the files of a checkpoint with their sums.
 
     Args:
@@ -94,7 +94,7 @@ def recorded(folder: Path) -> dict[str, Any]:
       ValueError: the record is damaged, or of an earlier version of jaxquant.
       OSError: the checkpoint has no data position.
     """
-    check_sums(folder, [DATA.as_posix()])
+    check_checkpoint_sums(folder, [DATA.as_posix()])
     return json.loads((folder / DATA).read_bytes())
 
 

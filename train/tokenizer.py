@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from jaxquant.config.loader import read_json
-from train.sources import read_bytes
+from jaxquant.config.loader import check_ordinary, read_json
 
 # tokenizers files do not say which special token begins or ends a text: these are the names that models use.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "[CLS]")
@@ -119,6 +118,26 @@ class FileTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+def read_bytes(file: Path, option: str = "") -> bytes:
+    """Read a file, which ``option`` of the config named.
+
+    Raises:
+      ValueError: naming the file and why it cannot be read.
+    """
+    try:
+        check_ordinary(file, option)
+        return file.read_bytes()
+    except OSError as error:
+        unreadable(file, error, option)
+
+
+def unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
+    name = f"{option} {str(file)!r}".strip()
+    if isinstance(error, FileNotFoundError):
+        raise ValueError(f"{name} does not exist; check the path") from None
+    raise ValueError(f"{name} cannot be read: {error.strerror or error}") from None
 
 
 _CONTEXT = 32

@@ -1,9 +1,9 @@
 """Run jaxquant with the newest MaxText and Keras, in a new environment that has Tunix and Tokamax too.
 
-    python3.12 validation/ecosystem.py [--environment FOLDER] [--parts fields,keras,dense,...] [--cases REGEX]
+    python3.12 validation/ecosystem.py [--parts fields,keras,dense,...] [--cases REGEX]
 
-It makes the environment, unless the folder has one, and writes ``validation/ecosystem.md``; a part that is not named
-keeps the table that it has there. The parts:
+It makes the environment in ``build/ecosystem``, unless it is there, and writes ``validation/ecosystem.md``; a part that
+is not named keeps the table that it has there. The parts:
 
 - ``fields``: the handle has what MaxText reads of its own; every string of MaxText's enum; every field of its config
   that is about quantization, set to something else than its default.
@@ -39,6 +39,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REPORT = ROOT / "validation/ecosystem.md"
+ENVIRONMENT = ROOT / "build/ecosystem"
+STEPS = 3
 SHOWN = ("maxtext", "google-tunix", "tokamax", "keras", "jax", "flax", "qwix", "aqtp", "safetensors")
 """The packages whose versions the report names."""
 IMPORTED = """
@@ -256,7 +258,7 @@ def trained(kind: str, asked: argparse.Namespace) -> str:
             needs_gpu = by == "MaxText" and string.startswith("te_")  # TransformerEngine
             if not needs_gpu and (string or by == "MaxText") and re.search(asked.cases, f"{string or 'float'} {by}"):
                 with shim():
-                    outcome = run(KINDS[kind] | {"quantization": string}, asked.steps)
+                    outcome = run(KINDS[kind] | {"quantization": string}, STEPS)
                 rows.append([string or "float", by, *outcome.cells()])
                 print(rows[-1], flush=True)
     return table("quantization | by | loss, first → last step | in 8 bits or fewer | histories advanced", rows)
@@ -426,20 +428,17 @@ def write_report(name: str, made: str, command: str) -> None:
 def main() -> int:
     """Make the environment, run the parts in it and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environment", type=pathlib.Path, default=ROOT / "build/ecosystem")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--cases", default="", help="regex for the rows of dense, experts and models")
-    parser.add_argument("--steps", type=int, default=3)
     asked = parser.parse_args()
-    python = make_environment(asked.environment.absolute())
-    if pathlib.Path(sys.prefix) != asked.environment.absolute():
+    python = make_environment(ENVIRONMENT)
+    if pathlib.Path(sys.prefix) != ENVIRONMENT:
         return subprocess.run([python, *sys.argv], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)  # losses of a few steps, not times, are compared
-    given = [word for word in sys.argv[1:] if not re.match(r"--environment|/", word)]
     for name in asked.parts.split(","):
-        write_report(name, PARTS[name][1](asked), " ".join(["python validation/ecosystem.py", *given]))
+        write_report(name, PARTS[name][1](asked), " ".join(["python validation/ecosystem.py", *sys.argv[1:]]))
     print(REPORT.read_text(encoding="utf-8"))
     return 0
 

@@ -16,7 +16,7 @@ import pathlib
 import sys
 import types
 
-from ecosystem import NAMES
+from ecosystem import shimmed
 
 from jaxquant import terminal
 
@@ -56,17 +56,6 @@ def read_yamls(checkout: pathlib.Path) -> int:
     return refused
 
 
-def shim() -> None:
-    """Replace MaxText's functions by jaxquant's."""
-    from maxtext.layers import quantizations
-
-    from jaxquant.compat import maxtext as ours
-
-    for name in NAMES:
-        assert hasattr(quantizations, name), f"MaxText has no {name}"
-        setattr(quantizations, name, getattr(ours, name))
-
-
 def main() -> int:
     """Read the YAMLs, then run the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,11 +71,10 @@ def main() -> int:
     from absl import flags
 
     flags.FLAGS(sys.argv[:1])
-    if os.environ.get("WITHOUT_SHIM") != "1":
-        shim()
     # Its conftest skips by chip; the tests run on CPUs too.
     options = f"--noconftest -c {os.devnull} --rootdir {checkout} -p no:cacheprovider -q -rA --tb=line".split()
-    return pytest.main([*options, *others, TESTS]) or refused
+    with shimmed():
+        return pytest.main([*options, *others, TESTS]) or refused
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Quantize public models, unedited, train each for some steps and print the tables.
 
-    python validation/public_models.py [--models lm1b,...] [--recipes fp8,...] [--out FILE.md] NAME=FOLDER...
+    python validation/public_models.py [--models lm1b,...] [--out FILE.md] NAME=FOLDER...
 
 NAME=FOLDER are checkouts: flax, nanodo, big_vision, vmoe, vision_transformer, bonsai. A model without its checkout is
 left out. The environment has what the models import: dm-haiku, equinox, einops, ml_collections, clu, absl-py, scipy,
@@ -26,49 +26,41 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxquant import terminal
 
-RECIPES = ("float", "fp8", "int8", "fp8_current", "fp8_full")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-class Model(NamedTuple):
-    """Where a model comes from: its module in validation/public, and the checkouts that it needs."""
-
-    module: str
-    checkouts: tuple[str, ...] = ()
-
-
-MODELS = {
-    "lm1b": Model("linen", checkouts=("flax",)),
-    "seq2seq": Model("linen", checkouts=("flax",)),
-    "nanodo": Model("linen", checkouts=("nanodo",)),
-    "big_vision_vit": Model("linen", checkouts=("big_vision",)),
-    "big_vision_gemma": Model("linen", checkouts=("big_vision",)),
-    "vmoe": Model("linen", checkouts=("vmoe", "vision_transformer")),
-    "hf_bert": Model("linen"),
-    "hf_gpt2": Model("linen"),
-    "nnx_gemma": Model("others", checkouts=("flax",)),
-    "mnist": Model("others", checkouts=("flax",)),
-    "bonsai_qwen3": Model("others", checkouts=("bonsai",)),
-    "bonsai_vit": Model("others", checkouts=("bonsai",)),
-    "haiku_mlp": Model("others"),
-    "equinox_mlp": Model("others"),
-    "qwix_lora": Model("others"),
+MODELS: dict[str, tuple[str, ...]] = {
+    "lm1b": ("flax",),
+    "seq2seq": ("flax",),
+    "nanodo": ("nanodo",),
+    "big_vision_vit": ("big_vision",),
+    "big_vision_gemma": ("big_vision",),
+    "vmoe": ("vmoe", "vision_transformer"),
+    "hf_bert": (),
+    "hf_gpt2": (),
+    "nnx_gemma": ("flax",),
+    "mnist": ("flax",),
+    "bonsai_qwen3": ("bonsai",),
+    "bonsai_vit": ("bonsai",),
+    "haiku_mlp": (),
+    "equinox_mlp": (),
+    "qwix_lora": (),
 }
+"""Public models by the name of their function in ``validation/public/models.py``, and the checkouts that they need."""
 
 
-def rows_of(name: str, recipes: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, checkouts: list[str]) -> Iterator[dict[str, Any]]:
     """Run a model; return its rows as they come, or one that says why there is none."""
     errors: list[str] = []
-    command = [sys.executable, "-m", "validation.public.run", name, MODELS[name].module]
-    command += [",".join(recipes), options.faces, str(options.steps)]
+    command = [sys.executable, "-m", "validation.public.run", name, *checkouts]
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ
     has_rows = False
     with subprocess.Popen(
-        [*command, *options.checkouts],
+        command,
         env=environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -100,11 +92,10 @@ def write_functions(rows: list[dict[str, Any]]) -> str:
         elif row["recipe"] != "float":
             why = Counter(reason for _, reason in row["why"])
             reasons = "; ".join(f"{count} {reason}" for reason, count in why.items()) or "-"
-            cells = [f"{row['quantized']} of {row['all']}", f"{row['share']:.1%}", reasons, "-", "-", row["check"], "-"]
-            if row["steps"]:
-                state = f"{row['advanced']} of {row['histories']}" if row["histories"] else "none kept"
-                cells[3:5] = f"{row['loss']:.4f} ({floats.get(row['model'], math.nan):.4f})", state
-                cells[6] = row["served"]
+            state = f"{row['advanced']} of {row['histories']}" if row["histories"] else "none kept"
+            losses = f"{row['loss']:.4f} ({floats.get(row['model'], math.nan):.4f})"
+            cells = [f"{row['quantized']} of {row['all']}", f"{row['share']:.1%}", reasons, losses, state]
+            cells += [row["check"], row["served"]]
             lines.append(f"{begin} {' | '.join(cells)} |")
     return "\n".join(lines).replace("\u2026", "...")
 
@@ -123,7 +114,7 @@ def write_faces(rows: list[dict[str, Any]]) -> str:
             continue
         same = " (the same)" if face.get("loss") == row.get("loss") else ""
         cells = [f"{face['quantized']} of {face['all']}", f"{face['share']:.1%}", ", ".join(face["float"]) or "-"]
-        cells += [f"{face['loss']:.4f}{same}" if row["steps"] else "-", face["check"]]
+        cells += [f"{face['loss']:.4f}{same}", face["check"]]
         lines.append(f"{begin} {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -133,20 +124,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkouts", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("--faces", default=",".join(RECIPES[1:]), help="recipes for maybe_quantize_model")
-    parser.add_argument("--steps", type=int, default=50, help="0 traces alone (default: %(default)s)")
     parser.add_argument("--out", type=pathlib.Path, help="file of the tables")
     options = parser.parse_args()
     terminal.accept_all_characters()
     folders = dict(each.split("=", 1) for each in options.checkouts)
-    options.checkouts = [f"{name}={pathlib.Path(folder).resolve()}" for name, folder in folders.items()]
+    checkouts = [f"{name}={pathlib.Path(folder).resolve()}" for name, folder in folders.items()]
     rows: list[dict[str, Any]] = []
     for name in options.models.split(","):
-        if missing := [each for each in MODELS[name].checkouts if each not in folders]:
+        if missing := [each for each in MODELS[name] if each not in folders]:
             print(f"{name}: left out, no checkout of {missing[0]}")
             continue
-        for row in rows_of(name, options.recipes.split(","), options):
+        for row in rows_of(name, checkouts):
             print(name, row["recipe"], row.get("error", "done"), flush=True)
             rows.append(row)
     text = f"{write_functions(rows)}\n\n{write_faces(rows)}\n"

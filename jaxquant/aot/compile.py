@@ -17,8 +17,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.kernels import BLOCK_CALLS
 from jaxquant.aot.memory import part_names
-from jaxquant.aot.report import Audit, from_json
+from jaxquant.aot.report import Audit
 from jaxquant.aot.topology import environment, require_compiler
+from jaxquant.core.typed import build
 from jaxquant.ops.implementation import noted
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
@@ -126,4 +127,4 @@ def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
         )
     if "error" in answer:
         raise {error.__name__: error for error in _RAISED}.get(answer["error"], ValueError)(answer["text"])
-    return from_json(answer["audit"])
+    return build(Audit, answer["audit"])

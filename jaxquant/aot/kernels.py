@@ -21,8 +21,10 @@ BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
 """Names of our own kernels for GPUs that are matrix products; they contract the last axes."""
 
-_MOVES = (r"__cub\$.*", "TopK", "PadToStatic", "SliceToDynamic", r"__gpu\$.*")
-_NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMD.*", "AssumeGatherIndicesInBound", "annotate.*")
+MOVES = re.compile(r"__cub\$.*|TopK|PadToStatic|SliceToDynamic|__gpu\$.*")
+"""Pattern of the targets of custom calls that only move, or sort, their operands."""
+NOTHING = re.compile("AllocateBuffer|ConcatBitcast|Sharding|SPMD.*|AssumeGatherIndicesInBound|annotate.*")
+"""Pattern of the targets of custom calls that are a name for what is there, or a place for what will be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +70,6 @@ def has_blocks(name: str) -> bool:
 def contracts_last(name: str) -> bool:
     """Check whether a product, by its name, contracts the last axes of its operands."""
     return name in BLOCK_CALLS or bool(_OWN.fullmatch(name))
-
-
-def is_nothing(target: str) -> bool:
-    """Check whether a custom call is a name for what is there, or a place for what will be."""
-    return any(re.fullmatch(known, target) for known in _NOTHING)
-
-
-def is_known_move(target: str) -> bool:
-    """Check whether a custom call only moves, or sorts, its operands."""
-    return any(re.fullmatch(known, target) for known in _MOVES)
 
 
 def kernel(instruction: Instruction, operands: list[Array], moved: int, path: str, times: int) -> Kernel | None:

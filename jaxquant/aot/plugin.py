@@ -25,21 +25,6 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find_trainer() -> None:
-    """Insert the folder of the trainer beside this package first in the path, before another module named ``train``.
-
-    Raises:
-      ModuleNotFoundError: the package was installed without a checkout, which alone has the trainer.
-    """
-    if not (_ROOT / "train" / "audit.py").is_file():
-        raise ModuleNotFoundError(
-            f"the training program {PROGRAM!r} is in a checkout of jaxquant and not in the installed package; install "
-            "the checkout with pip install -e, or name a function that builds your own step: --program MODULE:FUNCTION"
-        )
-    if sys.path[:1] != [str(_ROOT)]:
-        sys.path.insert(0, str(_ROOT))
-
-
 def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
     """Import a function (config, overrides, devices) -> (jitted step, shapes).
 
@@ -51,7 +36,13 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
       ValueError: the module has no such function.
     """
     if program == PROGRAM:
-        find_trainer()
+        if not (_ROOT / "train" / "audit.py").is_file():
+            raise ModuleNotFoundError(
+                f"the training program {PROGRAM!r} is in a checkout of jaxquant and not in the installed package; "
+                "install the checkout with pip install -e, or name a function that builds your own step: --program "
+                "MODULE:FUNCTION"
+            )
+        sys.path.insert(0, str(_ROOT))  # before another module named train
     module, _, function = program.partition(":")
     build = getattr(importlib.import_module(module), function, None)
     if build is None:

@@ -1,4 +1,4 @@
-"""How long a compiled step takes: at the peak rates of a chip, and at the shares of them in its table.
+"""How long a compiled step takes, at the shares of a chip's peak rates that are in its table.
 
 GPU: every matmul at its rate or at its memory's speed, whichever is longer; everything else at the memory's speed; one
 after another. TPU: the compiler's own ``estimated_cycles`` of every instruction over the chip's clock, and never less
@@ -53,50 +53,40 @@ class Roofline:
         return max(self.matmul + self.moves, self.communication, self.memory)
 
 
-def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int = 1) -> tuple[Roofline, float | None]:
-    """Estimate a step; also, on GPUs, the time of its matmuls if the 8-bit ones were in bf16.
+def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
+    """Estimate a step.
 
     Args:
       chip: that runs it.
       program: as its compiler made it.
-      at_peak: whether at the full rates of data sheets, not at the shares that are achieved.
       devices: of the program.
     """
 
-    shares = {} if at_peak else chip.shares
-
     def rate(*kinds: str) -> float:
-        return min(chip.peak[each] * shares.get(each, 1.0) for each in kinds)
+        return min(chip.peak[each] * chip.shares.get(each, 1.0) for each in kinds)
 
-    bandwidth = chip.bandwidth * shares.get("memory", 1.0)
-    is_clocked = chip.clock > 0 and not at_peak
-    seconds, bf16, memory = 0.0, 0.0, program.prefetched / bandwidth
+    bandwidth = chip.bandwidth * chip.shares.get("memory", 1.0)
+    seconds, memory = 0.0, program.prefetched / bandwidth
     for matmul in program.matmuls:
         size = (matmul.bytes or sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out))) / bandwidth
         memory += matmul.times * size
         kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # two kinds run at the slower one's rate
-        if is_clocked and matmul.cycles:
-            seconds += matmul.times * matmul.cycles / chip.clock
-            continue
-        seconds += matmul.times * max(matmul.flops / rate(*kinds), size)
-        bf16 += matmul.times * max(matmul.flops / rate("f32" if "f32" in kinds else "bf16"), size)
+        is_clocked = chip.clock and matmul.cycles
+        seconds += matmul.times * (matmul.cycles / chip.clock if is_clocked else max(matmul.flops / rate(*kinds), size))
     for kernel in program.kernels:
         size = kernel.bytes / bandwidth
-        own = rate(kind(kernel.dtype)) * (1.0 if at_peak or chip.platform == "cuda" else KERNEL_SHARE)
-        clocked = kernel.cycles / chip.clock if is_clocked else 0.0
-        took = kernel.times * max(kernel.flops / own, size, clocked)
-        seconds, bf16, memory = seconds + took, bf16 + took, memory + kernel.times * size
+        own = rate(kind(kernel.dtype)) * (1.0 if chip.platform == "cuda" else KERNEL_SHARE)
+        clocked = kernel.cycles / chip.clock if chip.clock else 0.0
+        seconds += kernel.times * max(kernel.flops / own, size, clocked)
+        memory += kernel.times * size
     moves = 0.0
     for move in program.moves:
         size = move.times * move.bytes / bandwidth
-        moves += move.times * move.cycles / chip.clock if is_clocked and move.cycles else size
+        moves += move.times * move.cycles / chip.clock if chip.clock and move.cycles else size
         memory += size
     communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
-    n = chip.devices  # of a chip, which share its rates
-    if chip.platform == "cuda":
-        return Roofline(seconds * n, moves * n, communication * n), bf16 * n
-    scale = 1 if is_clocked else n
-    return Roofline(seconds * scale, moves * scale, communication * n, memory * n), None
+    n = chip.devices  # of a chip, which share its rates; the compiler's cycles are those of one
+    return Roofline(seconds, moves, communication * n, 0.0 if chip.platform == "cuda" else memory * n)
 
 
 KERNEL_SHARE = 0.5

@@ -212,7 +212,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         collectives = [_collective(*each, times, is_fused=each[1] is not instruction) for each in sent]
         program.collectives += collectives
         target = instruction.target
-        if (collectives and not matmuls) or kernels.is_nothing(target):
+        if (collectives and not matmuls) or kernels.NOTHING.fullmatch(target):
             continue
         moved = _traffic(module, computation, instruction)
         if matmuls:
@@ -223,7 +223,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
             program.kernels.append(found)
             continue
         types = f"{', '.join(map(str, operands))} → {', '.join(map(str, instruction.arrays))}"
-        is_unknown = bool(target) and not kernels.is_known_move(target)
+        is_unknown = bool(target) and not kernels.MOVES.fullmatch(target)
         program.moves.append(Move(target or opcode, moved, path, times, types, instruction.cycles, is_unknown))
 
 

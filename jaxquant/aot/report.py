@@ -12,7 +12,6 @@ from jaxquant.aot.chips import chip
 from jaxquant.aot.outcome import Outcome, layer
 from jaxquant.aot.price import KERNEL_SHARE, Roofline
 from jaxquant.aot.program import Program
-from jaxquant.core.typed import build
 
 Row = dict[str, Any]
 
@@ -55,12 +54,10 @@ class Audit:
       moved, big_moves, moves: bytes, number over 1 MB and number of what is no matmul (see ``program.read_program``).
       largest_moves: the ten that move most in a step.
       collectives: one row a kind and dtype: times, bytes.
-      roofline: estimate of its time, as ``price.estimate`` makes it; ``at_peak`` is one from the full rates of data
-        sheets, a bound from below.
+      roofline: estimate of its time, as ``price.estimate`` makes it.
       kernels: one row a custom call that multiplies: what it is, times, flops.
       choices: one row for each piece of an op: its implementation and the reason.
       unknown: names of the custom calls whose work is not known, and counted as moves.
-      cycles: the TPU compiler's estimates of matmuls and of the rest, None where there are none.
       parts: of the arguments, one row a part and dtype: bytes, and bytes a parameter where there are parameters.
       unquantized: the same step without quantization, where there is one.
     """
@@ -84,21 +81,13 @@ class Audit:
     largest_moves: list[Row] = dataclasses.field(default_factory=list)
     collectives: list[Row] = dataclasses.field(default_factory=list)
     roofline: Roofline | None = None
-    bf16_matmul: float | None = None
-    at_peak: Roofline | None = None
     kernels: list[Row] = dataclasses.field(default_factory=list)
     choices: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
-    cycles: list[int] | None = None
     parts: list[Row] = dataclasses.field(default_factory=list)
 
-    @property
-    def is_low_precision(self) -> bool:
-        """Whether something was asked for in 8 bits, the compiler took the step, and nothing of it fell back."""
-        return bool(self.outcome.asked) and not self.refusal and not self.outcome.fell_back
-
     def to_json(self) -> str:
-        """Write everything, the unquantized step's audit included, as JSON; ``from_json`` reads it."""
+        """Write everything, the unquantized step's audit included, as JSON; ``core.typed.build`` reads it."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
@@ -107,11 +96,6 @@ class Audit:
     def to_markdown(self) -> str:
         """Write the verdict and the tables as a page of markdown."""
         return "\n".join(_markdown(self)) + "\n"
-
-
-def from_json(data: Row) -> Audit:
-    """Read what ``Audit.to_json`` wrote, as ``json.loads`` returns it."""
-    return build(Audit, data)
 
 
 def figures(program: Program) -> Row:
@@ -126,7 +110,6 @@ def figures(program: Program) -> Row:
         "collectives": _collective_rows(program),
         "kernels": _kernel_rows(program),
         "unknown": program.unknown,
-        "cycles": list(program.cycles) if any(program.cycles) else None,
     }
 
 
@@ -223,22 +206,16 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms"
 
 
-def _cycles(cycles: list[int] | None) -> str:
-    return ", ".join(f"{each / 1e6:,.1f} M" for each in cycles) if cycles else "–"
-
-
 _FIGURES: dict[str, Callable[[Any], str]] = {
     "matmuls": lambda audit: _counted(audit.counts),
     "moved beside matmuls": lambda audit: _gb(audit.moved),
     "moves, over 1 MB": lambda audit: f"{audit.moves}, {audit.big_moves}",
     "communicated": lambda audit: _gb(sum(row["bytes"] for row in audit.collectives)),
     "peak memory": lambda audit: memory_text(audit),
-    "compiler's cycles: matmuls, rest": lambda audit: _cycles(audit.cycles),
     "estimate: matmuls and kernels": lambda audit: _ms(audit.roofline.matmul),
     "estimate: moves": lambda audit: _ms(audit.roofline.moves),
     "estimate: communication": lambda audit: _ms(audit.roofline.communication),
     "estimate: step": lambda audit: _ms(audit.roofline.step),
-    "at full peaks: step": lambda audit: _ms(audit.at_peak.step) if audit.at_peak else "–",
     "compiled in": lambda audit: f"{audit.compile_seconds:.0f} s",
 }
 _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
@@ -283,23 +260,14 @@ def verdict(audit: Audit) -> str:
 
 def speedup(audit: Audit) -> str:
     """Compare with the unquantized step."""
-    time, plain = audit.roofline, audit.unquantized
-    if time is None or audit.moved is None or audit.big_moves is None or audit.bf16_matmul is None:
+    plain: Any = audit.unquantized
+    if not plain or audit.refusal or plain.refusal:
         return ""
-    if plain and plain.roofline and plain.moved is not None and plain.big_moves is not None:
-        ratio = plain.roofline.step / time.step
-        extra, more = audit.moved - plain.moved, audit.big_moves - plain.big_moves
-        peaks = ""
-        if audit.at_peak and plain.at_peak:
-            peaks = f", {plain.at_peak.step / audit.at_peak.step:.2f}× at full peaks"
-        return (
-            f"Estimate: {ratio:.2f}× the speed of the unquantized step{peaks}. "
-            f"Quantization moves {extra / 1e9:+,.2f} GB beside the matmuls, in {more:+} instructions over 1 MB."
-        )
-    ratio = max(audit.bf16_matmul + time.moves, time.communication) / time.step
+    this: Any = audit
     return (
-        f"Estimate: {ratio:.2f}× the speed of the same step with its matmuls in bf16 (and the same moves: no "
-        "unquantized step was compiled)."
+        f"Estimate: {plain.roofline.step / this.roofline.step:.2f}× the speed of the unquantized step. Quantization "
+        f"moves {(this.moved - plain.moved) / 1e9:+,.2f} GB beside the matmuls, in "
+        f"{this.big_moves - plain.big_moves:+} instructions over 1 MB."
     )
 
 

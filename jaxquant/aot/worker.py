@@ -111,8 +111,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     else:
         made = read_program(compiled.as_text())
         memory, figures = _memory(compiled.memory_analysis(), target), report.figures(made)
-        figures["roofline"], figures["bf16_matmul"] = estimate(target, made, devices=count)
-        figures["at_peak"], _ = estimate(target, made, at_peak=True, devices=count)
+        figures["roofline"] = estimate(target, made, devices=count)
     return report.Audit(
         name=request["name"],
         target=request["target"],

@@ -1,4 +1,4 @@
-"""Costs of a function other than time: the size of its program and the bytes that it saves for the backward pass."""
+"""Costs of a function other than time: the bytes that it saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ import jax
 
 from jaxquant.audit.dataflow import Graph, Value
 from jaxquant.state import frozen
-
-
-def program_lines(text: str) -> int:
-    """Count the lines of a StableHLO module, each helper function once, as it is stored and compiled."""
-    return sum(1 for line in text.splitlines() if line.strip())
 
 
 def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, int]:

@@ -176,10 +176,6 @@ class _Decider:
     floats: dict[str, str]
     backend: Backend
 
-    @property
-    def is_off(self) -> bool:
-        return self.has_config and self.resolver is None
-
     def report(self, each: LabeledContraction) -> LayerRow | None:
         """Return what was decided about a contraction when it was traced; None if nothing was, or with a config."""
         site, dtypes = (each.forward or each).site, (each.forward or each).dtypes
@@ -318,5 +314,5 @@ def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
     if site is None and not forward.given:
         return "no parameter: activation × activation"
     if decide.has_config:
-        return "quantization is off" if decide.is_off else "not a linear layer of the model"
+        return "quantization is off" if decide.resolver is None else "not a linear layer of the model"
     return "float operands: no quantization reached it"

@@ -39,7 +39,7 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.linen import Face
-from jaxquant.ops.dimensions import Dimensions, Product
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import align
 from jaxquant.ops.operand import quantize_operand
 from jaxquant.state import frozen
@@ -286,17 +286,17 @@ class _Tapped(Backend):
         """Return what computes a contraction, tapped; see ``Backend.runner``."""
         return _Tapped(self._backend.runner(operation, recipe, dtype, is_split))
 
-    def contract(self, lhs: Array, rhs: Any, product: Product, given: Setup, group_sizes: Array | None = None) -> Array:
+    def contract(self, lhs: Array, rhs: Any, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute a contraction and tap it; see ``Backend.contract``."""
-        state: dict[str, Any] = dict(given.state or {})
+        state: dict[str, Any] = dict(setup.state or {})
         probe = state.pop(HEALTH)[PROBE]
-        if given.recipe.name == _FLOAT.name:
-            dtypes, place = (product.precision, product.dtype), given.how.out_sharding
-            out = jax.lax.dot_general(lhs, rhs, product.numbers, *dtypes, out_sharding=place)
+        if setup.recipe.name == _FLOAT.name:
+            dtypes, place = (setup.precision, setup.dtype), setup.out_sharding
+            out = jax.lax.dot_general(lhs, rhs, setup.numbers, *dtypes, out_sharding=place)
         else:
-            out = self._backend.contract(lhs, rhs, product, dataclasses.replace(given, state=state))
+            out = self._backend.contract(lhs, rhs, dataclasses.replace(setup, state=state))
         return _tap_all(
-            _Tap(given.recipe, Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)), out, probe, state, lhs, rhs
+            _Tap(setup.recipe, Dimensions.of(setup.numbers, lhs.ndim, rhs.ndim)), out, probe, state, lhs, rhs
         )
 
 

@@ -77,16 +77,6 @@ class Row:
         return self.dtypes.is_low
 
     @property
-    def lhs_dtype(self) -> str:
-        """Text of the left operand's dtype: "float32 (int8 dequantized)" is a float that was rounded to int8."""
-        return str(self.dtypes.lhs)
-
-    @property
-    def rhs_dtype(self) -> str:
-        """Text of the right operand's dtype, as ``lhs_dtype``."""
-        return str(self.dtypes.rhs)
-
-    @property
     def scales(self) -> str:
         """Text of the scales of the quantized operands."""
         found = [scale for scale in (self.lhs_scale, self.rhs_scale) if scale]
@@ -141,32 +131,24 @@ class Coverage:
             paths.setdefault(row.name, []).append(row)
         return [_layer(path, rows) for path, rows in paths.items()]
 
-    def table(self, width: int | None = None) -> Any:
-        """Build a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn.
-
-        Args:
-          width: columns of the page; cells are wrapped to fit it. None leaves them as they are.
-        """
-        names = ("path", "shapes", *MATMULS, "scales", "times", "reason")
-        cells = [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
-        room = None if width is None else width - 2 * (len(names) - 1)
-        header, *lines = terminal.fit(cells, room)
-        table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
-        for name in header:
-            table.add_column(name, justify="right" if name == "times" else "left", no_wrap=True)
-        for line in lines:
-            table.add_row(*map(Text, line))
-        return table
-
     def text(self, width: int | None = None) -> str:
-        """Format ``table`` as plain text. Cells are wrapped at blanks and after slashes alone: no name is cut.
+        """Format a table with a line for every path; "e4m3" is float8_e4m3fn.
+
+        Cells are wrapped at blanks and after slashes alone: no name is cut.
 
         Args:
           width: columns of the page; None takes those of the terminal, and where there is none, as in a pipe or a
             notebook, as many as the table needs.
         """
-        table = self.table(terminal.columns() if width is None else width)
-        table.caption = None  # it would be wrapped to the table's width
+        names = ("path", "shapes", *MATMULS, "scales", "times", "reason")
+        cells = [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
+        width = terminal.columns() if width is None else width
+        header, *lines = terminal.fit(cells, None if width is None else width - 2 * (len(names) - 1))
+        table = Table(box=None, pad_edge=False)
+        for name in header:
+            table.add_column(name, justify="right" if name == "times" else "left", no_wrap=True)
+        for line in lines:
+            table.add_row(*map(Text, line))
         file = io.StringIO()
         Console(file=file, width=1_000_000).print(table)
         return "\n".join([*(line.rstrip() for line in file.getvalue().rstrip().splitlines()), self.summary()])

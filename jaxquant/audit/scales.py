@@ -10,8 +10,8 @@ from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import OperandDtype
 from jaxquant.core.qtensor import CODEC_MARK
 from jaxquant.core.rounding import HOLD
+from jaxquant.ops.byte_dot import KEEP
 from jaxquant.ops.contract import DEQUANTIZED_MARK
-from jaxquant.ops.layouts import KEEP
 
 # Values that hold the elements of their first input, in another place, shape or number.
 _MOVES = frozenset(

@@ -9,7 +9,6 @@ import functools
 import importlib
 
 from jaxquant.backends.base import RANDOM_STREAM, Backend
-from jaxquant.config.backends import BACKENDS
 
 __all__ = ["RANDOM_STREAM", "Backend", "load"]
 
@@ -25,5 +24,5 @@ def load(name: str, *, is_completed: bool = False) -> Backend:
     Raises:
       ImportError: its library is missing or too old; names the command that installs it.
     """
-    backend = importlib.import_module(BACKENDS[name].module).BACKEND  # pyright: ignore[reportArgumentType]
+    backend = importlib.import_module(f"jaxquant.backends.{name}").BACKEND
     return backend.completed_by(load("native")) if is_completed and name != "native" else backend

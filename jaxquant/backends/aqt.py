@@ -18,7 +18,7 @@ from jaxquant.backends._aqt import aqt_dot_general, aqt_tensor, config, tiled_do
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends.aqt_config import HONOURS, tile_size, tiling_fn, to_aqt
 from jaxquant.backends.base import LibraryBackend
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey, jax_key, operands_key
 
@@ -46,7 +46,7 @@ def _dot(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | 
     return _tiled(recipe, lhs, rhs, numbers, _translated(recipe, key))
 
 
-def _dot_converted(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers: Any) -> Array:
+def _dot_converted(recipe: Recipe, lhs: Array, weight: QTensor, numbers: Any) -> Array:
     # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
     translated = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None, _SERVE)
     translated.apply_custom_vjp_on_jax = False
@@ -65,9 +65,9 @@ def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> li
     return [part for axis, (size, n) in each for part in ((n, size // n) if axis in axes else (size,))]
 
 
-def freeze(recipe: Recipe, weight: ConvertedKernel, axes: Sequence[int]) -> aqt_tensor.QTensor:
+def freeze(recipe: Recipe, weight: QTensor, axes: Sequence[int]) -> aqt_tensor.QTensor:
     """Return AQT's form of a converted kernel; with tiles a contraction axis becomes (tiles, tile)."""
-    qvalue, scale = weight.tensor.qvalue, weight.tensor.scale.astype(weight.dtype)
+    qvalue, scale = weight.qvalue, weight.scale.astype(weight.float_dtype)
     axes = () if tile_size(recipe) is None else axes
     return aqt_tensor.QTensor(
         qvalue=qvalue.reshape(_cut(axes, qvalue.shape, scale.shape)),

@@ -13,48 +13,61 @@ import jax.numpy as jnp
 
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Placement, fit_varying
-from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
-from jaxquant.ops.dimensions import DEFAULT_OPTIONS, Dimensions, OpOptions, Product
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import once
-from jaxquant.ops.pieces import with_shards
+from jaxquant.ops.pieces import QuantState, with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
-Weight = Array | ConvertedKernel
+Weight = Array | QTensor
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a contraction of a traced function is given beside its operands.
+    """A contraction of a traced function, in ``jax.lax``'s terms, without its operands.
 
     Attributes:
       recipe: all numbers.
+      numbers: dimension numbers of a ``dot_general``, the activation first.
+      precision: as there.
+      dtype: of the result (``preferred_element_type``), None for the promoted dtype of the operands.
+      operation: primitive, "dot_general", "ragged_dot_general" or "conv_general_dilated".
+      window: of a convolution, the keywords of ``jax.lax.conv_general_dilated``.
       state: the amax state of a recipe with delayed scaling, of each group where there are groups.
       key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
-      how: what computes it, and where the result lies.
       prepared: from ``Backend.share``, of this activation; None where the contraction has it alone.
+      implementation: what computes casts and matmuls, None to pick; see ``ops.choose_implementation``.
+      out_sharding: of the result, as in ``jax.lax.dot_general``.
+      stored: which operands lie in memory; see ``ops.dot_general``.
     """
 
     recipe: Recipe
+    numbers: Any = None
+    precision: Any = None
+    dtype: Any = None
+    operation: str = "dot_general"
+    window: tuple[tuple[str, Any], ...] = ()
     state: QuantState | None = None
     key: RandomKey | None = None
-    how: OpOptions = DEFAULT_OPTIONS
     prepared: Any = None
+    implementation: str | None = None
+    out_sharding: Any = None
+    stored: tuple[bool, bool, bool] = (False, False, False)
 
 
 class Backend:
     """One backend; ``jaxquant.backends.load`` imports it by name.
 
-    Each implements ``contract``, which is what a traced function runs, ``quantize_weight``, which converts, and
-    ``unsupported``, which says what it does not run.
+    Each implements ``check``, which refuses recipes, ``contract``, which a traced function runs, and
+    ``quantize_weight``, which converts. ``unsupported`` allows ``dot_general`` only, unless it is overridden.
 
     Attributes:
       name: key of ``BACKENDS``.
@@ -97,15 +110,12 @@ class Backend:
         """
         return self
 
-    def contract(
-        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
 
         Args:
           lhs, rhs: activation and weight.
-          product: what is computed of them.
-          given: the recipe, and what comes with it.
+          setup: what is computed of them, and how.
           group_sizes: rows of each group of a ragged matmul, as for ``jax.lax.ragged_dot``; None for other operations.
 
         Raises:
@@ -148,7 +158,7 @@ class Backend:
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
-    ) -> tuple[QTensor, Array | None]:
+    ) -> QTensor:
         """Quantize the weight of a contraction as its op does in training.
 
         Args:
@@ -213,27 +223,25 @@ class LibraryBackend(Backend):
             return f"{self.row.title} {self.dtype_faults[dtype]}; {NATIVE_INSTEAD}, or bfloat16"
         return super().unsupported(operation, recipe, dtype, is_split)
 
-    def contract(
-        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
-        check_implementation(self.name, given.how.implementation)
-        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-        self._refuse_dropped(dtype, product, given.how)
-        if why := self.lacks(product.operation, given.recipe, dtype.name):
-            raise NotImplementedError(f"recipe {given.recipe.name!r}: {why}")
-        dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
-        recipe = with_shards(given.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
+        check_implementation(self.name, setup.implementation)
+        dtype = jnp.promote_types(lhs.dtype, rhs.float_dtype if isinstance(rhs, QTensor) else rhs.dtype)
+        self._refuse_dropped(dtype, setup)
+        if why := self.lacks(setup.operation, setup.recipe, dtype.name):
+            raise NotImplementedError(f"recipe {setup.recipe.name!r}: {why}")
+        dims = Dimensions.of(setup.numbers, lhs.ndim, rhs.ndim)
+        recipe = with_shards(setup.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
         lhs = lhs.astype(dtype)
-        rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
+        rhs = rhs.astype(dtype.name)
         if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
-            rhs = dequantize(rhs.tensor, dtype.name) if isinstance(rhs, ConvertedKernel) else rhs
-            return jax.lax.dot_general(lhs, rhs, product.numbers)
-        if isinstance(rhs, ConvertedKernel):
+            rhs = dequantize(rhs, dtype.name) if isinstance(rhs, QTensor) else rhs
+            return jax.lax.dot_general(lhs, rhs, setup.numbers)
+        if isinstance(rhs, QTensor):
             serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
         run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
-        return once(recipe.name, run, lhs, rhs, (given.key,))
+        return once(recipe.name, run, lhs, rhs, (setup.key,))
 
     def quantize_weight(
         self,
@@ -243,30 +251,30 @@ class LibraryBackend(Backend):
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
-    ) -> tuple[QTensor, Array | None]:
+    ) -> QTensor:
         """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
-        return self.convert(recipe, weight, axes), None
+        return self.convert(recipe, weight, axes)
 
-    def _input_gradient(self, lhs: Array, rhs: ConvertedKernel, dims: Dimensions) -> Any:
+    def _input_gradient(self, lhs: Array, rhs: QTensor, dims: Dimensions) -> Any:
         """Return the activation's gradient as a function: that of the dequantized kernel."""
-        place = Placement.of(lhs, rhs.tensor.qvalue)
+        place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
         options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
 
-        def gradient(grad: Array, weight: ConvertedKernel) -> Array:
-            out = contract(grad, weight.tensor, backward, out_dtype=grad.dtype.name, **options)
+        def gradient(grad: Array, weight: QTensor) -> Array:
+            out = contract(grad, weight.operand, backward, out_dtype=grad.dtype.name, **options)
             return fit_varying(out.transpose(order).astype(lhs.dtype), place.varying)
 
         return gradient
 
-    def _refuse_dropped(self, dtype: Any, product: Product, how: OpOptions) -> None:
+    def _refuse_dropped(self, dtype: Any, setup: Setup) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
-        asked = product.precision if isinstance(product.precision, tuple) else (product.precision,)
-        is_other = product.dtype is not None and jnp.dtype(product.dtype) != dtype
+        asked = setup.precision if isinstance(setup.precision, tuple) else (setup.precision,)
+        is_other = setup.dtype is not None and jnp.dtype(setup.dtype) != dtype
         given = {
             "precision": next((each for each in asked if each not in (None, jax.lax.Precision.DEFAULT)), None),
-            "preferred_element_type": jnp.dtype(product.dtype).name if is_other else None,
-            "out_sharding": how.out_sharding,
+            "preferred_element_type": jnp.dtype(setup.dtype).name if is_other else None,
+            "out_sharding": setup.out_sharding,
         }
         for name, value in given.items():
             if value is not None:

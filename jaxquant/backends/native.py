@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import conv, ragged
-from jaxquant.ops.dimensions import Product
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from jaxquant.ops.prepared import can_share
 
@@ -49,21 +49,18 @@ class NativeBackend(Backend):
         why = "" if explain is None else explain(recipe)
         return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
 
-    def contract(
-        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
-        recipe, how, dtypes = given.recipe, given.how, (product.precision, product.dtype)
+        recipe, dtypes = setup.recipe, (setup.precision, setup.dtype)
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs  # flax's ops compute in the kernel's dtype
-        more: dict[str, Any] = {"recipe": recipe, "state": given.state, "key": given.key}
+        more: dict[str, Any] = {"recipe": recipe, "state": setup.state, "key": setup.key}
         if group_sizes is not None:
-            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more, implementation=how.implementation)
-        if product.operation == "conv_general_dilated":
-            options = dict(product.window, precision=product.precision, preferred_element_type=product.dtype)
+            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more, implementation=setup.implementation)
+        if setup.operation == "conv_general_dilated":
+            options = dict(setup.window, precision=setup.precision, preferred_element_type=setup.dtype)
             return ops.conv_general_dilated(lhs, rhs, **options, **more)
-        more |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "stored": how.stored}
-        more |= {"prepared": given.prepared}
-        return ops.dot_general(lhs, rhs, product.numbers, *dtypes, **more)
+        more |= {name: getattr(setup, name) for name in ("out_sharding", "implementation", "prepared", "stored")}
+        return ops.dot_general(lhs, rhs, setup.numbers, *dtypes, **more)
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""
@@ -77,13 +74,15 @@ class NativeBackend(Backend):
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
-    ) -> tuple[QTensor, Array | None]:
+    ) -> QTensor:
         """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
         if operation == "ragged_dot_general":
             return ragged.convert_kernel(recipe, weight, {tensor: dict(fields) for tensor, fields in state.items()})
         if recipe.sparsity is not None:
             weight = jnp.where(state["sparsity"]["mask"] > 0, weight, 0)
-        return quantize_kernel(weight, axes, recipe=recipe, state=state, batch=batch), input_scale(recipe, state)
+        tensor = quantize_kernel(weight, axes, recipe=recipe, state=state, batch=batch)
+        scale = input_scale(recipe, state)
+        return tensor if scale is None else dataclasses.replace(tensor, input_scale=scale.reshape((1,) * weight.ndim))
 
 
 BACKEND = NativeBackend("native")

@@ -35,11 +35,10 @@ from jaxquant.backends.base import LibraryBackend, Setup, Weight
 from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
 from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, to_qwix
 from jaxquant.config.backends import BACKENDS
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, noise, operands_key
 from jaxquant.core.sharding import device_kind_of, platform_of
-from jaxquant.ops.dimensions import Product
 
 require(BACKENDS["qwix"])
 
@@ -133,13 +132,12 @@ def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
     return QTensor(tensor.qvalue, tensor.scale.astype(jnp.float32), tensor.zero_point)
 
 
-def _qarray(weight: ConvertedKernel) -> Any:
-    tensor = weight.tensor
-    return qwix.QArray(tensor.qvalue, tensor.scale.astype(weight.dtype), tensor.zero_point, tensor.qvalue.dtype)
+def _qarray(weight: QTensor) -> Any:
+    return qwix.QArray(weight.qvalue, weight.scale.astype(weight.float_dtype), weight.zero_point, weight.qvalue.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "numbers"))
-def _serve(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers: Any) -> Array:
+def _serve(recipe: Recipe, lhs: Array, weight: QTensor, numbers: Any) -> Array:
     activation = lhs if recipe.fwd.lhs is None else _quantize(lhs, recipe.fwd.lhs, numbers[0][0])
     return qwix.dot_general(activation, _qarray(weight), numbers)
 
@@ -164,25 +162,23 @@ class QwixBackend(LibraryBackend):
         """Make Qwix's provider of its rules."""
         return qwix.QtProvider(list(rules))
 
-    def contract(
-        self, lhs: Array, rhs: Weight, product: Product, given: Setup, group_sizes: Array | None = None
-    ) -> Array:
+    def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
-        dtypes = {spec.dtype for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)}
+        dtypes = {spec.dtype for spec in setup.recipe.specs.values() if isinstance(spec, TensorSpec)}
         if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS:
-            return self._contract_wide(lhs, rhs, product, given)
+            return self._contract_wide(lhs, rhs, setup)
         if platform_of(lhs) == "gpu" and "float4_e2m1fn" in dtypes:
             what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
-            raise refuse("Qwix", given.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
-        return super().contract(lhs, rhs, product, given, group_sizes)
+            raise refuse("Qwix", setup.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
+        return super().contract(lhs, rhs, setup, group_sizes)
 
-    def _contract_wide(self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Setup) -> Array:
+    def _contract_wide(self, lhs: Array, rhs: Array | QTensor, setup: Setup) -> Array:
         """Contract an activation of two free axes or more: XLA for CPUs fails on 4 bits that it need not reshape."""
-        (contract, others), (batch, rhs_batch) = product.numbers
+        (contract, others), (batch, rhs_batch) = setup.numbers
         new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))
         contract, batch = ([axis % lhs.ndim + new for axis in axes] for axes in (contract, batch))
-        product = dataclasses.replace(product, numbers=((contract, others), (batch, rhs_batch)))
-        out = super().contract(lhs.reshape((1,) * new + lhs.shape), rhs, product, given)
+        setup = dataclasses.replace(setup, numbers=((contract, others), (batch, rhs_batch)))
+        out = super().contract(lhs.reshape((1,) * new + lhs.shape), rhs, setup)
         return out.squeeze(range(len(batch), len(batch) + new))
 
 

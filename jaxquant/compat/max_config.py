@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.core.typed import either
 from jaxquant.export.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularity, WeightScaleSpec
 
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
@@ -19,39 +18,25 @@ def _is(*formats: QuantFormat) -> property:
     return property(lambda self: self.format in formats)
 
 
-_FLOAT8 = {
-    "compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8,
-    "fbgemm_fp8": QuantFormat.FBGEMM_FP8,
-    "fp8": QuantFormat.BLOCKSCALED_FP8,
+_METHODS = {
+    **dict.fromkeys((QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.INT8_W8A8), "compressed-tensors"),
+    **dict.fromkeys((QuantFormat.NVFP4, QuantFormat.MODELOPT_FP8), "modelopt"),
+    QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
+    QuantFormat.BLOCKSCALED_FP8: "fp8",
 }
-"""The format of each ``quant_method`` of a ``Float8Config``."""
-_METHODS = {format: method for method, format in _FLOAT8.items()}
-_METHODS |= {QuantFormat.INT8_W8A8: "compressed-tensors"}
-_METHODS |= dict.fromkeys((QuantFormat.NVFP4, QuantFormat.MODELOPT_FP8), "modelopt")
 """The method of each format, where that is not its own name."""
-_OLDER = {"mlp_in_float8": "mlp_quantized_layers", "attn_qkv_in_float8": "attn_quantized_layers"}
-_OLDER |= {"quant_method": "format"}
-"""The names of arguments in MAX 25.6, with those of 26.3."""
-
-
-class _TakesOlderNames(type):
-    """Metaclass of classes whose arguments may have their older names, too."""
-
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        renamed = {_OLDER[name]: fields.pop(name) for name in _OLDER.keys() & fields.keys()}
-        return super().__call__(*args, **renamed, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantConfig(metaclass=_TakesOlderNames):
-    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose names it accepts, too.
+class QuantConfig:
+    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose fields can be read, too.
 
     Attributes:
       input_scale: scales of the inputs; None where the inputs stay in float.
       weight_scale: scales of the weights.
       mlp_quantized_layers: numbers of the layers whose gate, up and down projections are quantized.
       attn_quantized_layers: numbers of the layers whose q, k, v and o projections are.
-      format: family of the checkpoint, or the ``quant_method`` of MAX 25.6.
+      format: family of the checkpoint.
       embedding_output_dtype: dtype name of the embedding and the output head.
       bias_dtype: dtype name of all biases, or None where there are none.
       can_use_fused_mlp: whether gate and up may be one matmul, their scales being of one kind.
@@ -69,13 +54,6 @@ class QuantConfig(metaclass=_TakesOlderNames):
     can_use_fused_mlp: bool = False
     scales_pre_interleaved: bool = False
     shared_experts_weight_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.format, QuantFormat):
-            return
-        if self.format not in _FLOAT8:
-            raise ValueError(f"quant_method {self.format!r} names no format; pass {either(_FLOAT8)}, or a format")
-        object.__setattr__(self, "format", _FLOAT8[self.format])
 
     mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="The older name of the layers.")
     attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="The older name of the layers.")

@@ -21,11 +21,10 @@ from jaxquant.export.hf.spec import (
     WeightScaleSpec,
 )
 from jaxquant.export.hf.tensors import TensorInfo, dtype_name, read_tensors
+from jaxquant.export.llama import ATTENTION, MLP
 
 MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
-_MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
-_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
 _ONE_SCHEME = "a QuantConfig holds one; use jaxquant.export.hf.read_quantization, which has a spec for every layer"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
@@ -152,8 +151,8 @@ class _View:
         spec = self._spec(dtype)
         format, weight = self._format(spec), self._weight_scale(spec)
         inputs = self._input_scale(spec, format)
-        mlp = self._quantized_layers(layers, _MLP, "MLPs", spec)
-        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections", spec)
+        mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
+        attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
         for index in mlp:  # experts of another scheme do not count
             self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":

@@ -22,7 +22,7 @@ from jaxquant.compat.mlc_presets import PRESETS, BlockScaleQuantize, read_mlc_qu
 from jaxquant.compat.scale_layouts import ScaleLayout
 from jaxquant.core.blocks import apply_blocks, block_shape, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, check
+from jaxquant.core.qtensor import QTensor, check
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import saturating_cast
@@ -30,11 +30,11 @@ from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
 from jaxquant.export.hf import ScaleOrigin, to_recipe
 from jaxquant.export.hf.fp8 import blocks
-from jaxquant.ops.arguments import check_float
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
 from jaxquant.ops.implementation import Choice, record_choice
+from jaxquant.ops.pieces import check_float
 from jaxquant.ops.ragged import ragged_dot
 
 EPSILON = 1e-10
@@ -223,8 +223,8 @@ def block_scale_experts(
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # not counted from the end
-        tensor = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).tensor
-        kernel = ConvertedKernel(tensor.replace(lambda _, part: jnp.take(part, chosen, axis=0)), x.dtype.name)
+        kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+        kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))
         batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())
         how = "dynamic" if quantizes_row else "float"
         out = _multiply("block_scale_experts", how, x, kernel, (((1,), (2,)), batch), block_size)
@@ -303,7 +303,7 @@ def absorb(
                 f"{name} {size} is not a multiple of {step}, of the blocks {block_size} of kv_b_proj, so a scale "
                 "would belong to two projections; multiply by kv_b_proj itself"
             )
-    tensor = _kernel(weight, weight_scale_inv, block_size, "bfloat16").tensor
+    tensor = _kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
 
     def cut(part: Array, step: int) -> tuple[Array, Array]:
         heads = part.reshape(num_heads, head // step, -1)
@@ -371,38 +371,38 @@ def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
 
 def _kernel(
     weight: Array, scale: Array, block_size: Block, dtype: str, activation_scale: Array | None = None
-) -> ConvertedKernel:
+) -> QTensor:
     """Return a weight and its scales as one converted kernel, checked."""
     _check_block(block_size)
     if not weight.dtype.name.startswith("float8"):
         raise TypeError(f"weight must be float8, got {weight.dtype.name}")
     block = (*(1,) * (weight.ndim - 2), *block_size)
     scale = jnp.broadcast_to(scale, scale_shape(weight.shape, block)) if scale.size == 1 else scale
-    tensor = QTensor(weight, scale, block=block)
-    check(tensor, "weight with weight_scale_inv")
     static = None if activation_scale is None else activation_scale.reshape(1, -1)
-    return ConvertedKernel(tensor, dtype, static)
+    kernel = QTensor(weight, scale, block=block, input_scale=static, dtype=dtype)
+    check(kernel, "weight with weight_scale_inv")
+    return kernel
 
 
 def _multiply(
     name: str,
     how: Activation,
     x: Array,
-    kernel: ConvertedKernel,
+    kernel: QTensor,
     numbers: DotDimensionNumbers,
     block_size: Block,
     out_dtype: str | None = None,
 ) -> Array:
     dims = Dimensions.of(numbers, x.ndim, kernel.ndim)
     record_choice(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
-    recipe = _recipe(how, kernel.tensor.qvalue.dtype.name, tuple(block_size))
+    recipe = _recipe(how, kernel.qvalue.dtype.name, tuple(block_size))
     return dot_general(x, kernel, numbers, preferred_element_type=out_dtype, recipe=recipe)
 
 
-def _reason(how: Activation, x: Array, kernel: ConvertedKernel, dims: Dimensions, out_dtype: str) -> str:
+def _reason(how: Activation, x: Array, kernel: QTensor, dims: Dimensions, out_dtype: str) -> str:
     """Explain how an activation meets a weight, for ``choices_made``."""
     if how != "float":
         return f"rows are quantized by {'static scales' if how == 'static' else 'their own amax'}"
-    is_few = dequantized_dtype(x, kernel.tensor, dims, out_dtype) is None
+    is_few = dequantized_dtype(x, kernel.operand, dims, out_dtype) is None
     way = "each block's float32 sum is scaled" if is_few else "the weight is dequantized first"
     return f"one row on {platform_of(x)}: {way}"

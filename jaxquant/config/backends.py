@@ -14,7 +14,6 @@ class BackendRow:
 
     Attributes:
       title: its name in errors.
-      module: module with its ``BACKEND``, imported where a config asks for it.
       package, tested: distribution that it needs, "" for none, and the first and the last version that was tested.
       has_layer_ops: whether a layer is quantized by an op that is passed to it; otherwise a whole model is, which needs
         example inputs.
@@ -23,56 +22,39 @@ class BackendRow:
       names_residuals: whether a remat policy can name what a quantized matmul saves.
       shards_batch: whether ``quantization_local_shard_count`` cuts the first axis of the weight gradient's contraction,
         the batch; otherwise the last.
-      implementations: values of ``implementation`` that it takes.
     """
 
     title: str
-    module: str
     package: str = ""
     tested: tuple[str, str] = ("", "")
     has_layer_ops: bool = True
     needs_random_stream: bool = True
     names_residuals: bool = False
     shards_batch: bool = True
-    implementations: tuple[str, ...] = ()
 
 
 BACKENDS: dict[BackendName, BackendRow] = {
-    "aqt": BackendRow(title="AQT", module="jaxquant.backends.aqt", package="aqtp", tested=("0.9.0", "0.9.0")),
+    "aqt": BackendRow(title="AQT", package="aqtp", tested=("0.9.0", "0.9.0")),
     "qwix": BackendRow(
-        title="Qwix",
-        module="jaxquant.backends.qwix",
-        package="qwix",
-        tested=("0.1.8", "0.1.8"),
-        has_layer_ops=False,
-        shards_batch=False,
+        title="Qwix", package="qwix", tested=("0.1.8", "0.1.8"), has_layer_ops=False, shards_batch=False
     ),
-    "native": BackendRow(
-        title="native",
-        module="jaxquant.backends.native",
-        needs_random_stream=False,
-        names_residuals=True,
-        implementations=("xla", "pallas"),
-    ),
+    "native": BackendRow(title="native", needs_random_stream=False, names_residuals=True),
 }
 """Every backend, in the order in which errors list them."""
 
 
 def check_implementation(backend: str, implementation: str | None) -> None:
-    """Refuse an implementation that a backend does not take.
+    """Refuse an implementation for a library, which computes its matmuls itself.
 
     Args:
       backend: a key of ``BACKENDS``.
       implementation: of the config; None picks.
 
     Raises:
-      ValueError: the backend has no such implementation; names the one that has.
+      ValueError: naming both, and what to do.
     """
-    row = BACKENDS[backend]  # pyright: ignore[reportArgumentType]
-    if implementation is None or implementation in row.implementations:
-        return
-    others = [name for name, other in BACKENDS.items() if implementation in other.implementations]
-    raise ValueError(
-        f"implementation {implementation!r} is not one of quant_backend {backend!r}: {row.title} computes its matmuls "
-        f"itself; leave it at null, or use quant_backend {' or '.join(map(repr, others))}"
-    )
+    if implementation is not None and (row := BACKENDS[backend]).package:  # pyright: ignore[reportArgumentType]
+        raise ValueError(
+            f"implementation {implementation!r} is not one of quant_backend {backend!r}: {row.title} computes its "
+            "matmuls itself; leave it at null, or use quant_backend 'native'"
+        )

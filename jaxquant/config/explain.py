@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from jaxquant.config.options import Options
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
 from jaxquant.core.calibration import METHODS
-from jaxquant.core.dtypes import Element, element
+from jaxquant.core.dtypes import ELEMENTS, Element, element
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, Side, SparsitySpec
 from jaxquant.core.tensor_spec import Micro, TensorSpec
-from jaxquant.core.typed import show
 from jaxquant.kernels.block_matmul.reference import BLOCK
 from jaxquant.ops.implementation import (
     BLOCKS_PAY,
@@ -49,31 +49,19 @@ def strings() -> str:
     lines = [("quantization", *MATMULS, "auto", "also on")]
     for row in dict.fromkeys(RECIPES.values()):
         names = ", ".join(name or '""' for name in names_of(row))
-        also = ", ".join(row.backends[1:])
-        dtypes = [_dtypes(row.recipe, matmul) for matmul in MATMULS] if row.recipe else [row.summary, "", ""]
-        lines.append((names, *dtypes, row.auto or "-", also or "-"))
-    # What has no recipe has a summary, which may run over the columns of dtypes.
-    widths = [max(len(line[i]) for line in lines if line[2]) for i in range(len(lines[0]))]
-    widths[0] = max(len(line[0]) for line in lines)
-    return "\n".join(_aligned(line, widths) for line in lines)
+        dtypes = [_dtypes(row.recipe, matmul) for matmul in MATMULS]
+        if "quant_cfg_path" in row.fields:
+            dtypes[0] = "from quant_cfg_path"
+        lines.append((names, *dtypes, row.auto or "-", ", ".join(row.backends[1:]) or "-"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    if line[2]:
-        return "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-    name, summary, *_, auto, also = line
-    return "  ".join([f"{name:{widths[0]}}", f"{summary:{sum(widths[1:4]) + 4}}", f"{auto:{widths[4]}}", also]).rstrip()
-
-
-def _dtypes(recipe: Recipe, matmul: Any) -> str:
-    specs = [recipe.resolve(matmul, "lhs"), recipe.resolve(matmul, "rhs")]
+def _dtypes(recipe: Recipe | None, matmul: Any) -> str:
+    specs = [recipe and recipe.resolve(matmul, side) for side in get_args(Side)]
     if not any(specs):
         return "float"
-    return " × ".join("float" if spec is None else _short(spec.dtype) for spec in specs)
-
-
-def _short(dtype: str) -> str:
-    return dtype.removeprefix("float8_").removeprefix("float4_")
+    return " × ".join(ELEMENTS[spec.dtype].short if spec else "float" for spec in specs)
 
 
 def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] | None = None) -> str:
@@ -89,8 +77,6 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     name: str = spell(string)
     row = lookup(name)
     recipe = row.recipe
-    if not isinstance(options, Mapping | None):
-        raise TypeError(f"options of {name!r} must be a mapping, got {show(options)} ({type(options).__name__})")
     if options and "quantization" in options:
         raise ValueError(
             f"quantization {options['quantization']!r} is not an option of {name!r}; explain one string at a time"
@@ -104,17 +90,12 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    where = "its numbers are those of the file that quant_cfg_path names" if "quant_cfg_path" in row.fields else ""
-    lines += ["", *(_recipe(recipe) if recipe else [f"No numbers of its own{f': {where}' if where else ''}."])]
+    lines += ["", *(_recipe(recipe) if recipe else ["No numbers of its own."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
         lines += ["", "Options it reads, with their defaults:"]
-        lines += [f"  {field}: {_value(default)}" for field, default in fields.items()]
+        lines += [f"  {field}: {json.dumps(default)}" for field, default in fields.items()]
     return "\n".join(lines)
-
-
-def _value(value: Any) -> str:
-    return {"": '""', "None": "null", "()": "[]"}.get(str(value), str(value))
 
 
 def _recipe(recipe: Recipe) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.calibration import Calibration
@@ -34,17 +34,14 @@ class MixedPrecisionEntry(Typed):
     tile_size: int = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MixedPrecision:
+class MixedPrecision(NamedTuple):
     """A resolved ``intmp`` file.
 
     Attributes:
-      path: the file.
       entries: (regex, recipe or None for float), **first match wins**: the file's own order reversed.
       default: recipe of the layers that no regex matches; None is float.
     """
 
-    path: str
     entries: tuple[tuple[str, Recipe | None], ...]
     default: Recipe | None
 
@@ -76,24 +73,20 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
         for pattern, value in content.items()
         if pattern != DEFAULT
     ]
-    return MixedPrecision(path, tuple(reversed(entries)), _recipe(default))
+    return MixedPrecision(tuple(reversed(entries)), _recipe(default))
 
 
 def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
     build(MixedPrecisionEntry, value, place)  # unknown keys and wrong types, before inheritance hides where they are
     entry = build(MixedPrecisionEntry, {**dataclasses.asdict(default), **value}, place)
-    for field in ("w_bits", "a_bits"):
-        bits = getattr(entry, field)
-        if bits is not None and bits not in _DTYPES:
-            raise ValueError(f"{place}.{field} must be 4, 8 or null, got {bits}")
-    for field in ("w_scale", "a_scale"):
-        scale = getattr(entry, field)
-        if not scale > 0:
-            raise ValueError(f"{place}.{field} must be above 0, got {scale:g}")
-        if math.isinf(scale):
-            raise ValueError(f"{place}.{field} must be finite, got {scale:g}; 1 covers everything")
-        if field in value and scale < 1 and getattr(entry, f"{field[0]}_bits") is None:
-            raise ValueError(f"{place}.{field} {scale:g} has no effect while {field[0]}_bits is null")
+    for side in ("w", "a"):
+        field, bits, scale = f"{side}_scale", getattr(entry, f"{side}_bits"), getattr(entry, f"{side}_scale")
+        if bits not in (None, *_DTYPES):
+            raise ValueError(f"{place}.{side}_bits must be 4, 8 or null, got {bits}")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"{place}.{field} must be above 0 and finite, got {scale:g}; 1 covers everything")
+        if field in value and scale < 1 and bits is None:
+            raise ValueError(f"{place}.{field} {scale:g} has no effect while {side}_bits is null")
     if entry.tile_size != -1 and entry.tile_size < 1:
         raise ValueError(f"{place}.tile_size must be -1 (untiled) or at least 1, got {entry.tile_size}")
     return entry

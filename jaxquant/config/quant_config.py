@@ -15,7 +15,7 @@ import jax
 from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import load_mixed_precision
-from jaxquant.config.recipes import RECIPES, lookup, spell, strings_reading
+from jaxquant.config.recipes import lookup, spell, strings_reading
 from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
@@ -176,9 +176,9 @@ class QuantConfig(options.Options):
         ]
         recipe, reason = self._numbers(self.quantization), f"quantization {self.quantization!r}"
         if self.quantization == "intmp":
-            mixed = load_mixed_precision(self.quant_cfg_path)
-            recipe, reason = mixed.default, f"default of {mixed.path}"
-            entries += [Entry(pattern, each, f"{mixed.path}: entry", False) for pattern, each in mixed.entries]
+            path, (listed, recipe) = self.quant_cfg_path, load_mixed_precision(self.quant_cfg_path)
+            reason = f"default of {path}"
+            entries += [Entry(pattern, each, f"{path}: entry", False) for pattern, each in listed]
         base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
         ends = self.float_first_blocks, self.float_last_blocks
         switches = tuple(name for name in SWITCHES if getattr(self, name))
@@ -275,11 +275,6 @@ class QuantConfig(options.Options):
             lookup(name, place)
             if name == "intmp" and place != "quantization":
                 raise ValueError(f"{place} 'intmp' has no numbers of its own; set quantization to 'intmp'")
-        if self.use_qwix_quantization and self.quantization in ("fp8_gpu", "fp8_nanoo", "nanoo_fp8"):
-            raise ValueError(
-                f"quantization {self.quantization!r} does not run with use_qwix_quantization true; leave that out: "
-                "quant_backend 'native' gives the numbers that MaxText's Qwix mode gives"
-            )
         backend = self.resolved_backend
         if backend is None:
             return
@@ -295,10 +290,10 @@ class QuantConfig(options.Options):
                 continue
             fix = f"set quant_backend to {typed.either(_common_backends(self.strings))}"
             if place == "quantization":
-                fix = f"use quant_backend {typed.either(('auto', *row.backends))}"
-            if place == "quantization" and backend == "qwix" and row is RECIPES["fp8"]:
-                offer = "'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix,"
-                fix = f"use {offer} or {fix.removeprefix('use ')}"
+                others = f"use quant_backend {typed.either(('auto', *row.backends))}"
+                fix = "leave that out" if self.use_qwix_quantization else others
+            if backend == "qwix" and name == "fp8":
+                fix = f"use 'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix, or {fix}"
             raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
 
     def _check_options_are_read(self) -> None:
@@ -316,11 +311,8 @@ class QuantConfig(options.Options):
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """The fields of a config that has no quantized KV cache."""
 _MISSING: Any = object()
-_NULLS: dict[str, Any] = {
-    **dict.fromkeys(("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"), ""),
-    "drhs_grad_quantization_calibration_method": "",
-    **dict.fromkeys(("constant_bound_config", "per_tensor_scales", "rules"), ()),
-}
+_NULLS = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.default in ("", ())}
+_NULLS["kv_quant_axis"] = ""
 """What null means in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 

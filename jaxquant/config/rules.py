@@ -71,7 +71,7 @@ class Decision:
     implementation: str | None = None
 
 
-def compile_pattern(pattern: str, place: str) -> Callable[[str], bool]:
+def compile_pattern(pattern: str, place: str) -> Callable[[str], object]:
     """Compile a regex.
 
     Raises:
@@ -129,7 +129,7 @@ class Entry:
         compile_pattern(self.pattern, self.place)
 
     def matches(self, path: str) -> bool:
-        return compile_pattern(self.pattern, self.place)(path)
+        return bool(compile_pattern(self.pattern, self.place)(path))
 
 
 @dataclasses.dataclass(frozen=True)

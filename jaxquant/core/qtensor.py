@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.blocks import BlocksError, Shape, apply_blocks, is_even, reshape_blocks, scale_shape
 from jaxquant.core.scales import decode_scale
+from jaxquant.core.tensor_spec import ScaleDtype
 
-PARTS = ("qvalue", "scale", "zero_point", "outer_scale")
+PARTS = ("qvalue", "scale", "zero_point", "outer_scale", "input_scale")
 """Arrays of a ``QTensor``, by the names under which they are stored."""
 
 
@@ -40,16 +41,22 @@ ENCODINGS: dict[str, Encoding] = {}
 """Tensor formats by name. ``jaxquant.formats``, which knows them, fills this in."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=list(PARTS), meta_fields=["block", "codec"])
+_STATIC = ("block", "codec", "dtype", "read_as")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=list(PARTS), meta_fields=list(_STATIC))
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """Hold quantized elements and what multiplies them: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
+
+    As a converted parameter it stands in the place of a float one, and has ``dtype`` and perhaps ``input_scale``.
 
     Invariants, for qvalue of shape (n₁, …) and blocks of shape (b₁, …), which ``check`` checks:
 
     - ``scale.shape = (⌈n₁ / b₁⌉, …)``, of float32, float8_e8m0fnu or float8_e4m3fn;
     - ``zero_point.shape = scale.shape``, in qvalue's dtype;
     - ``outer_scale`` has size 1 along each axis, or that of an axis along which tensors are stacked; of float32;
+    - ``input_scale`` is of qvalue's rank; of float32;
     - where ``block`` is None, ``bᵢ = nᵢ / scale.shape[i]`` is whole.
 
     Attributes:
@@ -60,9 +67,15 @@ class QTensor:
       block: shape of a block, static; None where the shapes tell it. Axes along which layers are stacked have 0 in it,
         which a loop over them takes away with the axis; axes that were added in front need none.
       codec: name of a tensor format, static; None for elements and scales apart. With one, qvalue is the format's
-        bytes and there is no other part. ``block`` has the sizes of the contraction axes, whose elements in their
-        order were encoded together, and 1 for all others; the bytes lie along the last contraction axis, the other
-        ones have size 1.
+        bytes and there is no other part but ``input_scale``. ``block`` has the sizes of the contraction axes, whose
+        elements in their order were encoded together, and 1 for all others; the bytes lie along the last contraction
+        axis, the other ones have size 1.
+      input_scale: of a converted weight, the static scale of the activation that it is multiplied with, one for each
+        layer and batch element that are stacked in it; None where the activation has its own.
+      dtype: of a converted weight, the name of the float dtype in which its op would have read the float one; it
+        decides the result's.
+      read_as: of a converted parameter, the name of the dtype in which it was read when it was quantized; None is not
+        known.
     """
 
     qvalue: Shaped[Array, "*shape"]
@@ -71,6 +84,9 @@ class QTensor:
     outer_scale: Float[Array, "*ones"] | None = None
     block: Shape | None = None
     codec: str | None = None
+    input_scale: Float[Array, "*ones"] | None = None
+    dtype: str | None = None
+    read_as: str | None = None
 
     def __jax_array__(self) -> Any:
         """Refuse to be an operand of JAX, as in the float model.
@@ -98,15 +114,28 @@ class QTensor:
         """The arrays that it has, by name."""
         return {name: value for name in PARTS if (value := getattr(self, name)) is not None}
 
-    @classmethod
-    def of_parts(cls, parts: Mapping[str, Any], block: Shape | None = None, codec: str | None = None) -> QTensor:
-        """Build from what ``parts`` gave; a leaf may be whatever stands in for an array."""
-        found: dict[str, Any] = {name: parts.get(name) for name in PARTS}
-        return cls(**found, block=block, codec=codec)
-
     def replace(self, change: Callable[[str, Any], Any]) -> QTensor:
         """Return one whose parts are ``change(name, part)``."""
-        return self.of_parts({name: change(name, part) for name, part in self.parts.items()}, self.block, self.codec)
+        return dataclasses.replace(self, **{name: change(name, part) for name, part in self.parts.items()})
+
+    @property
+    def operand(self) -> QTensor:
+        """The elements and their scales alone, as an op multiplies them."""
+        return dataclasses.replace(self, input_scale=None, dtype=None, read_as=None)
+
+    @property
+    def float_dtype(self) -> str:
+        """``dtype``, which a weight must have.
+
+        Raises:
+          TypeError: it has none.
+        """
+        if self.dtype is None:
+            raise TypeError(
+                f"a quantized weight ({self.description}) does not say the float dtype that it stands for; give "
+                "it that of the float weight, as with tensor.astype('bfloat16')"
+            )
+        return self.dtype
 
     @property
     def description(self) -> str:
@@ -131,6 +160,10 @@ class QTensor:
         for _ in range(gone):
             block.remove(0)
         return (0,) * -gone + tuple(block)
+
+    def astype(self, dtype: str) -> QTensor:
+        """Change the float dtype for which it stands."""
+        return dataclasses.replace(self, dtype=dtype)
 
     def transpose(self, order: Sequence[int]) -> QTensor:
         """Permute the axes."""
@@ -158,6 +191,28 @@ class QTensor:
 
         block = None if self.block is None else reshape_blocks(old, new, self.blocks)
         return dataclasses.replace(self.replace(change), block=block)
+
+    def stacked(self, sizes: Shape) -> QTensor:
+        """Return the tensor with the first axes of every part whole, so that scans and maps can go over them.
+
+        Args:
+          sizes: of those axes.
+
+        Raises:
+          NotImplementedError: a scale belongs to some of the slices.
+        """
+        count = len(sizes)
+
+        def whole(_: str, part: Any) -> Any:
+            if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
+                raise NotImplementedError(
+                    f"a converted kernel of shape {self.shape} with scales of shape {tuple(self.scale.shape)} cannot "
+                    f"be cut along its first {count} axes, across which a scale goes"
+                )
+            return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
+
+        block = None if self.block is None else (*(0,) * count, *self.blocks[count:])
+        return dataclasses.replace(self.replace(whole), block=block)
 
     def full_scale(self) -> Float[Array, "*counts"]:
         """Return the scales in float32, the outer one multiplied in."""
@@ -246,11 +301,11 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
             f"{name} of shape {shape} has scales of shape {scale}, which cut no axis into equal blocks; say the "
             "shape of a block where the last one is smaller"
         )
-    if tensor.scale.dtype not in (jnp.float32, jnp.float8_e8m0fnu, jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16):
+    if tensor.scale.dtype.name not in (*get_args(ScaleDtype), "bfloat16", "float16"):
         raise ValueError(
-            f"{name} has scales of {tensor.scale.dtype.name}; use float32, float8_e8m0fnu or float8_e4m3fn"
+            f"{name} has scales of {tensor.scale.dtype.name}; use one of {', '.join(get_args(ScaleDtype))}"
         )
-    zero, outer = tensor.zero_point, tensor.outer_scale
+    zero, outer, given = tensor.zero_point, tensor.outer_scale, tensor.input_scale
     if zero is not None and (zero.dtype, tuple(zero.shape)) != (tensor.qvalue.dtype, scale):
         raise ValueError(
             f"{name} has a zero_point of {zero.dtype.name}{tuple(zero.shape)}; a QTensor has it in the dtype "
@@ -260,6 +315,10 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
     if outer is not None and outer.dtype != jnp.float32:
         raise ValueError(f"{name} has an outer_scale of {outer.dtype.name}; use float32")
+    if given is not None and (given.ndim, given.dtype) != (len(shape), jnp.float32):
+        raise ValueError(
+            f"{name} has an input_scale of {given.dtype.name}{tuple(given.shape)}; give float32 of the rank of {shape}"
+        )
 
 
 def _is_outer(outer: Shape, scale: Shape, shape: Shape) -> bool:
@@ -272,7 +331,7 @@ def _check_encoded(tensor: QTensor, name: str) -> None:
     encoding, stored, block = ENCODINGS.get(tensor.codec or ""), tuple(tensor.qvalue.shape), tensor.block
     if encoding is None:
         raise ValueError(f"{name} is in the tensor format {tensor.codec!r}; known ones are {', '.join(ENCODINGS)}")
-    if tensor.qvalue.dtype != jnp.uint8 or list(tensor.parts) != ["qvalue"]:
+    if tensor.qvalue.dtype != jnp.uint8 or tensor.parts.keys() - {"input_scale"} != {"qvalue"}:
         raise ValueError(f"{name} is in the format {tensor.codec}, whose one part is bytes, got {list(tensor.parts)}")
     if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:
         raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; give the sizes of its contraction")
@@ -284,91 +343,6 @@ def _check_encoded(tensor: QTensor, name: str) -> None:
             f"{name} of {stored} bytes does not hold a contraction of {tensor.blocks} in {tensor.codec}, which takes "
             f"{count} bytes"
         )
-
-
-INPUT_SCALE = "input_scale"
-"""Name, beside a converted kernel, of the static scale of the activation."""
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tensor", "input_scale"], meta_fields=["dtype", "read_as"]
-)
-@dataclasses.dataclass(frozen=True)
-class ConvertedKernel:
-    """Hold a converted kernel on its way into an op, in place of the float one.
-
-    Attributes:
-      tensor: the quantized kernel.
-      dtype: name of the float dtype in which the op would have read the float kernel; it decides the result's.
-      input_scale: float32, the static scale of the activation, or None where the activation has its own; shape (1,), or
-        of the kernel's rank, with an entry for each layer and batch element that are stacked in it.
-      read_as: of a parameter, the name of the dtype in which it was read when it was quantized; None is not known.
-    """
-
-    tensor: QTensor
-    dtype: str
-    input_scale: Float[Array, "*ones"] | None = None
-    read_as: str | None = None
-
-    def __jax_array__(self) -> Any:
-        """Refuse to be an operand of JAX; see ``QTensor``."""
-        return self.tensor.__jax_array__()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.tensor.ndim
-
-    def astype(self, dtype: str) -> ConvertedKernel:
-        """Change the float dtype for which it stands."""
-        return dataclasses.replace(self, dtype=dtype)
-
-    def transpose(self, order: Sequence[int]) -> ConvertedKernel:
-        """Permute the axes."""
-        return self._moved(lambda tensor: tensor.transpose(order))
-
-    def reshape(self, shape: Shape) -> ConvertedKernel:
-        """Merge and split axes; see ``QTensor.reshape``."""
-        return self._moved(lambda tensor: tensor.reshape(shape))
-
-    def _moved(self, move: Callable[[QTensor], QTensor]) -> ConvertedKernel:
-        """Move every part; an input scale of one element has no axes to move, another one those of an outer scale."""
-        tensor, scale = move(self.tensor), self.input_scale
-        if scale is not None and scale.ndim == self.ndim and scale.size > 1:
-            scale = move(dataclasses.replace(self.tensor, outer_scale=scale)).outer_scale
-        elif scale is not None:
-            scale = scale.reshape((1,) * tensor.ndim)
-        return ConvertedKernel(tensor, self.dtype, scale)
-
-    def stacked(self, sizes: Shape) -> ConvertedKernel:
-        """Return the kernel with the first axes of every part whole, so that scans and maps can go over them.
-
-        Args:
-          sizes: of those axes.
-
-        Raises:
-          NotImplementedError: a scale belongs to some of the slices.
-        """
-        tensor, count = self.tensor, len(sizes)
-
-        def whole(part: Any) -> Any:
-            if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
-                raise NotImplementedError(
-                    f"a converted kernel of shape {self.shape} with scales of shape {tuple(tensor.scale.shape)} cannot "
-                    f"be cut along its first {count} axes, across which a scale goes"
-                )
-            return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
-
-        parts = tensor.replace(lambda _, part: whole(part))
-        if tensor.block is not None:
-            parts = dataclasses.replace(parts, block=(*(0,) * count, *tensor.blocks[count:]))
-        scale = self.input_scale
-        if scale is not None:
-            scale = whole(scale if scale.ndim == self.ndim else scale.reshape((1,) * self.ndim))
-        return ConvertedKernel(parts, self.dtype, scale)
 
 
 def dequantize(tensor: QTensor, dtype: str = "float32") -> Float[Array, "*shape"]:

@@ -98,7 +98,8 @@ def write_folder(
         if depth % scheme.multiple:
             block = f"the {scheme.multiple} of a block of {scheme.name}"
             raise ValueError(f"{name} contracts {depth} elements, no multiple of {block}; choose another format")
-    with partial_folder(out) as folder:
+    with partial_path(out) as folder:
+        folder.mkdir()
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
         tokens = source.vocabulary.ids if source.vocabulary else {}
         config = source.shape.to_config(dtype, tokens)
@@ -111,18 +112,23 @@ def write_folder(
 
 
 @contextlib.contextmanager
-def partial_folder(out: Path) -> Iterator[Path]:
-    """Make ``OUT.partial``, which gets its name when all is written and goes away when something fails."""
+def partial_path(out: Path) -> Iterator[Path]:
+    """Yield ``OUT.partial``, which gets its name when all is written, and is deleted when something fails.
+
+    Raises:
+      FileExistsError: ``out`` is there.
+    """
     partial = out.with_name(f"{out.name}.partial")
     if out.exists():
-        raise FileExistsError(f"{out} exists; choose another folder or remove it")
+        raise FileExistsError(f"{out} exists; choose another name or remove it")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
 
 
 def _write_tensors(

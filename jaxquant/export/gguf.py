@@ -19,7 +19,7 @@ import numpy as np
 from jaxquant.config.loader import read_json
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
-from jaxquant.export.folder import Row, check_fits, sqnr
+from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
 from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, block_of, decode, encode, header, padded, row_bytes
 from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
 from jaxquant.export.source import Source, Vocabulary
@@ -154,32 +154,22 @@ def export_gguf(
       NotImplementedError: a tokenizer that GGUF has not; a type that the package gguf encodes, which is not installed.
     """
     out = Path(out)
-    if kind not in FILE_TYPES:
-        raise ValueError(f"GGUF type {kind!r} is none of {', '.join(FILE_TYPES)}")
-    if out.exists():
-        raise FileExistsError(f"{out} exists; choose another file or remove it")
     shape = source.shape
     kinds = {each: (tensor_kind(shape, each, kind), size) for each, size in shape.tensors().items()}
-    head = header(metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()})
-    partial, rows = out.with_name(f"{out.name}.partial"), []
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("wb") as file:
-            file.write(head)
-            for each, (own, size) in kinds.items():
-                stored, back = _stored(source, each, own)
-                if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
-                    raise ValueError(f"{each} takes {stored.nbytes} bytes, which are not those of {own} {size}")
-                file.write(np.ascontiguousarray(stored).data)
-                file.write(b"\0" * (padded(stored.nbytes) - stored.nbytes))
-                rows.append(Row(each, own, size, stored.nbytes, back))
-                if progress is not None:
-                    progress(rows[-1])
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    head, rows = header(metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()}), []
+    with partial_path(out) as partial, partial.open("wb") as file:
+        file.write(head)
+        for each, (own, size) in kinds.items():
+            stored, back = _stored(source, each, own)
+            if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
+                raise ValueError(f"{each} takes {stored.nbytes} bytes, which are not those of {own} {size}")
+            file.write(np.ascontiguousarray(stored).data)
+            file.write(b"\0" * (padded(stored.nbytes) - stored.nbytes))
+            rows.append(Row(each, own, size, stored.nbytes, back))
+            if progress is not None:
+                progress(rows[-1])
+        file.flush()
+        os.fsync(file.fileno())
     return rows
 
 

@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxquant.core.typed import show
+from jaxquant.export.hf.quantization import FUSED
 
 ARCHITECTURE = "LlamaForCausalLM"
 EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
-_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
-_MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
-FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-"""Layers that servers run as one matmul, whose scales of the whole tensor must be equal."""
+ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 _SIZE = 2**24
 _MAX_LAYERS = 10_000
 
@@ -72,14 +71,14 @@ class LlamaShape:
 
     @functools.cached_property
     def _linears(self) -> dict[str, tuple[int, int]]:
-        shapes = {name: self.linear_shape(name) for name in (*_ATTENTION, *_MLP)}
+        shapes = {name: self.linear_shape(name) for name in (*ATTENTION, *MLP)}
         return {f"model.layers.{index}.{name}": shapes[name] for index in range(self.layers) for name in shapes}
 
     @functools.cached_property
     def _tensors(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (self.vocab_size, self.hidden)}
         for index in range(self.layers):
-            for norm, linears in (("input_layernorm", _ATTENTION), ("post_attention_layernorm", _MLP)):
+            for norm, linears in (("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP)):
                 found[f"model.layers.{index}.{norm}.weight"] = (self.hidden,)
                 for name in (f"model.layers.{index}.{each}" for each in linears):
                     found[f"{name}.weight"] = self._linears[name]
@@ -176,12 +175,9 @@ class LlamaShape:
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """Return a linear layer and those that servers fuse with it."""
-    for group in FUSED:
-        for name in group:
-            if module.endswith(f".{name}"):
-                return tuple(f"{module.removesuffix(name)}{each}" for each in group)
-    return (module,)
+    """Return a linear layer and those that servers run in one matmul with it: their scales of a tensor are equal."""
+    stem, _, last = module.rpartition(".")
+    return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:

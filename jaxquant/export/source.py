@@ -46,15 +46,15 @@ class Vocabulary:
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
-class Kept(NamedTuple):
-    """A weight [out, in] with the numbers that it had: elements, scales, and the one above them [], 1 for none."""
+class ScaledElements(NamedTuple):
+    """A quantized weight [out, in]: its elements, the scale of each block, and the scale above these [], 1 for none."""
 
     elements: np.ndarray
     scale: np.ndarray
     outer: np.ndarray
 
     @classmethod
-    def of(cls, tensor: QTensor, operand: OperandSpec) -> Kept | None:
+    def of(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
         """Return a tensor [out, in] with a scale for each block of a format; None where it has other numbers."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
@@ -108,20 +108,20 @@ class Source:
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array
 
-    def kept(self, module: str, operand: OperandSpec) -> Kept | None:
+    def scaled_elements(self, module: str, operand: OperandSpec) -> ScaledElements | None:
         """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
 
         The scale of a larger block is the scale of each of the format's blocks in it. Returns None if the layer has
         other numbers, or one scale that the layers fused with it in servers do not share.
         """
-        found: dict[str, Kept] = {}
+        found: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):
             tensor = self.quantized(name)
-            kept = None if tensor is None else Kept.of(tensor, operand)
-            if kept is None:
+            own = None if tensor is None else ScaledElements.of(tensor, operand)
+            if own is None:
                 return None
-            found[name] = kept
-        return found[module] if len({kept.scale.tobytes() for kept in found.values()}) == 1 else None
+            found[name] = own
+        return found[module] if len({own.scale.tobytes() for own in found.values()}) == 1 else None
 
     def fused_amax(self, module: str) -> float:
         """Return the largest magnitude of a weight and of those that servers fuse with it."""

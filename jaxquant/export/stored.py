@@ -222,17 +222,17 @@ def _encoded(
 
     A layer that has the numbers of the format keeps them, and its scales in their dtype if ``scale_dtype`` rounds them.
     """
-    kept, dtype, block = source.kept(module, spec.weight), spec.weight.dtype, spec.weight.block_size
-    if kept is not None:
-        scale = kept.scale
+    own, dtype, block = source.scaled_elements(module, spec.weight), spec.weight.dtype, spec.weight.block_size
+    if own is not None:
+        scale = own.scale
     elif spec.weight.granularity is ScaleGranularity.TENSOR:
         scale = scale_of(source.fused_amax(module), element(dtype).max)
     else:
         scale = weight_scale(weight, dtype, block or (1, weight.shape[1]))
     short = scale.astype(scale_dtype or scale.dtype)
-    if kept is None:
+    if own is None:
         return encode_scaled(weight, short, dtype, block), short
-    return kept.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
+    return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
 
 
 def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
@@ -268,9 +268,9 @@ def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
 
 
 def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    is_modelopt, kept = spec.packing == "modelopt", source.kept(module, spec.weight)
-    if kept is not None:
-        packed, scale, outer = pack_e2m1(kept.elements), kept.scale, kept.outer
+    is_modelopt, own = spec.packing == "modelopt", source.scaled_elements(module, spec.weight)
+    if own is not None:
+        packed, scale, outer = pack_e2m1(own.elements), own.scale, own.outer
     else:
         outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
         # Where the reciprocal is stored, what divides must be what multiplied.
@@ -290,9 +290,9 @@ def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
 
 
 def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    kept = source.kept(module, spec.weight)
-    if kept is not None:
-        return {".weight_packed": pack_e2m1(kept.elements), ".weight_scale": kept.scale.view(np.uint8)}
+    own = source.scaled_elements(module, spec.weight)
+    if own is not None:
+        return {".weight_packed": pack_e2m1(own.elements), ".weight_scale": own.scale.view(np.uint8)}
     packed, scale = encode_mxfp4(weight)
     return {".weight_packed": packed, ".weight_scale": scale}
 

@@ -25,12 +25,10 @@ from jax.extend.core import Literal
 
 from jaxquant.backends.native import op_name
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import at_layer, layer_name
+from jaxquant.core.paths import at_layer, layer_name, leaves_by_path, map_by_path
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
 from jaxquant.inject.linen_classes import ModuleCall, make_class, run_plain
-from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
 from jaxquant.state.table import Tables
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -150,7 +148,6 @@ class Face:
     def __init__(self, config: QuantConfig) -> None:
         self.engine = Engine(config, HOOKS)
         self._classes: dict[tuple[type, bool], type] = {}
-        self._dtypes: dict[str, str] = {}
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +164,7 @@ class Face:
     def call(self, use: ModuleCall) -> Any:
         """Compute a method of an unbound module; as ``nn.Module.apply``."""
         params, rest = collections_of(use.variables)
-        params = self._with_dtypes(params, use)
+        self._check_converted(params, use)
         is_watched = _interceptors()
         return self.engine.run(
             Call(self, use.module, use.method, _hashable_filter(use.mutable), use.capture),
@@ -179,6 +176,16 @@ class Face:
             is_whole=use.is_whole,
             # An interceptor is no part of jit's key, and what it notes belongs to this call.
             is_cached=not is_watched,
+        )
+
+    def _check_converted(self, params: Any, use: ModuleCall) -> None:
+        """Refuse converted kernels in a model that trains."""
+        if self.engine.config.checkpoint_is_quantized or not any(map(is_tensor, jax.tree.leaves(params, is_tensor))):
+            return
+        path, kernel = next((path, leaf) for path, leaf in leaves_by_path(params, is_tensor).items() if is_tensor(leaf))
+        raise ValueError(
+            f"{layer_name('/'.join((*use.prefix, path)).rpartition('/')[0])} has a converted kernel "
+            f"({kernel.qvalue.dtype.name}) and checkpoint_is_quantized is false"
         )
 
     def init_state(self, use: ModuleCall) -> Tables:
@@ -206,31 +213,6 @@ class Face:
         jaxpr = self.engine.trace(*first).closed.jaxpr
         read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
         return first if read.issuperset(jaxpr.invars[: len(jax.tree.leaves(params))]) else later
-
-    # -- converted kernels -------------------------------------------------------------------------------------------
-
-    def _with_dtypes(self, params: Any, use: ModuleCall) -> Any:
-        """Return parameters whose converted kernels say the float dtype that they stand for, and their static scale."""
-        leaves = leaves_by_path(params, is_tensor)
-        converted = {"/".join((*use.prefix, path)): leaf for path, leaf in leaves.items() if is_tensor(leaf)}
-        if not converted:
-            return params
-        if not self.engine.config.checkpoint_is_quantized:
-            name, tensor = next(iter(converted.items()))
-            raise ValueError(
-                f"{layer_name(name.rpartition('/')[0])} has a converted kernel ({tensor.qvalue.dtype.name}) and "
-                "checkpoint_is_quantized is false"
-            )
-        if not converted.keys() <= self._dtypes.keys():
-            shapes = leaves_by_path(self._shapes_of(use))
-            self._dtypes |= {"/".join((*use.prefix, path)): leaf.dtype.name for path, leaf in shapes.items()}
-        return read_kernels(params, lambda path: self._dtypes["/".join((*use.prefix, *path))])
-
-    def _shapes_of(self, use: ModuleCall) -> Any:
-        """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
-        with at_work(self):
-            made = trace_init(use.module, *use.args, method=use.method, **use.kwargs)
-        return nn.meta.unbox(made["params"])
 
     # -- classes -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import SCALE, STEP
 from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twice, subclass, wrap_methods
 from jaxquant.inject.nnx_call import Call
@@ -39,12 +39,12 @@ _CONTAINERS = (nnx.List, nnx.Dict)
 """Modules that hold others, and have no methods of an author's."""
 
 
-class ConvertedParam(nnx.Variable[ConvertedKernel]):
+class ConvertedParam(nnx.Variable[QTensor]):
     """A converted kernel in the place of an author's parameter; no optimizer that trains ``nnx.Param`` touches it."""
 
     def __getitem__(self, index: Any) -> Any:
         value = self.get_raw_value()
-        return value if index is Ellipsis and isinstance(value, ConvertedKernel) else super().__getitem__(index)
+        return value if index is Ellipsis and isinstance(value, QTensor) else super().__getitem__(index)
 
 
 def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class Face:
             self.engine.trace(*example)
         return example
 
-    def convert(self, model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[dict[str, ConvertedKernel], bool]:
+    def convert(self, model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[dict[str, QTensor], bool]:
         """Convert every kernel that a call with example inputs runs quantized.
 
         Args:
@@ -187,7 +187,7 @@ class Face:
           args, kwargs: the example inputs.
 
         Returns:
-          By "/"-joined path of the parameter, its ``ConvertedKernel``, and whether a quantized layer's weight stays
+          By "/"-joined path of the parameter, its ``QTensor``, and whether a quantized layer's weight stays
           float.
 
         Raises:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import flax.nnx as nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import join_path
-from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor, is_tensor
-from jaxquant.core.trees import leaves_by_path, map_by_path
+from jaxquant.core.paths import join_path, leaves_by_path, map_by_path
+from jaxquant.core.qtensor import QTensor, is_tensor
 from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
-from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.nnx import QuantState
 
 
@@ -37,7 +35,7 @@ def convert_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **
     return face.adopt(copy)
 
 
-def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], has_state: bool) -> None:
+def _put_kernels(model: nnx.Module, kernels: Mapping[str, QTensor], has_state: bool) -> None:
     """Set converted kernels in the place of parameters, wherever a module has them, and drop quant state."""
     nodes = list(nnx.iter_graph(model))
     paths = {join_path(path): node for path, node in nodes if isinstance(node, nnx.Variable)}
@@ -59,7 +57,8 @@ def nnx_params(model: nnx.Module) -> dict[str, Any]:
     Args:
       model: from ``jaxquant.convert``.
     """
-    return store_kernels(_kept(model))
+    leaves: dict[Any, Any] = flatten_dict(_kept(model), keep_empty_nodes=True)
+    return unflatten_dict({tuple(map(str, path)): leaf for path, leaf in leaves.items()})
 
 
 def _kept(model: nnx.Module) -> dict[Any, Any]:
@@ -81,28 +80,15 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     given, lacks = leaves_by_path(params, is_tensor), list[str]()
 
     def take(path: str, own: Any) -> Any:
-        if isinstance(own, ConvertedKernel):
-            made = _take_kernel(given, path, own)
-        else:
-            made = None if is_tensor(given.get(path)) else given.pop(path, None)
+        made = given.pop(path, None) if is_tensor(own) == is_tensor(given.get(path)) else None
         if made is None:
             lacks.append(path)
         return made
 
-    new = map_by_path(take, _kept(model), lambda node: isinstance(node, ConvertedKernel))
+    new = map_by_path(take, _kept(model), is_tensor)
     if lacks or given:
         raise ValueError(
             f"the model has {', '.join(sorted(lacks)) or 'nothing'} that the parameters do not, and they have "
             f"{', '.join(sorted(given)) or 'nothing'} that it does not; give what nnx_params gave for this model"
         )
     nnx.update(model, new)
-
-
-def _take_kernel(given: dict[str, Any], path: str, own: ConvertedKernel) -> ConvertedKernel | None:
-    """Take a kernel and its scale out of parameters by path, None where it is not there."""
-    tensor, scale = given.pop(path, None), given.pop("/".join(scale_path(tuple(path.split("/")))), None)
-    parts = {name: given.pop(f"{path}/{name}") for name in PARTS if f"{path}/{name}" in given}
-    if parts:  # as models held a kernel before
-        tensor = QTensor.of_parts(parts, own.tensor.block, own.tensor.codec)
-        scale = given.pop(f"{path}/{INPUT_SCALE}", None)
-    return dataclasses.replace(own, tensor=tensor, input_scale=scale) if isinstance(tensor, QTensor) else None

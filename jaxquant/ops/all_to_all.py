@@ -12,7 +12,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.sharding import fit_varying, varying_axes
-from jaxquant.ops import arguments
+from jaxquant.ops.pieces import check_float
 
 TILE = 128
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -48,7 +48,7 @@ def all_to_all(
     Source: the dispatch of DeepSeek-V3 (its report, section 3.3.2): activations in FP8, gradients of the combined
     outputs in bfloat16.
     """
-    arguments.check_float("all_to_all", x=x)
+    check_float("all_to_all", x=x)
     last = x.ndim - 1
     if dtype not in DTYPES:
         raise ValueError(f"all_to_all sends {', '.join(DTYPES)}, not {dtype!r}")

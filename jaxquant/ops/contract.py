@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.blocks import pad_blocks, spread
-from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
@@ -25,6 +24,7 @@ from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import INT8_PAYS, choose_implementation, select_implementation
+from jaxquant.ops.pieces import eight_bits
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -92,8 +92,8 @@ def contract(
     choose_implementation("dot_general", implementation)
     is_low = all(isinstance(side, QTensor | Dequantized) for side in (lhs, rhs))
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
-        scales = _outer_scales(lhs, rhs)
-        outer = functools.reduce(jnp.multiply, scales) if scales else None
+        scales = [side.outer_scale for side in (lhs, rhs) if isinstance(side, QTensor) and side.outer_scale is not None]
+        outer = functools.reduce(jnp.multiply, (scale.reshape(()) for scale in scales)) if scales else None
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
@@ -103,41 +103,28 @@ def contract(
             more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
             return float_dot(left, right, dims.numbers, **more)
 
-        if (
-            isinstance(lhs, QTensor)
-            and isinstance(rhs, QTensor)
-            and (by := block_scaled.choose(lhs, rhs, dims, returned, implementation)) != "xla"
-        ):
+        out = None
+        if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
+            by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
             by_blocks = functools.partial(block_scaled.multiply, dims=dims, out_dtype=returned, by=by)
-            out = unless_cut(by_blocks, as_floats, lhs, rhs)
-        else:
-            out = as_floats(lhs, rhs)
+            out = None if by == "xla" else unless_cut(by_blocks, as_floats, lhs, rhs)
+        out = as_floats(lhs, rhs) if out is None else out
         return (out if outer is None else out * outer).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))
-        product = functools.partial(_product, out_dtype=out_dtype, accumulator=accumulator or "float32")
         more = {"precision": precision, "out_sharding": out_sharding}
-        return _one_row(functools.partial(product, **more), lhs, rhs, dims)
+        product = functools.partial(_product, out_dtype=out_dtype, accumulator=accumulator or "float32", **more)
+        return _one_row(product, lhs, rhs, dims)
 
     axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
-    kept = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
+    kept: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
     refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
     is_hopper = capability_of(lhs.qvalue, rhs.qvalue)[0] == 9
     reason_to_prefer = INT8_PAYS if is_hopper and lhs.qvalue.dtype == rhs.qvalue.dtype == jnp.int8 else None
     if select_implementation("dot_general", implementation, refused, reason_to_prefer).name == "pallas":
         return kernel.einsum(lhs, rhs, *axes, **kept)
-    return _product(
-        lhs,
-        rhs,
-        dims,
-        out_dtype=out_dtype,
-        accumulator=accumulator_dtype(accumulator, out_dtype),
-        precision=default_precision if precision is None else precision,
-        out_sharding=out_sharding,
-        scale_dtype=scale_dtype,
-        parts_dtype=parts_dtype,
-        copies=copies,
-    )
+    kept |= {"precision": default_precision if precision is None else precision, "out_sharding": out_sharding}
+    return _product(lhs, rhs, dims, **kept, scale_dtype=scale_dtype, parts_dtype=parts_dtype, copies=copies)
 
 
 SMALL = 2**20
@@ -204,11 +191,6 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
     return block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
 
 
-def _outer_scales(*sides: Any) -> list[Array]:
-    scales = (side.outer_scale for side in sides if isinstance(side, QTensor))
-    return [scale.reshape(()) for scale in scales if scale is not None]
-
-
 def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
     """Return an operand of a float matmul; without ``keeps_outer`` its outer scale is left to multiply the product."""
     if isinstance(side, Dequantized):
@@ -256,10 +238,25 @@ def _product(
     parts_dtype: str = "float32",
     copies: bool = False,
 ) -> Array:
-    """Multiply qvalues, and scale the result; see ``contract``."""
+    """Multiply qvalues, subtract what the zero points add, and scale the result; see ``contract``."""
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
     place = _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles)
-    out = _multiply(lhs, rhs, dims, accumulator, precision, place, copies)
+
+    def dot(a: Array, b: Array) -> Array:
+        a, b = _alike(a, b)
+        sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
+        kept = {"precision": precision, "preferred_element_type": accumulator, "out_sharding": fit_sizes(place, sizes)}
+        return byte_dot(a, b, dims, **kept, copies=copies)
+
+    out = dot(lhs.qvalue, rhs.qvalue)
+    lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract + dims.lhs_batch)
+    rhs_zero = None if rhs.zero_point is None else _along(rhs.zero_point, rhs.shape, dims.rhs_contract + dims.rhs_batch)
+    if rhs_zero is not None:
+        out = out - dot(lhs.qvalue, rhs_zero)
+    if lhs_zero is not None:
+        out = out - dot(lhs_zero, rhs.qvalue)
+    if lhs_zero is not None and rhs_zero is not None:
+        out = out + dot(lhs_zero, rhs_zero)
     is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
     if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)
@@ -292,36 +289,6 @@ def _names(entries: Sequence[Any]) -> list[str]:
     return [name for entry in entries if entry for name in (entry if isinstance(entry, tuple) else (entry,))]
 
 
-def _multiply(
-    lhs: QTensor,
-    rhs: QTensor,
-    dims: Dimensions,
-    dtype: str,
-    precision: Precision,
-    out_sharding: NamedSharding | None,
-    copies: bool,
-) -> Array:
-    """Contract qvalues, subtracting what the zero points add."""
-
-    def dot(a: Array, b: Array) -> Array:
-        a, b = _alike(a, b)
-        sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
-        place = fit_sizes(out_sharding, sizes)
-        kept = {"precision": precision, "preferred_element_type": dtype, "out_sharding": place}
-        return byte_dot(a, b, dims, **kept, copies=copies)
-
-    out = dot(lhs.qvalue, rhs.qvalue)
-    lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract + dims.lhs_batch)
-    rhs_zero = None if rhs.zero_point is None else _along(rhs.zero_point, rhs.shape, dims.rhs_contract + dims.rhs_batch)
-    if rhs_zero is not None:
-        out = out - dot(lhs.qvalue, rhs_zero)
-    if lhs_zero is not None:
-        out = out - dot(lhs_zero, rhs.qvalue)
-    if lhs_zero is not None and rhs_zero is not None:
-        out = out + dot(lhs_zero, rhs_zero)
-    return out
-
-
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:
     """Give operands a dtype that has a matmul: a float operand's, int8 for int4 except on TPUs, e4m3 for e2m1.
 
@@ -331,15 +298,8 @@ def _alike(a: Array, b: Array) -> tuple[Array, Array]:
     if max(widths) > 8:
         wide = (a, b)[widths.index(max(widths))].dtype
         return a.astype(wide), b.astype(wide)
-    if jnp.issubdtype(a.dtype, jnp.signedinteger):
-        is_native = a.dtype == b.dtype and platform_of(a) not in ("cpu", "gpu")
-        return (a, b) if is_native else (a.astype(jnp.int8), b.astype(jnp.int8))
-    return _held(a), _held(b)
-
-
-def _held(x: Array) -> Array:
-    """Return float elements in a type of eight bits."""
-    return x if jax.dtypes.itemsize_bits(x.dtype) == 8 else x.astype(element(x.dtype.name).held_by)
+    is_native = a.dtype == b.dtype == jnp.int4 and platform_of(a) not in ("cpu", "gpu")
+    return (a, b) if is_native else (eight_bits(a), eight_bits(b))
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:

@@ -23,18 +23,16 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import ConvDimensionNumbers
 
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops import pieces
-from jaxquant.ops.arguments import QuantState, check_float, check_state
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.evaluate import evaluate
-from jaxquant.ops.pieces import eight_bits, scaled
+from jaxquant.ops.pieces import QuantState, check_float, check_state, eight_bits, evaluate, scaled
 from jaxquant.ops.prepared import QuantizedOperand, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
@@ -43,7 +41,7 @@ Array = jax.Array
 
 def conv_general_dilated(
     lhs: Array,
-    rhs: Array | ConvertedKernel,
+    rhs: Array | QTensor,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -100,7 +98,7 @@ def conv_general_dilated(
         numbers=numbers,
         groups=feature_group_count,
     )
-    if isinstance(rhs, ConvertedKernel):
+    if isinstance(rhs, QTensor):
         check_scales("conv_general_dilated", rhs, (op.feature,))
         return serve(op, lhs, rhs, None, key)
     check_state(recipe, state)
@@ -122,10 +120,10 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
 
-def _check(lhs: Array, rhs: Array | ConvertedKernel, recipe: Recipe, batch_group_count: int) -> None:
-    is_converted = isinstance(rhs, ConvertedKernel)
+def _check(lhs: Array, rhs: Array | QTensor, recipe: Recipe, batch_group_count: int) -> None:
+    is_converted = isinstance(rhs, QTensor)
     check_float("conv_general_dilated", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
-    for name, operand in (("lhs", lhs), ("rhs", rhs.tensor.qvalue if is_converted else rhs)):
+    for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if is_converted else rhs)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"conv_general_dilated {name} is split over devices in its type, by an explicit mesh; quantized "

@@ -1,7 +1,7 @@
 """Shared by contractions with converted kernels: checks, batch elements one by one, the activation's gradient.
 
 lhs ── quantize_operand ──► qvalues ────────────┐
-ConvertedKernel (QTensor, input's static scale) ┴─ product ──► y, bit for bit what the training op computes
+QTensor (perhaps with the input's static scale) ┴─ product ──► y, bit for bit what the training op computes
 grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has none
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.sharding import explicit_sharding
@@ -24,17 +24,17 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 
 
-def has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimensions) -> bool:
+def has_scales_of_elements(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
     """Whether the batch elements of a kernel have one scale each, as where training quantized each by itself."""
     spec = recipe.fwd.rhs
-    is_plain = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor" and weight.tensor.block is None
-    return is_plain and any(weight.tensor.scale.shape[axis] > 1 for axis in dims.rhs_batch)
+    is_plain = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor" and weight.block is None
+    return is_plain and any(weight.scale.shape[axis] > 1 for axis in dims.rhs_batch)
 
 
 def each_element(
     run: Callable[..., Array],
     lhs: Array,
-    weight: Array | ConvertedKernel,
+    weight: Array | QTensor,
     dims: Dimensions,
     key: RandomKey | None = None,
     *rest: Any,
@@ -56,7 +56,7 @@ def each_element(
         return x if order == tuple(range(x.ndim)) else x.transpose(order)
 
     weight = elements_first(weight, dims.rhs_batch)
-    if sizes and isinstance(weight, ConvertedKernel):
+    if sizes and isinstance(weight, QTensor):
         weight = weight.stacked(sizes)
     if sizes and key is not None:
         key = fold(key, jnp.arange(math.prod(sizes), dtype=jnp.uint32).reshape(sizes))
@@ -81,7 +81,7 @@ def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     return tree.unflatten(map(lay, leaves))
 
 
-def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:
+def check_input_scale(recipe: Recipe, weight: QTensor) -> None:
     """Refuse a kernel without the static scale of the activation that a recipe asks for.
 
     Args:
@@ -95,11 +95,11 @@ def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:
     if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
         raise ValueError(
             f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
-            f"{weight.shape} has no input_scale beside it; convert the model with this recipe"
+            f"{weight.shape} has no input_scale; convert the model with this recipe"
         )
 
 
-def check_scales(op: str, weight: ConvertedKernel, axes: tuple[int, ...]) -> None:
+def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
     """Refuse a kernel whose scales an op without blocks cannot multiply into its result.
 
     Args:
@@ -110,18 +110,17 @@ def check_scales(op: str, weight: ConvertedKernel, axes: tuple[int, ...]) -> Non
     Raises:
       NotImplementedError: says which scales it has and which are taken.
     """
-    tensor = weight.tensor
-    is_plain = tensor.codec is None and tensor.zero_point is None and tensor.outer_scale is None
-    sizes = () if tensor.codec is not None else zip(tensor.scale.shape, tensor.shape, strict=True)
+    is_plain = weight.codec is None and weight.zero_point is None and weight.outer_scale is None
+    sizes = () if weight.codec is not None else zip(weight.scale.shape, weight.shape, strict=True)
     if not is_plain or any(n not in ((1, size) if axis in axes else (1,)) for axis, (n, size) in enumerate(sizes)):
         raise NotImplementedError(
             f"{op} takes a converted kernel with one scale, or one for each element of axes {axes}, got "
-            f"{tensor.description}; convert the kernel by this op"
+            f"{weight.description}; convert the kernel by this op"
         )
 
 
 def straight_through(
-    run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: ConvertedKernel, *rest: Any
+    run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: QTensor, *rest: Any
 ) -> Array:
     """Compute ``run(activation, weight, *rest)`` with a gradient of the activation alone.
 

@@ -1,52 +1,14 @@
-"""A contraction as data: the product, the way to compute it, and the dimension numbers of its two gradients."""
+"""Dimension numbers of a contraction and of its two gradients, as data."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+Axes = tuple[int, ...]
 DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Product:
-    """What is computed of an activation and a weight, in ``jax.lax``'s terms.
-
-    Attributes:
-      numbers: dimension numbers of a ``dot_general``, the activation first.
-      precision: as there.
-      dtype: of the result (``preferred_element_type``), None for the promoted dtype of the operands.
-      operation: primitive, "dot_general", "ragged_dot_general" or "conv_general_dilated".
-      window: of a convolution, the keywords of ``jax.lax.conv_general_dilated``.
-    """
-
-    numbers: Any = None
-    precision: Any = None
-    dtype: Any = None
-    operation: str = "dot_general"
-    window: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OpOptions:
-    """What changes the speed or the place of a result, never numbers.
-
-    Attributes:
-      implementation: what computes casts and matmuls, None to pick; see ``ops.choose_implementation``.
-      out_sharding: of the result, as in ``jax.lax.dot_general``.
-      stored: which operands lie in memory; see ``ops.dot_general``.
-    """
-
-    implementation: str | None = None
-    out_sharding: Any = None
-    stored: tuple[bool, bool, bool] = (False, False, False)
-
-
-DEFAULT_OPTIONS = OpOptions()
-"""The op picks, and the result lies where ``jax.lax`` puts it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +18,10 @@ class Dimensions:
     The result has the axes (batch, free axes of lhs, free axes of rhs).
     """
 
-    lhs_contract: tuple[int, ...]
-    rhs_contract: tuple[int, ...]
-    lhs_batch: tuple[int, ...]
-    rhs_batch: tuple[int, ...]
+    lhs_contract: Axes
+    rhs_contract: Axes
+    lhs_batch: Axes
+    rhs_batch: Axes
     lhs_ndim: int
     rhs_ndim: int
 
@@ -133,6 +95,6 @@ class Dimensions:
         return dims, tuple(int(axis) for axis in permutation)
 
 
-def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+def _others(ndim: int, *taken: Axes) -> tuple[int, ...]:
     used = {axis for axes in taken for axis in axes}
     return tuple(axis for axis in range(ndim) if axis not in used)

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
+from jaxquant.core.blocks import block_shape
 from jaxquant.core.hadamard import rotated_axis, rotation_of
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, device_parts, named
-from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
-from jaxquant.ops.block_cast import Use, abstract_tensor, cast_uses
+from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.ops.contract import contract, multiplies_values
 from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
-from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
+from jaxquant.ops.dimensions import Axes, Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
-from jaxquant.ops.pieces import with_shards
-from jaxquant.ops.prepared import QuantizedOperand, prepare
+from jaxquant.ops.pieces import QuantState, check_float, check_state, initial_state, with_shards
+from jaxquant.ops.prepared import QuantizedOperand, abstract_tensor, cast_all, prepare
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
 Array = jax.Array
@@ -35,7 +35,7 @@ __all__ = ["QuantState", "dot_general", "initial_state"]
 
 def dot_general(
     lhs: Float[Array, "*lhs"],
-    rhs: Float[Array, "*rhs"] | ConvertedKernel,
+    rhs: Float[Array, "*rhs"] | QTensor,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -86,14 +86,14 @@ def dot_general(
     """
     for piece in ("dot_general", "quantize"):
         choose_implementation(piece, implementation)
-    is_converted = isinstance(rhs, ConvertedKernel)
+    is_converted = isinstance(rhs, QTensor)
     check_float("dot_general", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
     dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
-    if isinstance(rhs, ConvertedKernel) and has_scales_of_elements(recipe, rhs, dims):
+    if isinstance(rhs, QTensor) and has_scales_of_elements(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
-        def run(lhs: Array, rhs: ConvertedKernel, key: RandomKey | None) -> Array:
+        def run(lhs: Array, rhs: QTensor, key: RandomKey | None) -> Array:
             options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
             numbers = dims.of_element().numbers
             return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)
@@ -133,7 +133,7 @@ class _Dot(Operation):
     copies: bool
     stored: tuple[bool, bool, bool]
 
-    def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def axes(self, side) -> tuple[Axes, Axes]:
         dims = self.dims if side == "lhs" else self.dims.swap()
         return dims.lhs_contract, dims.lhs_batch
 
@@ -154,7 +154,7 @@ class _Dot(Operation):
         right = abstract_tensor(specs[1], second, dims.rhs_contract, dims.rhs_batch, x)
         return multiplies_values(left, right, dims, out_dtype, self.implementation)
 
-    def _gradient_dims(self, name: Matmul) -> tuple[Dimensions, tuple[int, ...]]:
+    def _gradient_dims(self, name: Matmul) -> tuple[Dimensions, Axes]:
         return self.dims.for_dlhs() if name == "dlhs" else self.dims.for_drhs()
 
     def product(self, lhs: QTensor | Array, rhs: QTensor | Array, groups: None) -> Array:
@@ -186,7 +186,7 @@ class _Dot(Operation):
         place = (self.lhs if name == "dlhs" else self.rhs).place.sharding_before(order)
         recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
-        left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key)
+        left, residual = self._gradient_operands(name, grad, shared, residual, dims, key)
         swaps = name == "drhs" and place is None and not dims.lhs_batch and (keeps_dtype or not recipe.matches_flax)
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
@@ -215,7 +215,7 @@ class _Dot(Operation):
         return "float32" if keeps_dtype and self.rhs.dtype == "float32" else dtype, keeps_dtype
 
     def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
-        uses = []
+        casts = []
         for name in get_args(Gradient):
             matmul: MatmulSpec = getattr(self.recipe, name)
             spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
@@ -226,9 +226,9 @@ class _Dot(Operation):
                 return None, None
             dims = self._gradient_dims(name)[0]
             has_values = self._multiplies_values(name, grad, self._gradient_dtype(name, grad.dtype.name)[0])
-            uses.append(Use(spec, dims.lhs_contract, dims.lhs_batch, has_values, not has_values))
-        more = {"implementation": self.implementation, "floor": SMALLEST_GRADIENT_SCALE, "beside": beside}
-        made = cast_uses(grad, uses, recipe=self.recipe, **more)
+            block = block_shape(grad.shape, spec, dims.lhs_contract, 1, dims.lhs_batch)
+            casts.append(Cast(spec, block, SMALLEST_GRADIENT_SCALE, not has_values, has_values))
+        made = cast_all(grad, tuple(casts), recipe=self.recipe, implementation=self.implementation, beside=beside)
         if made is None:
             return None, None
         first, second = (values or tensor for values, tensor in made)
@@ -241,42 +241,30 @@ class _Dot(Operation):
         return out.transpose(order).astype(self.lhs.dtype)
 
     def _gradient_operands(
-        self,
-        name: Gradient,
-        grad: Array,
-        shared: QTensor | None,
-        residual: QTensor | Array,
-        dims: Dimensions,
-        out_dtype: str,
-        key: RandomKey | None,
+        self, name: Gradient, grad: Array, shared: QTensor | None, residual: QTensor | Array, dims: Dimensions, key
     ) -> tuple[QTensor | Array, QTensor | Array]:
         """Return the output gradient and the residual as the gradient's product reads them."""
-        recipe, matmul = self.recipe, getattr(self.recipe, name)
+        recipe, matmul, axes = self.recipe, getattr(self.recipe, name), dims.lhs_contract
         spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
         if not isinstance(spec, TensorSpec):
-            return grad, dequantize(residual, out_dtype) if isinstance(residual, QTensor) else residual
+            dtype = self._gradient_dtype(name, grad.dtype.name)[0]
+            return grad, dequantize(residual, dtype) if isinstance(residual, QTensor) else residual
         if isinstance(kept, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
-            return self._rotated(grad, residual, matmul, spec, kept, dims, key)
-        left = grad
-        if isinstance(residual, QTensor) and kept == FORWARD:
+            shared, (grad, residual, axes) = None, self._rotated(grad, residual, matmul, kept, dims, key)
+        elif isinstance(residual, QTensor) and kept == FORWARD:
             forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
-            left, residual = align(grad, residual, dims, forward_spec, is_delayed=shared is not None)
+            grad, residual = align(grad, residual, dims, forward_spec, is_delayed=shared is not None)
         if shared is not None:
             return shared, residual
-        cast = self.cast_gradient(left, spec, dims.lhs_contract, dims.lhs_batch, key, shards=matmul.shards)
-        return cast[0], residual
+        return self.cast_gradient(grad, spec, axes, dims.lhs_batch, key, shards=matmul.shards)[0], residual
 
     def _rotated(
-        self,
-        grad: Array,
-        residual: QTensor | Array,
-        matmul: MatmulSpec,
-        spec: TensorSpec,
-        kept: TensorSpec,
-        dims: Dimensions,
-        key: RandomKey | None,
-    ) -> tuple[QTensor, QTensor]:
-        """Rotate both operands, the residual only if that was not done before it was kept, and quantize them."""
+        self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, kept: TensorSpec, dims: Dimensions, key
+    ) -> tuple[Array, QTensor, Axes]:
+        """Rotate both operands, and quantize the residual, if that was not done before it was kept.
+
+        Returns the operands and the axes along which the gradient is to be quantized.
+        """
         left, right = dims.lhs_contract, dims.rhs_contract
         rotation = matmul.rotation if left else None  # the gradient of a product of a vector contracts no axis
         if rotation is not None:
@@ -291,7 +279,7 @@ class _Dot(Operation):
             tensor, _, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
             residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)
-        return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, shards=matmul.shards)[0], residual
+        return grad, residual, left
 
     def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
         """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.

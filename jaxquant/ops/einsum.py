@@ -11,13 +11,13 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jaxtyping import Float
 
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Sharding, named, transposed
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import QuantState, dot_general
-from jaxquant.ops.evaluate import evaluate
+from jaxquant.ops.pieces import evaluate
 
 Array = jax.Array
 Dot = Callable[[Any, Any, DotDimensionNumbers, NamedSharding | None], Array]
@@ -73,8 +73,8 @@ def contract_einsum(
 
 def einsum(
     equation: str,
-    lhs: Float[Array, "*lhs"] | ConvertedKernel,
-    rhs: Float[Array, "*rhs"] | ConvertedKernel,
+    lhs: Float[Array, "*lhs"] | QTensor,
+    rhs: Float[Array, "*rhs"] | QTensor,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
@@ -107,6 +107,6 @@ def einsum(
     def dot(activation: Array, kernel: Any, numbers: DotDimensionNumbers, place: NamedSharding | None) -> Array:
         return dot_general(activation, kernel, numbers, out_sharding=place, **arithmetic, **more)
 
-    is_converted = isinstance((lhs, rhs)[weight], ConvertedKernel)
+    is_converted = isinstance((lhs, rhs)[weight], QTensor)
     options = {"weight": weight, "is_converted": is_converted, "out_sharding": out_sharding, **arithmetic}
     return contract_einsum(equation, (lhs, rhs), dot, **options)

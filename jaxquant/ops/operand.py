@@ -29,8 +29,8 @@ from jaxquant.core.sharding import all_reduce, device_key, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import api as kernel
+from jaxquant.ops.byte_dot import row_major
 from jaxquant.ops.implementation import STORED_CASTS_PAY, choose_implementation, select_implementation
-from jaxquant.ops.layouts import row_major
 
 Array = jax.Array
 

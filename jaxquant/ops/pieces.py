@@ -1,19 +1,74 @@
-"""Pieces of a quantized matmul that ``ragged`` and ``conv`` share: types, shards and scales."""
+"""Pieces that the quantized ops share: checks of arguments, quant state, shards, types, scales, replaced equations."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jaxquant.core import delayed
 from jaxquant.core.dtypes import ELEMENTS
-from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.quant_state import TENSORS
+from jaxquant.core.recipe import DelayedSpec, Recipe, TensorSpec
 from jaxquant.core.sharding import device_parts
 from jaxquant.ops.operand import scale_dtype
 
 Array = jax.Array
+QuantState = dict[str, delayed.TensorState]
+
+
+def initial_state(recipe: Recipe) -> QuantState:
+    """Make the quant state of one use of a recipe: a ``delayed.TensorState`` for each tensor with delayed scaling."""
+    return {name: delayed.initial_state(recipe.delayed or DelayedSpec()) for name in _tensors_with_state(recipe)}
+
+
+def _tensors_with_state(recipe: Recipe) -> list[str]:
+    specs = {name: recipe.spec_of(name) for name in TENSORS}
+    return [name for name, spec in specs.items() if spec is not None and spec.scaling == "delayed"]
+
+
+def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "initial_state(recipe)") -> None:
+    """Check that a call has the quant state of its recipe.
+
+    Args:
+      recipe: all numbers.
+      state: what was given.
+      make: what makes it, for the error.
+
+    Raises:
+      ValueError: state is missing, or of other tensors.
+    """
+    wanted, given = _tensors_with_state(recipe), list(state or {})
+    if sorted(given) != sorted(wanted):
+        raise ValueError(
+            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; make it with {make}"
+        )
+
+
+def check_float(op: str, **operands: Array) -> None:
+    """Check that operands are of a float dtype.
+
+    Args:
+      op: name of the op, for the error.
+      operands: by name.
+
+    Raises:
+      TypeError: one is not.
+    """
+    for name, operand in operands.items():
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; quantization takes float operands")
+
+
+def hashable_precision(precision: Any) -> Any:
+    """Bring ``lax.dot_general``'s spellings of a precision (one, or one for each operand) into one hashable form."""
+    if isinstance(precision, (tuple, list)):
+        return tuple(map(jax.lax.Precision, precision))
+    return None if precision is None else jax.lax.Precision(precision)
 
 
 def eight_bits(qvalue: Array) -> Array:
@@ -64,3 +119,18 @@ def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array
     if dtype == "float32" or out.dtype == jnp.int32:
         out = out.astype(jnp.float32)
     return out * left.astype(dtype) * right.astype(dtype)
+
+
+def evaluate(jaxpr: Jaxpr, operands: Sequence[Any], compute: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
+    """Run a program whose equations have one result each, and return its one result.
+
+    Args:
+      jaxpr: program without constants.
+      operands: values of its arguments, of any type that ``compute`` accepts.
+      compute: function of (equation, values of its inputs) that returns the equation's result.
+    """
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    for eqn in jaxpr.eqns:
+        values = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+        known[eqn.outvars[0]] = compute(eqn, values)
+    return known[jaxpr.outvars[0]]

@@ -15,18 +15,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core import delayed
+from jaxquant.core.blocks import block_shape, is_even, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import whole_axis
-from jaxquant.ops.block_cast import cast_forward
+from jaxquant.core.scales import SMALLEST_SCALE
+from jaxquant.core.sharding import platform_of, whole_axis
+from jaxquant.kernels.block_quantize import api as kernel
+from jaxquant.kernels.block_quantize.reference import Cast
+from jaxquant.kernels.platforms import capability_of
+from jaxquant.ops.contract import Dequantized
+from jaxquant.ops.dimensions import Axes
 from jaxquant.ops.gradients import RESIDUAL_NAME
-from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.implementation import HOPPER_CASTS_PAY, TPU_CASTS_PAY, select_implementation
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, quantize_operand
 from jaxquant.ops.pieces import with_shards
 
 Array = jax.Array
@@ -57,8 +65,8 @@ def make_prepared(
     x: Array,
     recipe: Recipe,
     side: Side,
-    axes: tuple[int, ...],
-    batch: tuple[int, ...],
+    axes: Axes,
+    batch: Axes,
     state: delayed.TensorState | None,
     key: RandomKey | None,
     implementation: str | None,
@@ -112,7 +120,7 @@ def named(kept: Any) -> Any:
 
 
 def _own(
-    x: Array, recipe: Recipe, side: Side, axes: tuple[int, ...], key: RandomKey | None, **more: Any
+    x: Array, recipe: Recipe, side: Side, axes: Axes, key: RandomKey | None, **more: Any
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
@@ -132,7 +140,7 @@ def share(
     states: Sequence[delayed.TensorState],
     *,
     recipe: Recipe,
-    axes: tuple[int, ...],
+    axes: Axes,
     implementation: str | None = None,
     is_stored: bool = False,
 ) -> QuantizedOperand:
@@ -179,3 +187,88 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
         return None
     outside = outside_range(x, operand, tensor)
     return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
+
+
+# -- one read of an operand for all its matmuls, by a kernel -----------------------------------------------------------
+# An activation is read along its features by the forward pass and along the tokens by the weight's gradient; an output
+# gradient by both gradients. Each has tiles along its own contraction, for which XLA's program reads the operand again.
+
+
+def cast_all(
+    x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, beside: Any = ()
+) -> list[tuple[Dequantized | None, QTensor | None]] | None:
+    """Return an operand's values and elements for each cast; None where XLA quantizes it, one cast after the other.
+
+    Args:
+      x: the operand.
+      casts: of it.
+      recipe: whose arithmetic it is.
+      implementation: what computes the casts, None to pick.
+      beside: arrays of the same program, one of which may know its platform where x does not.
+    """
+    if any(cast.spec.tile_size is None or cast.spec.codec is not None for cast in casts) or x.ndim < 2:
+        return None
+
+    def refused() -> str | None:
+        if cast_dtype(recipe, x.dtype.name) != "float32":
+            return "the block cast divides in float32"
+        return kernel.refusal(x, casts)
+
+    arrays = jax.tree.leaves((x, beside))
+    reason_to_prefer = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
+    if capability_of(*arrays)[0] == 9 and not any(cast.has_values and cast.has_elements for cast in casts):
+        reason_to_prefer = HOPPER_CASTS_PAY
+    if select_implementation("block_quantize", implementation, refused, reason_to_prefer).name == "xla":
+        return None
+    made = kernel.block_quantize(x, casts)
+    return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]
+
+
+def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, beside: Array) -> QTensor:
+    """Return the types of what an operand is quantized to.
+
+    Args:
+      spec: of the operand.
+      shape: its shape.
+      axes, batch: its contraction and batch axes.
+      beside: an array of the same program, on whose mesh it lies.
+    """
+    block = block_shape(shape, spec, axes, 1, batch)
+    place = NamedSharding(jax.typeof(beside).sharding.mesh, PartitionSpec())
+    types = ((shape, spec.dtype), (scale_shape(shape, block), spec.scale_dtype))
+    parts = [jax.ShapeDtypeStruct(*each, sharding=place) for each in types]
+    return QTensor(*parts, block=None if is_even(shape, block) else block)  # pyright: ignore[reportArgumentType]
+
+
+def cast_forward(
+    x: Array, recipe: Recipe, side: Side, axes: Axes, batch: Axes, has_values: bool, implementation: str | None
+) -> tuple[Dequantized | QTensor, QTensor | Array] | None:
+    """Return an operand as the forward pass reads it, and what is kept of it; None where XLA computes them.
+
+    Args:
+      x, recipe, side, axes, batch, implementation: as ``make_prepared`` takes them.
+      has_values: whether the forward pass multiplies it dequantized, in bfloat16.
+    """
+    name: Matmul = "drhs" if side == "lhs" else "dlhs"
+    spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.kept(side)
+    if spec is None:
+        return None
+    cast = Cast(spec, block_shape(x.shape, spec, axes, 1, batch), SMALLEST_SCALE)
+    casts = [cast._replace(has_values=has_values, has_elements=kind == "forward" or not has_values)]
+    if kind == "own":
+        matmul = getattr(recipe, name)
+        if matmul.rotation is not None or matmul.shards > 1 or recipe.part(name) is not recipe:
+            return None
+        assert own is not None
+        others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))
+        casts.append(Cast(own, block_shape(x.shape, own, others, 1, batch), SMALLEST_SCALE))
+    elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
+        is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own along rows
+        casts = [cast._replace(is_turned=not is_last), cast._replace(is_turned=is_last)]
+    made = cast_all(x, tuple(casts), recipe=recipe, implementation=implementation)
+    if made is None:
+        return None
+    (values, tensor), (_, kept) = made[0], made[-1]
+    forward = values or tensor
+    assert forward is not None
+    return forward, x if kind == "float" or kept is None else kept

@@ -27,16 +27,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
-from jaxquant.ops.arguments import QuantState, hashable_precision
 from jaxquant.ops.converted import check_input_scale, straight_through
+from jaxquant.ops.dimensions import Axes
 from jaxquant.ops.gradients import RESULT_NAME, first_order
 from jaxquant.ops.groups import Groups
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.pieces import QuantState, hashable_precision
 from jaxquant.ops.prepared import QuantizedOperand, Residual, reads_clip
 
 Array = jax.Array
@@ -75,7 +76,7 @@ class Operation(abc.ABC):
     def of(
         cls,
         lhs: Array,
-        rhs: Array | ConvertedKernel,
+        rhs: Array | QTensor,
         precision: Any,
         preferred_element_type: Any,
         *,
@@ -83,9 +84,10 @@ class Operation(abc.ABC):
         **fields: Any,
     ) -> Any:
         """Make the operation of two operands; ``fields`` are those that the class adds."""
-        arrays = (lhs, rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs)
+        arrays = (lhs, rhs.qvalue if isinstance(rhs, QTensor) else rhs)
         left = Primal(lhs.shape, lhs.dtype.name, Placement.of(*arrays))
-        right = Primal(rhs.shape, jnp.dtype(rhs.dtype).name, Placement.of(*arrays[::-1]))
+        dtype = rhs.float_dtype if isinstance(rhs, QTensor) else rhs.dtype.name
+        right = Primal(rhs.shape, dtype, Placement.of(*arrays[::-1]))
         out = jnp.dtype(preferred_element_type or jnp.promote_types(left.dtype, right.dtype)).name
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
 
@@ -98,12 +100,12 @@ class Operation(abc.ABC):
     def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: RandomKey | None) -> QuantizedOperand:
         """Quantize an operand for the forward product, and choose what is kept of it."""
 
-    def axes(self, side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def axes(self, side: Side) -> tuple[Axes, Axes]:
         """Return the contraction and the batch axes of an operand."""
         raise NotImplementedError
 
     def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: RandomKey | None) -> Any:
-        """Quantize the activation of a converted kernel, by its own scale or by that beside the kernel."""
+        """Quantize the activation of a converted kernel, by its own scale or by the kernel's ``input_scale``."""
         spec = self.recipe.fwd.lhs
         assert isinstance(spec, TensorSpec)
         axes, batch = self.axes("lhs")
@@ -155,13 +157,7 @@ class Operation(abc.ABC):
         return self.cast_gradient(grad, spec, (), (), key, state=state)
 
     def cast_gradient(
-        self,
-        grad: Array,
-        spec: TensorSpec,
-        axes: tuple[int, ...],
-        batch: tuple[int, ...],
-        key: RandomKey | None,
-        **more: Any,
+        self, grad: Array, spec: TensorSpec, axes: Axes, batch: Axes, key: RandomKey | None, **more: Any
     ) -> tuple[QTensor, QTensor, Observation | None]:
         """Quantize an output gradient for the gradient that contracts ``axes``, and for the other one.
 
@@ -192,19 +188,9 @@ class Operation(abc.ABC):
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6), static_argnames=("shards", "is_stored"))
 def _cast_gradient(grad, key, spec, axes, batch, recipe, implementation, state=None, shards=1, is_stored=False):
-    return quantize_operand(
-        grad,
-        spec,
-        axes,
-        recipe=recipe,
-        batch=batch,
-        state=state,
-        key=key,
-        shards=shards,
-        floor=SMALLEST_GRADIENT_SCALE,
-        implementation=implementation,
-        is_stored=is_stored,
-    )
+    more = {"batch": batch, "state": state, "key": key, "shards": shards, "floor": SMALLEST_GRADIENT_SCALE}
+    more |= {"implementation": implementation, "is_stored": is_stored}
+    return quantize_operand(grad, spec, axes, recipe=recipe, **more)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -232,46 +218,26 @@ def quantized(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized(op, lhs, rhs, sizes, state, key, prepared):
-    return _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared)[0]
+    return _forward(op, lhs, rhs, sizes, state, key, prepared)[0]
 
 
-def _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared):
-    out, left, right, seed = _forward(op, lhs if prepared is None else prepared, rhs, sizes, state, key)
+def _forward(op: Operation, lhs, rhs, sizes: Array | None, state: QuantState, key, prepared: QuantizedOperand | None):
+    groups = _groups(op, sizes)
+    left = op.prepare("lhs", lhs, groups, state.get("input"), key) if prepared is None else prepared
+    right = op.prepare("rhs", rhs, groups, state.get("kernel"), key)
+    out = op.product(left.forward, right.forward, groups)
+    seed = op.noise_seed(left, right, state) if key is None else None
     out = checkpoint_name(out, RESULT_NAME)
-    left = left if prepared is None else prepared.kept  # the one that its other readers keep
     kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.has_opaque_gradient else ()
     # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
-    return first_order(name, (out,), inputs)[0], ((left, right, sizes, kept_state, key, seed), mark)
+    return first_order(name, (out,), inputs)[0], ((left.kept, right.kept, sizes, kept_state, key, seed), mark)
 
 
-def _quantized_bwd(op, saved, grad):
-    residuals, mark = saved
-    dlhs, drhs, observed = _backward(op, residuals, grad)
-    gradients = first_order(op.recipe.name, (dlhs, drhs), (grad, *mark) if mark else ())
-    return *gradients, None, observed, None, None
-
-
-_quantized.defvjp(_quantized_fwd, _quantized_bwd)
-
-
-def _groups(op: Operation, sizes: Array | None) -> Groups | None:
-    return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
-
-
-def _forward(op: Operation, lhs: Array | QuantizedOperand, rhs: Array, sizes: Array | None, state: QuantState, key):
-    groups = _groups(op, sizes)
-    left = lhs if isinstance(lhs, QuantizedOperand) else op.prepare("lhs", lhs, groups, state.get("input"), key)
-    right = op.prepare("rhs", rhs, groups, state.get("kernel"), key)
-    out = op.product(left.forward, right.forward, groups)
-    seed = op.noise_seed(left, right, state) if key is None else None
-    return out, left.kept, right.kept, seed
-
-
-def _backward(op: Operation, residuals, grad: Array):
-    left, right, sizes, state, key, seed = residuals
-    recipe, groups = op.recipe, _groups(op, sizes)
+def _backward(op: Operation, saved: Any, grad: Array):
+    (left, right, sizes, state, key, seed), mark = saved
+    recipe, groups, given = op.recipe, _groups(op, sizes), grad
     keys, own = (None, None), None
     if groups is not None and recipe.is_stochastic:
         grad = groups.zero_others(grad)  # noise comes of its bits
@@ -302,7 +268,15 @@ def _backward(op: Operation, residuals, grad: Array):
         scale = tensor.scale.reshape(1) if seen.scale is None else seen.scale
         new = op.observe(old, scale, seen.amax, groups)
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
-    return dlhs, drhs, observed
+    gradients = first_order(recipe.name, (dlhs, drhs), (given, *mark) if mark else ())
+    return *gradients, None, observed, None, None
+
+
+_quantized.defvjp(_forward, _backward)
+
+
+def _groups(op: Operation, sizes: Array | None) -> Groups | None:
+    return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
 def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -> Array:
@@ -319,7 +293,7 @@ def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -
 # -- converted kernels -------------------------------------------------------------------------------------------------
 
 
-def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None) -> Array:
+def serve(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
     """Compute the forward product with a converted kernel, and the gradient that its dequantized values give.
 
     Args:
@@ -337,14 +311,12 @@ def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | Non
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None) -> Array:
+def _served(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
     spec, groups = op.recipe.fwd.lhs, _groups(op, sizes)
     left = op.quantize_activation(lhs, weight.input_scale, groups, key) if isinstance(spec, TensorSpec) else lhs
-    return op.product(left, weight.tensor, groups)
+    return op.product(left, weight.operand, groups)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served_gradient(
-    op: Operation, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None
-) -> Array:
-    return fit_varying(op.input_gradient(grad, weight.tensor, _groups(op, sizes)), op.lhs.place.varying)
+def _served_gradient(op: Operation, grad: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
+    return fit_varying(op.input_gradient(grad, weight.operand, _groups(op, sizes)), op.lhs.place.varying)

@@ -29,15 +29,14 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import wide_on_cpus
 from jaxquant.core.hadamard import rotation_of
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import all_reduce, explicit_sharding, platform_of
 from jaxquant.kernels.platforms import unless_cut
-from jaxquant.ops import arguments, block_ragged, pieces
-from jaxquant.ops.arguments import QuantState
+from jaxquant.ops import block_ragged, pieces
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
 from jaxquant.ops.gradients import with_outer, without_outer
@@ -63,7 +62,7 @@ from jaxquant.ops.groups import (
 )
 from jaxquant.ops.implementation import choose_implementation, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
-from jaxquant.ops.pieces import eight_bits, scaled
+from jaxquant.ops.pieces import QuantState, eight_bits, scaled
 from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
 
@@ -77,7 +76,7 @@ def initial_state(recipe: Recipe, groups: int) -> QuantState:
 
     A recipe that shares scales of experts has one state for all groups, without that axis.
     """
-    state = arguments.initial_state(recipe)
+    state = pieces.initial_state(recipe)
     if recipe.shares_experts:
         return state
     return jax.tree.map(lambda value: jnp.broadcast_to(value, (groups, *value.shape)), state)
@@ -85,7 +84,7 @@ def initial_state(recipe: Recipe, groups: int) -> QuantState:
 
 def ragged_dot(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G K N"] | ConvertedKernel,
+    rhs: Float[Array, "G K N"] | QTensor,
     group_sizes: Int[Array, " G"],
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -118,15 +117,13 @@ def ragged_dot(
     _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
     choose_implementation("dot_general", implementation)
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
-    if isinstance(rhs, ConvertedKernel):
+    if isinstance(rhs, QTensor):
         return serve(op, lhs, rhs, group_sizes, key)
-    arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
+    pieces.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
     return quantized(op, lhs, rhs, group_sizes, state or {}, key)
 
 
-def convert_kernel(
-    recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
-) -> tuple[QTensor, Float[Array, "G 1 1"] | None]:
+def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState) -> QTensor:
     """Quantize weights as the forward pass does, for serving.
 
     Args:
@@ -135,14 +132,14 @@ def convert_kernel(
       state: as for ``ragged_dot``.
 
     Returns:
-      The weights and the static scale of each group's activations (or of all), None where these are scaled
+      The weights, with the static scale of each group's activations (or of all) where these are not scaled
       dynamically; 0 of a group that was never seen.
     """
     state = with_groups(recipe, state)
     tensor, _ = _forward_weights(recipe, rhs, state.get("kernel"), None)
     assert isinstance(tensor, QTensor)
     scale = jax.vmap(lambda state: input_scale(recipe, state))(state) if state else input_scale(recipe, state)
-    return tensor, None if scale is None else scale.reshape(-1, 1, 1)
+    return dataclasses.replace(tensor, input_scale=None if scale is None else scale.reshape(-1, 1, 1))
 
 
 def unsupported(recipe: Recipe) -> str:
@@ -162,17 +159,17 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
 
-def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe: Recipe) -> None:
+def _check(lhs: Array, rhs: Array | QTensor, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
             f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
-    weights = rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs
+    weights = rhs.qvalue if isinstance(rhs, QTensor) else rhs
     spec = recipe.fwd.rhs
-    if isinstance(rhs, ConvertedKernel) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
+    if isinstance(rhs, QTensor) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
         check_scales("ragged_dot", rhs, (0, 2))
-    arguments.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, ConvertedKernel) else {"rhs": rhs}))
+    pieces.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, QTensor) else {"rhs": rhs}))
     for name, operand in (("lhs", lhs), ("rhs", weights)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(

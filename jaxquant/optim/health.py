@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxquant.core.dtypes import ELEMENTS
-from jaxquant.core.paths import join_path
-from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.paths import join_path, leaves_by_path
 from jaxquant.optim.state import MOMENTS, Moments, QuantizedState, map_moments
 
 _E4M3 = ELEMENTS["float8_e4m3fn"]

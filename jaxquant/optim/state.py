@@ -13,9 +13,8 @@ import optax
 from jaxtyping import Array, Bool
 from optax import contrib
 
-from jaxquant.core.paths import join_path
+from jaxquant.core.paths import array_bytes, join_path, leaves_by_path, map_by_path
 from jaxquant.core.sharding import platform_of
-from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path
 from jaxquant.core.typed import nearest
 from jaxquant.kernels.optimizer_update.tuning import LANES, MOST
 from jaxquant.optim.codes import SCHEMES, Codec, Coded

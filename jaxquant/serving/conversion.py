@@ -21,14 +21,12 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict
 
-from jaxquant.backends._weights import fill_missing_input_scales
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import QTensor
 from jaxquant.inject import linen
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.nnx_converted import convert_nnx
-from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.trace.paths import replace_leaves
@@ -53,7 +51,7 @@ def convert(
 
     Returns:
       For variables: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an
-      ``input_scale`` beside it where the recipe scales activations by a static scale. Collections other than quant
+      ``input_scale`` where the recipe scales activations by a static scale. Collections other than quant
       state stay; boxes with names of axes do not. They run in the model that
       ``maybe_quantize_model(model, config, …)`` makes of a config with ``checkpoint_is_quantized`` true. For an NNX
       model: a converted model, ready to be called. What is given stays as it is.
@@ -82,7 +80,7 @@ def convert(
     found = linen.find_kernels(model, config, variables, *example_inputs, **example_kwargs)
     leaves: dict[Any, Any] = flatten_dict(variables["params"])
     kernels = {layer.name: layer.convert_stacked(leaves[layer.name]) for layer in found.values()}
-    params = store_kernels(replace_leaves(variables["params"], kernels))
+    params = replace_leaves(variables["params"], kernels)
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return {"params": params, **others}
 
@@ -136,18 +134,14 @@ def convert_each(
         if layer is None:
             yield path, np.asarray(read(("params", *path), ()))
         else:
-            tensor, scale = _convert_slices(layer, read)
-            yield path, tensor
-            if scale is not None:
-                yield scale_path(path), scale
+            yield path, _convert_slices(layer, read)
         if progress is not None:
             progress(join_path(path))
 
 
-def _convert_slices(layer: LayerKernel, read: Read) -> tuple[QTensor, np.ndarray | None]:
+def _convert_slices(layer: LayerKernel, read: Read) -> QTensor:
     """Convert a kernel layer by layer into arrays of its whole shape."""
-    made = layer.made.tensor, layer.made.input_scale
-    whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), made) if layer.stacked else None
+    whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), layer.made) if layer.stacked else None
     for index in itertools.product(*(range(layer.made.shape[axis]) for axis in layer.stacked)):
         at = dict(zip(layer.stacked, index, strict=True))
         place = tuple(at.get(axis, slice(None)) for axis in range(layer.made.ndim))
@@ -160,4 +154,4 @@ def _convert_slices(layer: LayerKernel, read: Read) -> tuple[QTensor, np.ndarray
             for into, one in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
                 into[place] = one
     assert whole is not None
-    return whole[0], fill_missing_input_scales(layer.path, layer.recipe, whole[1], layer.stacked)
+    return layer.filled(whole)

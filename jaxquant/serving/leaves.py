@@ -17,6 +17,7 @@ from jaxquant.formats.packing import PACKED_DTYPES
 
 _AS_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz")
 """Elements that are stored as uint8, because not every reader of safetensors files has a type for them."""
+_OPTIONAL = ("outer_shape", "input_shape", "block", "codec", "float_dtype", "read_as")
 _WIDE = ("int64", "uint64", "float64")
 
 
@@ -31,9 +32,10 @@ class Leaf:
       bytes: bytes on disk.
       scale_shape, scale_dtype: of a ``QTensor``.
       zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
-      outer_shape: of the outer scale, float32; None without one.
+      outer_shape, input_shape: of the outer scale and the input's, float32; None without one.
       block: of a ``QTensor`` whose shapes do not tell it.
       codec: of a ``QTensor`` in a tensor format, which has no scales; ``shape`` is that of its bytes.
+      float_dtype, read_as: ``dtype`` and ``read_as`` of a ``QTensor``.
     """
 
     path: str
@@ -45,11 +47,14 @@ class Leaf:
     scale_dtype: str | None = None
     zero_point: bool = False
     outer_shape: tuple[int, ...] | None = None
+    input_shape: tuple[int, ...] | None = None
     block: tuple[int, ...] | None = None
     codec: str | None = None
+    float_dtype: str | None = None
+    read_as: str | None = None
 
     def arrays(self) -> dict[str, Stored]:
-        """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has two to four."""
+        """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has one to five."""
         if self.role == "array":
             return {self.path: Stored(self.path, self.shape, self.dtype)}
         paths = {f"{self.path}/{name}": of for name, of in self._parts().items()}
@@ -58,26 +63,26 @@ class Leaf:
     def as_row(self) -> dict[str, Any]:
         """Return its fields for the manifest; what only some formats have is left out where it is not."""
         row = dataclasses.asdict(self)
-        return {name: value for name, value in row.items() if value or name not in ("outer_shape", "block", "codec")}
+        return {name: value for name, value in row.items() if value or name not in _OPTIONAL}
 
     def _parts(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return shape and dtype of each part of a ``QTensor``, in their order there."""
-        if self.codec is not None:
-            return {"qvalue": (self.shape, self.dtype)}
-        assert self.scale_shape is not None
-        assert self.scale_dtype is not None
-        parts = {"qvalue": (self.shape, self.dtype), "scale": (self.scale_shape, self.scale_dtype)}
+        parts: dict[str, Any] = {"qvalue": (self.shape, self.dtype)}
+        if self.codec is None:
+            parts["scale"] = (self.scale_shape, self.scale_dtype)
         if self.zero_point:
             parts["zero_point"] = (self.scale_shape, self.dtype)
-        if self.outer_shape is not None:
-            parts["outer_scale"] = (self.outer_shape, "float32")
+        for name, shape in (("outer_scale", self.outer_shape), ("input_scale", self.input_shape)):
+            if shape is not None:
+                parts[name] = (shape, "float32")
         return parts
 
     def assemble(self, arrays: Mapping[str, Any]) -> Any:
         """Build the leaf from its arrays by path."""
         if self.role == "array":
             return arrays[self.path]
-        return QTensor.of_parts({name: arrays[f"{self.path}/{name}"] for name in self._parts()}, self.block, self.codec)
+        parts = {name: arrays[f"{self.path}/{name}"] for name in self._parts()}
+        return QTensor(**parts, block=self.block, codec=self.codec, dtype=self.float_dtype, read_as=self.read_as)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +159,18 @@ def describe(path: str, leaf: Any) -> Leaf:
     described = Leaf(path, "array", dtype, shape, 0)
     if is_quantized:
         check(leaf, path)
-        outer = None if leaf.outer_scale is None else tuple(leaf.outer_scale.shape)
-        has_zero, rest = leaf.zero_point is not None, {"block": leaf.block, "codec": leaf.codec}
-        described = dataclasses.replace(described, role="quantized", zero_point=has_zero, outer_shape=outer, **rest)
+        shape_of = lambda part: None if part is None else tuple(part.shape)  # noqa: E731
+        described = dataclasses.replace(
+            described,
+            role="quantized",
+            zero_point=leaf.zero_point is not None,
+            outer_shape=shape_of(leaf.outer_scale),
+            input_shape=shape_of(leaf.input_scale),
+            block=leaf.block,
+            codec=leaf.codec,
+            float_dtype=leaf.dtype,
+            read_as=leaf.read_as,
+        )
         if leaf.codec is None:
             scale_dtype = _dtype_name(path, leaf.scale)
             described = dataclasses.replace(described, scale_shape=tuple(leaf.scale.shape), scale_dtype=scale_dtype)
@@ -203,7 +217,7 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
 def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = [name for name in ("role", "shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if "role" not in names:
-        more = ("scale_shape", "scale_dtype", "zero_point", "outer_shape", "block", "codec")
+        more = ("scale_shape", "scale_dtype", "zero_point", *_OPTIONAL)
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [
         f"{name} {getattr(stored, name)} in the checkpoint, {getattr(expected, name)} in the model" for name in names

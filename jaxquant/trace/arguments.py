@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import is_tensor
 from jaxquant.trace.paths import Name, leaf_names
 
 
@@ -61,13 +61,13 @@ def mark_static(tree: Any, numbers: bool = True, what: str = "") -> Any:
 
     def mark(leaf: Any) -> Any:
         is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)  # a bool is a switch
-        if (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_quantized(leaf) or (numbers and is_number):
+        if (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_tensor(leaf) or (numbers and is_number):
             return leaf
         if what and type(leaf).__hash__ is None:
             raise TypeError(f"{what} {leaf!r} is no array and cannot be hashed, got {type(leaf).__name__}")
         return Static.of(leaf)
 
-    return jax.tree.map(mark, tree, is_leaf=is_quantized)
+    return jax.tree.map(mark, tree, is_leaf=is_tensor)
 
 
 def restore_static(tree: Any) -> Any:
@@ -77,19 +77,14 @@ def restore_static(tree: Any) -> Any:
         value = leaf.value if isinstance(leaf, Static) else leaf
         return value.value if isinstance(value, ById) else value
 
-    return jax.tree.map(restore, tree, is_leaf=lambda leaf: isinstance(leaf, Static) or is_quantized(leaf))
+    return jax.tree.map(restore, tree, is_leaf=lambda leaf: isinstance(leaf, Static) or is_tensor(leaf))
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Any]:
     """Return the arrays of a marked tree, converted kernels whole, and its structure."""
-    return jax.tree.flatten(tree, is_quantized)
+    return jax.tree.flatten(tree, is_tensor)
 
 
 def array_names(structure: Any) -> list[Name]:
     """Return the path of every array of a structure."""
     return leaf_names(jax.tree.unflatten(structure, range(structure.num_leaves)))
-
-
-def is_quantized(leaf: Any) -> bool:
-    """Return whether a leaf of parameters is a converted kernel or a bare ``QTensor``."""
-    return isinstance(leaf, (ConvertedKernel, QTensor))

@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.backends import Backend
 from jaxquant.backends.base import Setup
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.converted import each_element
-from jaxquant.ops.dimensions import Dimensions, OpOptions, Product
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.implementation import select_implementation
 from jaxquant.trace.flow import Route
@@ -141,7 +141,7 @@ def _inner_shape(site: Contraction) -> tuple[int, ...]:
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
 
-def check_layout(site: Contraction, kernel: ConvertedKernel) -> None:
+def check_layout(site: Contraction, kernel: QTensor) -> None:
     """Refuse a converted kernel whose experts share their scale where the recipe's have their own, or the reverse.
 
     Raises:
@@ -149,9 +149,9 @@ def check_layout(site: Contraction, kernel: ConvertedKernel) -> None:
     """
     assert site.recipe is not None
     spec, shares = site.recipe.fwd.rhs, site.recipe.shares_experts
-    if not isinstance(spec, TensorSpec) or spec.granularity != "per_tensor" or kernel.tensor.codec is not None:
+    if not isinstance(spec, TensorSpec) or spec.granularity != "per_tensor" or kernel.codec is not None:
         return
-    counts = [kernel.tensor.scale.shape[axis] for axis in site.weight_axes[1] if kernel.shape[axis] > 1]
+    counts = [kernel.scale.shape[axis] for axis in site.weight_axes[1] if kernel.shape[axis] > 1]
     if counts and shares != all(n == 1 for n in counts):
         has = "a scale for each expert" if shares else "one scale for all experts"
         raise ValueError(
@@ -189,17 +189,18 @@ def contract(
     if site.split and not recipe.shares_experts:
         recipe = dataclasses.replace(recipe, expert_axes=tuple(name for names in site.split for name in names))
     backend, own = backend.runner(site.operation, recipe, site.dtype, bool(site.split)), {}
-    if not isinstance(operands[site.side], ConvertedKernel):
+    if not isinstance(operands[site.side], QTensor):
         own = dict(state)
     elif backend.name == "native":
         check_layout(site, operands[site.side])
     window = tuple((n, eqn.params[n]) for n in _CONVOLUTION) if site.operation == "conv_general_dilated" else ()
-    product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype, site.operation, window)
+    arithmetic = (eqn.params["precision"], eqn.outvars[0].aval.dtype)
+    setup = Setup(recipe, None, *arithmetic, site.operation, window, own, key, prepared, site.implementation)
     if site.operation != "dot_general":
         lhs, rhs, *sizes = operands
         for piece in ("quantize",) if sizes else ("dot_general", "quantize"):
             select_implementation(piece, site.implementation, lambda: f"{site.operation} has no kernel")
-        return backend.contract(lhs, rhs, product, Setup(recipe, own, key, OpOptions(site.implementation)), *sizes)
+        return backend.contract(lhs, rhs, setup, *sizes)
     dims = Dimensions.of(eqn.params["dimension_numbers"], *(x.ndim for x in operands))
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
     order = tuple(range(dims.out_ndim))
@@ -208,8 +209,8 @@ def contract(
     inner = dims if recipe.shares_experts else dims.of_element()
     place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
-    given = Setup(recipe, how=OpOptions(site.implementation, place, site.stored), prepared=prepared)
-    run = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner.numbers), given)
+    setup = dataclasses.replace(setup, numbers=inner.numbers, out_sharding=place, stored=site.stored)
+    run = functools.partial(_dot, backend, setup)
     lhs, rhs = operands
     out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)
     return out if site.side == 1 else jnp.transpose(out, order)
@@ -217,15 +218,14 @@ def contract(
 
 def _dot(
     backend: Backend,
-    product: Product,
-    given: Setup,
+    setup: Setup,
     activation: Array,
-    weight: Array | ConvertedKernel,
+    weight: Array | QTensor,
     key: RandomKey | None,
     state: dict[str, dict[str, Array]],
 ) -> Array:
-    spec = given.recipe.sparsity
-    if spec is not None and not isinstance(weight, ConvertedKernel):
-        weight = sparsity.sparsify(spec, product.numbers[0][1], weight, state[SPARSITY])
+    spec = setup.recipe.sparsity
+    if spec is not None and not isinstance(weight, QTensor):
+        weight = sparsity.sparsify(spec, setup.numbers[0][1], weight, state[SPARSITY])
     amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-    return backend.contract(activation, weight, product, dataclasses.replace(given, state=amaxes, key=key))
+    return backend.contract(activation, weight, dataclasses.replace(setup, state=amaxes, key=key))

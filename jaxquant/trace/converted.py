@@ -1,7 +1,7 @@
 """converted: parameters whose kernels are quantized already, run by the traced function that made them (``kernels``).
 
     leaf ── steps ──► weight as its op reads it ── the op's own quantization ──► QTensor ── steps undone ──► leaf
-    leaf (ConvertedKernel) ── the same steps, on qvalues and scales ──► contraction; no float kernel is made
+    leaf (QTensor) ── the same steps, on qvalues and scales ──► contraction; no float kernel is made
 
 ``analysis.py`` finds the steps, ``structure.py`` does them. A trace sees a converted kernel as a stand-in of the float
 shape and dtype.
@@ -21,7 +21,7 @@ from jaxquant.backends import Backend
 from jaxquant.backends._weights import check_converted
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Route
@@ -32,27 +32,21 @@ from jaxquant.trace.structure import dtype_read, steps_of
 Array = jax.Array
 
 
-def abstract_leaf(leaf: Any) -> Any:
-    """Return what a trace sees of a leaf: of a converted kernel, an array of its float shape, dtype and place."""
-    if not isinstance(leaf, ConvertedKernel):
-        return leaf
-    if leaf.tensor.codec is not None:
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-    return jax.eval_shape(lambda qvalue: qvalue.astype(leaf.dtype), leaf.tensor.qvalue)
-
-
-def reject_bare_qtensors(leaves: Sequence[Any]) -> None:
-    """Refuse quantized parameters that do not say for which float dtype they stand.
+def abstract_leaf(leaf: Any, path: str = "") -> Any:
+    """Return what a trace sees of a leaf: of a converted kernel, an array of its float shape, dtype and place.
 
     Raises:
-      TypeError: a leaf is part of a ``QTensor``.
+      TypeError: a ``QTensor`` without the float dtype for which it stands; names the path.
     """
-    if any(isinstance(each, QTensor) for each in leaves):
-        raise TypeError(
-            "params hold a QTensor, which does not say the float dtype that it stands for; make it a "
-            "jaxquant.core.qtensor.ConvertedKernel(tensor, dtype, input_scale), as the quantized function's "
-            "convert(params, quant_state, *args) does"
-        )
+    if not isinstance(leaf, QTensor):
+        return leaf
+    try:
+        dtype = jnp.dtype(leaf.float_dtype)
+    except TypeError as error:
+        raise TypeError(f"parameter {path!r} is {error}") from None
+    if leaf.codec is not None:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return jax.eval_shape(lambda qvalue: qvalue.astype(dtype), leaf.qvalue)
 
 
 def check_served(
@@ -73,14 +67,14 @@ def check_served(
       NotImplementedError: another operation reads one; names the layer and the operation.
       ValueError: a float weight, with ``must_be_converted``.
     """
-    converted = {index for index, leaf in enumerate(leaves) if isinstance(leaf, ConvertedKernel)}
+    converted = {index for index, leaf in enumerate(leaves) if isinstance(leaf, QTensor)}
     if not converted and not must_be_converted:
         return frozenset()
     stops = list(analysis.stops())
     for stop in stops:
         site = stop.site
         if stop.leaf in converted and site is not None and site.recipe is None:
-            dtype = leaves[stop.leaf].tensor.qvalue.dtype.name
+            dtype = leaves[stop.leaf].qvalue.dtype.name
             raise ValueError(
                 f"{layer_name(site.path)} has a converted kernel ({dtype}) and it stays in float ({site.reason})"
             )
@@ -108,7 +102,7 @@ def check_served(
     return frozenset(served)
 
 
-def _check_recipe(site: Contraction, kernel: ConvertedKernel, backend: Backend) -> None:
+def _check_recipe(site: Contraction, kernel: QTensor, backend: Backend) -> None:
     """Refuse a kernel that another recipe converted; one of a codec is checked by its own op.
 
     Raises:
@@ -119,7 +113,7 @@ def _check_recipe(site: Contraction, kernel: ConvertedKernel, backend: Backend) 
     if isinstance(right, TensorSpec) and right.codec is not None:
         return
     is_scaled = isinstance(left, TensorSpec) and left.scaling in ("delayed", "static")
-    has = kernel.tensor.qvalue.dtype.name, kernel.input_scale is not None
+    has = kernel.qvalue.dtype.name, kernel.input_scale is not None
     wanted = right.dtype if isinstance(right, TensorSpec) else "float", is_scaled
     texts = [f"{dtype} {'with an' if scaled else 'without an'} input_scale" for dtype, scaled in (has, wanted)]
     check_converted(site.path, texts[0], repr(site.recipe.name), texts[1])
@@ -129,14 +123,14 @@ def _check_recipe(site: Contraction, kernel: ConvertedKernel, backend: Backend) 
         check_converted(site.path, _scales(kernel), repr(site.recipe.name), _scales(made))
 
 
-def _scales(kernel: ConvertedKernel) -> str:
-    scale, outer = kernel.tensor.scale, kernel.tensor.outer_scale
+def _scales(kernel: QTensor) -> str:
+    scale, outer = kernel.scale, kernel.outer_scale
     return f"{scale.dtype.name} scales {tuple(scale.shape)}{'' if outer is None else f' and outer ones {outer.shape}'}"
 
 
-def _check_dtype(site: Contraction, weight: Route, kernel: ConvertedKernel) -> None:
+def _check_dtype(site: Contraction, weight: Route, kernel: QTensor) -> None:
     """Refuse a kernel that was quantized in another dtype than the one in which this call reads it."""
-    dtype = dtype_read(weight.steps, kernel.dtype)
+    dtype = dtype_read(weight.steps, kernel.float_dtype)
     if kernel.read_as not in (None, dtype):
         raise ValueError(
             f"{layer_name(site.path)} was converted for a kernel read in {kernel.read_as}, and this call reads it in "
@@ -144,7 +138,7 @@ def _check_dtype(site: Contraction, weight: Route, kernel: ConvertedKernel) -> N
         )
 
 
-def replay(eqn: Any, kernel: ConvertedKernel, evaluate: Any) -> ConvertedKernel:
+def replay(eqn: Any, kernel: QTensor, evaluate: Any) -> QTensor:
     """Do to a converted kernel what an equation of structure does to a float one.
 
     Args:
@@ -155,25 +149,24 @@ def replay(eqn: Any, kernel: ConvertedKernel, evaluate: Any) -> ConvertedKernel:
     Raises:
       NotImplementedError: the equation is no structure, or breaks the blocks of the kernel's scales.
     """
-    name, tensor = eqn.primitive.name, kernel.tensor
+    name, shape = eqn.primitive.name, kernel.shape
     if name in ("pvary", "pcast"):
         return jax.tree.map(lambda part: evaluate(eqn, [part])[0], kernel)
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
-        moved = dataclasses.replace(tensor, qvalue=evaluate(eqn, [tensor.qvalue])[0])
-        return dataclasses.replace(kernel, tensor=moved)
+        return dataclasses.replace(kernel, qvalue=evaluate(eqn, [kernel.qvalue])[0])
     if (steps := steps_of(eqn)) is None:
-        raise NotImplementedError(f"{name} of a converted kernel of shape {kernel.shape}")
+        raise NotImplementedError(f"{name} of a converted kernel of shape {shape}")
     for step in steps:
         try:
             kernel = step(kernel)
         except BlocksError as error:
-            raise NotImplementedError(f"{name} of a converted kernel of shape {tensor.shape}: {error}") from None
+            raise NotImplementedError(f"{name} of a converted kernel of shape {shape}: {error}") from None
     return kernel
 
 
 def part_specs(leaf: Any, spec: Any) -> Any:
     """Return the partition specs of a kernel's parts from that of the float one: none along shared axes."""
-    if not isinstance(leaf, ConvertedKernel):
+    if not isinstance(leaf, QTensor):
         return spec
 
     def fit(part: Array) -> PartitionSpec:
@@ -185,7 +178,7 @@ def part_specs(leaf: Any, spec: Any) -> Any:
 
 def part_shardings(leaf: Any, sharding: Any) -> Any:
     """Return the shardings of a kernel's parts from that of the float one; as ``part_specs``."""
-    if not isinstance(leaf, ConvertedKernel) or sharding is None:
+    if not isinstance(leaf, QTensor) or sharding is None:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None

@@ -22,7 +22,7 @@ from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state.table import Tables, layers_of, make_state
@@ -147,7 +147,7 @@ class Engine:
 
     def convert(
         self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: Any
-    ) -> tuple[dict[paths.Name, ConvertedKernel], dict[str, str]]:
+    ) -> tuple[dict[paths.Name, QTensor], dict[str, str]]:
         """Quantize the weight of every layer as the training forward does; as ``find_kernels``.
 
         Returns:
@@ -270,8 +270,8 @@ class Engine:
     def _trace(self, fn: Function, params: Any, args: Any, prefix: paths.Name = (), is_kept: bool = True) -> Traced:
         """Trace and analyse a function of marked arguments; with ``is_kept``, once for those of the same shapes."""
         leaves, structure = split_arrays(params)
-        converted.reject_bare_qtensors(leaves)
-        seen, own = jax.tree.unflatten(structure, map(converted.abstract_leaf, leaves)), array_names(structure)
+        own = array_names(structure)
+        seen = jax.tree.unflatten(structure, map(converted.abstract_leaf, leaves, map("/".join, own)))
         make = self._make_jaxpr if is_kept else self._new_make_jaxpr()
         closed, outputs = make(fn, seen, args)
         place = id(closed.jaxpr), prefix, registered()
@@ -342,10 +342,10 @@ class Engine:
             state = self.dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
         layer = layer_name(site.path)
         weight = operands[site.side]
-        if isinstance(weight, ConvertedKernel):
+        if isinstance(weight, QTensor):
             operands[site.side] = refuse_gradient(f"{layer} has a converted kernel, {NOT_TRAINED}", weight)
         operands = [
-            each if isinstance(each, ConvertedKernel) or index > 1 else reverse_only(layer, each)
+            each if isinstance(each, QTensor) or index > 1 else reverse_only(layer, each)
             for index, each in enumerate(operands)
         ]
         with self._scope(site):

@@ -23,7 +23,7 @@ from jaxquant.config.backends import BackendName
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.delayed import merge_states
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import HISTORY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.trace.analysis import Analysis
@@ -68,18 +68,18 @@ class _Job:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -> ConvertedKernel:
-    def convert(weight: Array, state: Any) -> ConvertedKernel:
+def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -> QTensor:
+    dtype = leaf.dtype.name
+
+    def convert(weight: Array, state: Any) -> QTensor:
         quantize = load(job.backend).quantize_weight
-        tensor, scale = quantize(job.operation, job.recipe, weight, job.axes, state, job.batch)
-        if scale is not None and job.operation != "ragged_dot_general":
-            scale = scale.reshape((1,) * weight.ndim)
-        return ConvertedKernel(tensor, leaf.dtype.name, scale)
+        tensor = quantize(job.operation, job.recipe, weight, job.axes, state, job.batch)
+        return dataclasses.replace(tensor, dtype=dtype, read_as=dtype_read(job.steps, dtype))
 
     return run_steps(job.steps, convert, leaf, state)
 
 
-def as_converted(backend: Backend, site: Contraction, leaf: Any) -> ConvertedKernel | None:
+def as_converted(backend: Backend, site: Contraction, leaf: Any) -> QTensor | None:
     """Return the shapes of the kernel that a leaf is converted to; None where that needs quant state or a mask.
 
     Args:
@@ -119,13 +119,13 @@ class LayerKernel:
     axes: tuple[int, ...]
     stacked: tuple[int, ...]
     shape: tuple[int, ...]
-    made: ConvertedKernel
+    made: QTensor
     _whole: _Job
     _one: _Job
 
     @classmethod
     def of(
-        cls, site: Contraction, job: _Job, leaf: Any, name: tuple[str, ...], states: Any, made: ConvertedKernel
+        cls, site: Contraction, job: _Job, leaf: Any, name: tuple[str, ...], states: Any, made: QTensor
     ) -> LayerKernel:
         try:
             steps, stacked = sliced(job.steps, len(site.stack))
@@ -142,7 +142,7 @@ class LayerKernel:
     def recipe(self) -> Recipe:
         return self._whole.recipe
 
-    def convert(self, kernel: Array, states: Sequence[Mapping[str, Any]] = ()) -> tuple[QTensor, Array | None]:
+    def convert(self, kernel: Array, states: Sequence[Mapping[str, Any]] = ()) -> QTensor:
         """Convert the kernel of one of the stacked layers.
 
         Args:
@@ -150,26 +150,31 @@ class LayerKernel:
           states: the layer's part of ``states``.
 
         Returns:
-          The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
-          recipe has one and its tensor was never seen).
+          The kernel, with an ``input_scale`` of 0 where the recipe has a static one and its tensor was never seen.
 
         Raises:
           ValueError: NaN or infinity in the kernel.
         """
         self._check_finite(kernel)
-        made = _convert(self._one, kernel, _joined(states))
-        return made.tensor, made.input_scale
+        return _convert(self._one, kernel, _joined(states))
 
-    def convert_stacked(self, leaf: Array) -> ConvertedKernel:
+    def convert_stacked(self, leaf: Array) -> QTensor:
         """Convert the parameter, all its layers at once, by ``states``, which must be arrays.
 
         Raises:
           ValueError: the recipe has a static scale for an activation that was never seen; NaN or infinity in the leaf.
         """
         self._check_finite(leaf)
-        kernel = _convert(self._whole, leaf, _joined(self.states))
+        return self.filled(_convert(self._whole, leaf, _joined(self.states)))
+
+    def filled(self, kernel: QTensor) -> QTensor:
+        """Return the whole converted parameter with the static scales of experts that never got a row filled in.
+
+        Raises:
+          ValueError: the recipe has a static scale for an activation that was never seen.
+        """
         scale = fill_missing_input_scales(self.path, self.recipe, kernel.input_scale, self.stacked)
-        return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
+        return dataclasses.replace(kernel, input_scale=scale)
 
     def _check_finite(self, kernel: Array) -> None:
         """Refuse what a converted kernel would hide; under jit there is no telling."""
@@ -252,7 +257,7 @@ def find_kernels(
     for index, ways in jobs.items():
         path = next(iter(ways.values())).path
         stops = [stop.operation for stop in analysis.stops() if stop.leaf == index]
-        if isinstance(leaves[index], ConvertedKernel):
+        if isinstance(leaves[index], QTensor):
             continue
         if stops:
             reasons[path] = f"{stops[0]} reads its weight, too"

@@ -13,8 +13,8 @@ import jax
 from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
+from jaxquant.core.qtensor import is_tensor
 from jaxquant.state.table import Tables
-from jaxquant.trace.arguments import is_quantized
 from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine
 from jaxquant.trace.paths import replace_leaves
@@ -148,7 +148,7 @@ class QuantizedFunction:
           args, kwargs: as of a call; the quant state is that of training or calibration, arrays may be as for ``init``.
 
         Returns:
-          The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted.
+          The parameters, with a ``QTensor`` for the leaf of every layer that is converted.
 
         Raises:
           ValueError: quant state that is missing, or has not seen what a static scale must know.
@@ -156,7 +156,7 @@ class QuantizedFunction:
         """
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         found, _ = self.engine.convert(fn, params, tuple(rest), _checked(quant_state))
-        return replace_leaves(params, found, is_quantized)
+        return replace_leaves(params, found, is_tensor)
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """List every contraction of the function, with its recipe or the reason for which it is in float.

@@ -19,7 +19,7 @@ from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
 
-from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import LayerState
 from jaxquant.core.rounding import Seed, fold
 from jaxquant.core.sharding import platform_of
@@ -75,7 +75,7 @@ class Rewriter:
             site, inner = plan.sites.get(index), plan.inner.get(index, [])
             chosen = int(site is not None and site.recipe is not None) + sum(len(each.chosen) for each in inner)
             has_loop = index not in plan.programs and any(each.has_loop for each in inner)
-            if chosen or has_loop or any(isinstance(each, ConvertedKernel) for each in ins):
+            if chosen or has_loop or any(isinstance(each, QTensor) for each in ins):
                 own = noise and _part(noise, seen, chosen)
                 seen += chosen
                 program = plan.programs.get(index)
@@ -164,7 +164,7 @@ class Rewriter:
         reading = site.reading
         if reading is None or self._share is None or site.side is None:
             return None
-        if isinstance(ins[site.side], ConvertedKernel) or platform_of(ins[1 - site.side]) == "tpu":
+        if isinstance(ins[site.side], QTensor) or platform_of(ins[1 - site.side]) == "tpu":
             return None
         if reading not in shared:
             given = [states[key] for key in reading.keys]
@@ -174,7 +174,7 @@ class Rewriter:
     def _jit(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
         (plan,), inner, params = plans, called(eqn), eqn.params
-        kinds = tuple(isinstance(each, ConvertedKernel) for each in ins)
+        kinds = tuple(isinstance(each, QTensor) for each in ins)
         cached = (id(inner), plan.signature, kinds, noise is None)
         if cached not in self._jits:
             keys, body = list(plan.stacks), self._body(plan, inner)
@@ -203,7 +203,7 @@ class Rewriter:
         (plan,), params = plans, eqn.params
         consts, carries = scan_counts(params)
         given, carry, slices = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
-        slices = [each.stacked((params["length"],)) if isinstance(each, ConvertedKernel) else each for each in slices]
+        slices = [each.stacked((params["length"],)) if isinstance(each, QTensor) else each for each in slices]
         over = [each for each, stack in plan.stacks.items() if any(level == plan.level for level, _ in stack)]
         fixed = {each: states[each] for each in plan.stacks if each not in over}
         evaluate = self._body(plan, params["jaxpr"])

@@ -6,7 +6,6 @@ made of the weight: this is how a weight that was quantized as its op reads it g
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.core.blocks import BlocksError, Shape, axis_groups
-from jaxquant.core.qtensor import ConvertedKernel, stacked_blocks
+from jaxquant.core.qtensor import QTensor, stacked_blocks
 from jaxquant.ops.gradients import REVERSE_ONLY
 
 
@@ -36,7 +35,7 @@ class Step(NamedTuple):
     def __call__(self, x: Any) -> Any:
         return getattr(x, self.method)(self.argument)
 
-    def undo(self, kernel: ConvertedKernel) -> ConvertedKernel:
+    def undo(self, kernel: QTensor) -> QTensor:
         """Undo the step on a kernel; casts stay."""
         if self.method == "transpose":
             return kernel.transpose(tuple(map(int, np.argsort(self.argument))))
@@ -110,10 +109,9 @@ def run_steps(steps: Sequence[Step], compute: Callable[..., Any], leaf: Any, *re
     step, later = steps[0], steps[1:]
     if step != MAP:
         made = run_steps(later, compute, step(leaf), *rest)
-        return step.undo(made) if isinstance(made, ConvertedKernel) else made
+        return step.undo(made) if isinstance(made, QTensor) else made
     made = jax.vmap(lambda *each: run_steps(later, compute, *each))(leaf, *rest)
-    is_kernel = isinstance(made, ConvertedKernel)
-    return dataclasses.replace(made, tensor=stacked_blocks(made.tensor, [0])) if is_kernel else made
+    return stacked_blocks(made, [0]) if isinstance(made, QTensor) else made
 
 
 def dtype_read(steps: Sequence[Step], dtype: str) -> str:

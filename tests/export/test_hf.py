@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxquant.compat.max import QuantizationEncoding
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import dequantize
 from jaxquant.export import hf
 from jaxquant.export.hf import read_quantization
 from jaxquant.ops.dot_general import dot_general
@@ -256,8 +257,9 @@ def test_recipes_of_zero_points_and_of_static_scales_above_tiles_compute_what_ch
     code = np.clip(np.abs(tiles).max(-1, keepdims=True) / 6 / outer, 0, 448).astype(ml_dtypes.float8_e4m3fn)
     step = code.astype(np.float32) * outer
     codes = np.clip(tiles / step, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    kernel = quantize_kernel(w, (0,), recipe=recipe)
-    served = dot_general(x, ConvertedKernel(kernel, "float32", jnp.full(1, outer)), product, recipe=recipe)
+    kernel = quantize_kernel(w, (0,), recipe=recipe).astype("float32")
+    kernel = dataclasses.replace(kernel, input_scale=jnp.full((1, 1), outer))
+    served = dot_general(x, kernel, product, recipe=recipe)
     inputs, weights = (codes * step).reshape(5, 64), np.asarray(dequantize(kernel))
     assert (np.abs(served - inputs @ weights) <= dot_bound(inputs, weights)).all()
     assert np.abs(inputs).max() <= 2.01 < np.abs(x).max()

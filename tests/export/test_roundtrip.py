@@ -26,7 +26,7 @@ from jaxquant.export.hf.recipe import to_recipe
 from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
-from jaxquant.export.source import Kept
+from jaxquant.export.source import ScaledElements
 from jaxquant.export.vocabulary import of_tokenizer_json
 from jaxquant.formats import codec
 from tests.export.models import SHAPE, source, tensors
@@ -173,17 +173,17 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
         ((100, 60), (1, 1), None),
     ):
         given = tensor(shape, counts, block)
-        elements, scale, outer = Kept.of(given, fp8)
+        elements, scale, outer = ScaledElements.of(given, fp8)
         assert (elements.shape, scale.shape, outer.tolist()) == (shape, tuple(-(-n // 128) for n in shape), 1)
         expected = np.kron(given.scale, np.ones(given.blocks))[: shape[0], : shape[1]]
         np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[: shape[0], : shape[1]], expected)
-        assert Kept.of(given, nvfp4) is None
+        assert ScaledElements.of(given, nvfp4) is None
     for shape, counts, block in (
         ((256, 256), (4, 4), None),
         ((300, 256), (300, 1), None),
         ((384, 256), (4, 2), (96, 128)),
     ):
-        assert Kept.of(tensor(shape, counts, block), fp8) is None
+        assert ScaledElements.of(tensor(shape, counts, block), fp8) is None
 
 
 def test_the_container_is_the_librarys(written):

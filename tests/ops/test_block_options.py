@@ -10,7 +10,6 @@ import pytest
 
 from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
@@ -105,8 +104,8 @@ def test_scale_fmt_is_that_of_checkpoints():
 def test_what_is_converted_serves_the_training_forward(config):
     x, w, g = operands("bfloat16")
     chosen = recipe(config)
-    tensor, scale = load("native").quantize_weight("dot_general", chosen, w, (0,), {})
+    tensor = load("native").quantize_weight("dot_general", chosen, w, (0,), {})
     scales = np.asarray(tensor.scale, F32)
     np.testing.assert_array_equal(scales, np.exp2(np.round(np.log2(scales))))
-    served = dot_general(x, ConvertedKernel(tensor, "bfloat16", scale), NUMBERS, recipe=chosen)
+    served = dot_general(x, tensor.astype("bfloat16"), NUMBERS, recipe=chosen)
     np.testing.assert_array_equal(step(chosen, x, w, g)[0], served)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.backends import load
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general, initial_state
-from jaxquant.ops.operand import input_scale, quantize_kernel
 from tests import numerics
 
 OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
@@ -97,8 +97,7 @@ def converted(recipe, w):
     state = initial_state(recipe)
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(4.0)
-    tensor = quantize_kernel(w, (0,), recipe=recipe, state=state)
-    return ConvertedKernel(tensor, w.dtype.name, input_scale(recipe, state))
+    return load("native").quantize_weight("dot_general", recipe, w, (0,), state).astype(w.dtype.name)
 
 
 @pytest.mark.parametrize("name", ["int8w", "fp8", "fp8_block", "nvfp4"])
@@ -107,7 +106,7 @@ def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one
     recipe, numbers, x, grad = DISTINCT[name], (((0,), (0,)), ((), ())), normal((32, 24)), normal((24, 16), 2)
     weight = converted(recipe, normal((32, 16), 1))
     run = lambda a, b: dot_general(a, b, numbers, recipe=recipe)  # noqa: E731
-    exact = lambda a: jax.lax.dot_general(a, dequantize(weight.tensor), numbers, precision="highest")  # noqa: E731
+    exact = lambda a: jax.lax.dot_general(a, dequantize(weight), numbers, precision="highest")  # noqa: E731
     wanted, bound = jax.vjp(exact, x)[1](grad)[0], (numerics.SMALL_SUM_RTOL, numerics.SMALL_SUM_ATOL)
     both = jax.jit(lambda a, b: jax.vjp(run, a, b)[1](grad)[0])(x, weight)
     for found in (both, jax.vjp(lambda a: run(a, weight), x)[1](grad)[0]):

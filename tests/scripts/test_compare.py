@@ -14,7 +14,6 @@ from train.report import (
     comparison_rows,
     find_baseline,
     health_maps,
-    kind_of,
     load_runs,
     render,
 )
@@ -113,16 +112,10 @@ def test_health_is_drawn_where_it_was_measured(tmp_path):
         assert len(figure.data) == 3
         for heat in figure.data:
             assert [*heat.x] == ["20", "40", "60", "80", "100"]
-            assert [*heat.y][:2] == ["0 self_attention/query", "0 self_attention/out"]
+            assert [*heat.y][:2] == ["layers/self_attention/query, layer 0", "layers/self_attention/out, layer 0"]
     assert [*found["SQNR"].data[0].z[-1]] == [29, 28, 27, 26, 25]
     assert [*found["Saturated"].data[2].text[-1]] == [0.02, 0.04, 0.06, 0.08, 0.1]
     assert "of 2 sequences a batch" in render([plain, fp8])
-
-
-def test_a_matmul_with_one_float_operand_is_coloured_as_float():
-    assert kind_of("int8 × int8") == kind_of("float, int8 × int8") == "int"
-    assert kind_of("float8_e5m2 × float8_e4m3fn") == kind_of("int4 × float8_e4m3fn") == "low"
-    assert kind_of("float (float8_e4m3fn dequantized)") == kind_of("float") == kind_of("") == "float"
 
 
 def test_names_are_escaped(tmp_path):

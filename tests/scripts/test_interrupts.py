@@ -13,7 +13,7 @@ from train.__main__ import main
 
 COMMANDS: dict[str, list[str]] = {
     "train.conversion.convert_run": ["convert", "a", "--out", "b"],
-    "train.completing.open_served": ["serve", "a", "--prompt", "b"],
+    "train.cli.open_served": ["serve", "a", "--prompt", "b"],
     "train.serving.contenders": ["evaluate", "a"],
     "train.__main__.read_config": ["a.yml"],
 }

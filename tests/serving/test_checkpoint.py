@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jaxquant.core.paths import tree_bytes
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.trees import tree_bytes
 from jaxquant.formats.packing import PACKED_DTYPES
 from jaxquant.serving import placement
 from jaxquant.serving.checkpoint import load, read_manifest, save

@@ -55,7 +55,7 @@ def test_an_nnx_model_through_the_disk(tmp_path):
     assert {(D, D), (3, D, D)}.isdisjoint(leaf.shape for leaf in jax.tree.leaves(nnx.state(served, nnx.Param)))
     params = serving.nnx_params(served)
     assert is_tensor(params["layers"]["mix"]["kernel"])
-    assert params["layers"]["mix"]["input_scale"].shape == (3, 1, 1, 1)
+    assert params["layers"]["mix"]["kernel"].input_scale.shape == (3, 1, 1, 1)
     serving.save(tmp_path / "served", params, config)
 
     def skeleton():
@@ -64,22 +64,6 @@ def test_an_nnx_model_through_the_disk(tmp_path):
     loaded = nnx.eval_shape(skeleton)
     serving.update_nnx(loaded, serving.load(tmp_path / "served").params)
     np.testing.assert_array_equal(served(X), loaded(X))
-    loaded = nnx.eval_shape(skeleton)
-    serving.update_nnx(loaded, as_parts(params))
-    np.testing.assert_array_equal(served(X), loaded(X))
-
-
-def as_parts(tree):
-    """Spell converted kernels as NNX models held them before: mappings of parts, the input's scale among them."""
-    return {
-        name: value.parts | {"input_scale": tree["input_scale"]}
-        if is_tensor(value)
-        else as_parts(value)
-        if isinstance(value, dict)
-        else value
-        for name, value in tree.items()
-        if name != "input_scale"
-    }
 
 
 class Stateful(nnx.Module):
@@ -209,7 +193,7 @@ def test_calibration_gives_the_scales_of_what_was_seen():
     found = calibrate(variables, config, [X, 3 * X, X], model=model)
     twice = convert(found, config, X, model=model)["params"]["layers"]
     inputs = recorded(jnp.abs(3 * X).max())
-    np.testing.assert_allclose(twice["query"]["input_scale"][0].ravel(), inputs / 448, rtol=1e-6)
+    np.testing.assert_allclose(twice["query"]["kernel"].input_scale[0].ravel(), inputs / 448, rtol=1e-6)
     kernels = variables["params"]["layers"]["query"]["kernel"]
     for layer in range(3):
         expected = recorded(jnp.abs(kernels[layer]).max()) / 448

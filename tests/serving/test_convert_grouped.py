@@ -56,7 +56,7 @@ def test_experts_in_tiles_are_served_as_trained(string):
 
     q = jaxquant.quantize(lambda p, x: jax.lax.scan(layer, x, p["experts"])[0], config)
     converted = q.convert(params, {}, x)
-    assert converted["experts"].tensor.qvalue.dtype.itemsize == 1
+    assert converted["experts"].qvalue.dtype.itemsize == 1
     np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), jax.jit(q)(params, {}, x))
 
 
@@ -121,6 +121,6 @@ def test_an_expert_that_never_got_rows_takes_the_input_scale_of_the_others(way):
         seen = jax.grad(lambda v: model.apply(v, x).sum())(variables)
         given = {"params": variables["params"], OWG: state.update(variables[OWG], seen[OWG])}
         with pytest.warns(UserWarning, match=told):
-            scale = convert(given, config, x, model=LinenExperts())["params"]["experts"]["input_scale"]
+            scale = convert(given, config, x, model=LinenExperts())["params"]["experts"]["kernel"].input_scale
     first, empty, last = scale.ravel()
     assert empty == max(first, last) > min(first, last) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -27,13 +28,18 @@ def quantized(
     return QTensor(elements(shape), scales, elements(scale) if zero_point else None)
 
 
+def converted(tensor: QTensor) -> QTensor:
+    """Make it a parameter that has a static scale of its input."""
+    return dataclasses.replace(tensor, input_scale=jnp.full((4, 1, 1), 0.5), dtype="float32", read_as="bfloat16")
+
+
 def every_kind() -> dict[str, Any]:
     """Give a tree with every element type: odd sizes, tiles, zero points, floats, and keys of any text."""
     return {
         "elements": {dtype: {"kernel": quantized(dtype, (3, 6, 5), (3, 1, 5))} for dtype in ELEMENTS},
         "layers": {
             "mlp": {
-                "wi_0": {"kernel": quantized("int4", (4, 8, 6), (4, 2, 6)), "input_scale": jnp.float32(0.5)},
+                "wi_0": {"kernel": converted(quantized("int4", (4, 8, 6), (4, 2, 6)))},
                 "wo": {"kernel": quantized("int8", (4, 6, 8), (4, 1, 8), zero_point=True)},
                 "odd": {"kernel": quantized("int4", (7,), (1,), zero_point=True)},
             },

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from tests.serving import models
 from tests.trace.functions import CURRENT, FP8, normal
 
 
 def is_kernel(leaf):
-    return isinstance(leaf, ConvertedKernel)
+    return isinstance(leaf, QTensor)
 
 
 def kernels(tree):
@@ -60,8 +60,8 @@ def test_experts_are_converted_each_by_itself():
 
     p, x = {"experts": normal(0, 3, 2, 8, 8), "last": normal(1, 8, 4, 2)}, normal(2, 2, 5, 8)
     _, converted = served(fn, FP8, p, x)
-    assert converted["experts"].tensor.scale.shape == (3, 2, 1, 1)
-    assert converted["last"].tensor.scale.shape == (1, 1, 2)
+    assert converted["experts"].scale.shape == (3, 2, 1, 1)
+    assert converted["last"].scale.shape == (1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_experts_are_converted_each_by_itself():
 def test_gradients_of_convolutions_and_ragged_matmuls(fn, kernel, x):
     """Those of the dequantized kernel."""
     q, converted = served(fn, {"quantization": "int8", "quant_backend": "native"}, {"w": kernel}, x)
-    floats = {"w": dequantize(converted["w"].tensor)}
+    floats = {"w": dequantize(converted["w"])}
     y, back = jax.vjp(lambda x: q(converted, {}, x), x)
     _, expected = jax.vjp(lambda x: fn(floats, x), x)
     grad = normal(2, *y.shape)
@@ -153,7 +153,7 @@ def test_a_weight_that_a_loop_changes_stays_float():
     p, x, q = {"w": normal(0, 16, 16), "v": normal(1, 16, 16)}, normal(2, 4, 16), jaxquant.quantize(fn, CURRENT)
     with pytest.warns(UserWarning, match="stay in float .*a loop that changes it"):
         served = q.convert(p, {}, x)
-    assert not isinstance(served["w"], ConvertedKernel)
+    assert not isinstance(served["w"], QTensor)
     np.testing.assert_array_equal(q(served, {}, x), q(p, {}, x))
 
 

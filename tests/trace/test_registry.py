@@ -94,7 +94,7 @@ def test_a_converted_kernel_runs_in_it():
     register_function(own_dense)
     quantized = jaxquant.quantize(FN, CURRENT)
     converted = quantized.convert(P, {}, X)
-    assert {type(leaf["kernel"]).__name__ for leaf in converted.values()} == {"ConvertedKernel"}
+    assert {type(leaf["kernel"]).__name__ for leaf in converted.values()} == {"QTensor"}
     assert np.array_equal(quantized(converted, {}, X), quantized(P, {}, X))
 
 

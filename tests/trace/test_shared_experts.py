@@ -92,7 +92,7 @@ def test_converted_kernels_have_one_scale_and_the_bits_of_training():
     q, own = jaxquant.quantize(experts, FP8 | SHARE), jaxquant.quantize(experts, FP8)
     quant_state = filled(q.init(P, X))
     converted = q.convert(P, quant_state, X)
-    assert {path: kernel.tensor.scale.shape for path, kernel in converted.items()} == {
+    assert {path: kernel.scale.shape for path, kernel in converted.items()} == {
         "scanned": (2, 1, 1, 1), "last": (1, 1, 1), "ragged": (1, 1, 1),
     }  # fmt: skip
     np.testing.assert_array_equal(jax.jit(q)(converted, {}, X), jax.jit(q)(P, quant_state, X))

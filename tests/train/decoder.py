@@ -7,7 +7,7 @@ import numpy as np
 
 from train.config import TrainConfig
 from train.model import DecoderConfig
-from train.quantized import Model, make_model
+from train.step import Model, make_model
 
 SHAPE = DecoderConfig(64, 32, 64, 2, 4, 2, 16)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)

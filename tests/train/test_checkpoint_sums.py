@@ -80,7 +80,7 @@ def test_no_flipped_bit_is_silent_and_what_is_whole_comes_back(run: Path):
         for bit in {0, bits // 3, bits // 2 + 1, bits - 1} if bits else ():
             flip(path, bit)
             with pytest.raises(ValueError, match=r"copy the folder again" if path.name == NAME else path.name):
-                sums.check_sums(folder)
+                sums.check_checkpoint_sums(folder)
             if path == folder / sums.DATA:
                 with pytest.raises(ValueError, match="data/metadata has changed"):
                     config_of(folder)
@@ -135,8 +135,8 @@ def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage
 def test_a_checkpoint_gets_its_name_with_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One that was killed while it was summed is none, and orbax clears it away."""
     named = []
-    write = sums.write_sums
-    monkeypatch.setattr(sums, "write_sums", lambda folder: [named.append(folder.name), write(folder)])
+    write = sums.write_checkpoint_sums
+    monkeypatch.setattr(sums, "write_checkpoint_sums", lambda folder: [named.append(folder.name), write(folder)])
     with Checkpoints(tmp_path, TrainConfig()) as checkpoints:
         checkpoints.save(1, make_state(1), None)
         checkpoints.wait()
@@ -151,7 +151,7 @@ def test_each_process_reads_its_share_and_tells_the_damage(
     flip(_data(folder), 99)
     for share in range(3):
         try:
-            sums.check_sums(folder, None, share, 3)
+            sums.check_checkpoint_sums(folder, None, share, 3)
         except ValueError:
             found.append(share)
     assert len(found) == 1

@@ -79,14 +79,6 @@ def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, caps
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/data/books.txt", "text"), ("rows.jsonl", "jsonl"), ("a/b.parquet", "parquet")]
-)
-def test_a_path_for_a_dataset_is_answered_with_the_two_fields(path, kind, capsys):
-    assert main([str(ROOT / "configs/models/ci.yml"), f"dataset={path}"]) == 2
-    assert capsys.readouterr().err == f"error: dataset {path!r} is a path; write dataset={kind} dataset_path={path}\n"
-
-
 def test_missing_file_is_refused(capsys):
     assert main(["nowhere.yml"]) == 2
     assert "nowhere.yml" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxquant import serving
-from jaxquant.core.trees import tree_bytes
+from jaxquant.core.paths import tree_bytes
 from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
 from train.checkpoint import Checkpoints, write_config

@@ -85,7 +85,7 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
     ]
     words = [str(ROOT / "configs/models/ci.yml"), *words, f"run_dir={copy}", f"steps={STEPS + 3}"]
     with monkeypatch.context() as patch:
-        patch.setattr(sums, "write_sums", fail)
+        patch.setattr(sums, "write_checkpoint_sums", fail)
         assert main(words) == 1
     message = capfd.readouterr().err.strip()
     assert message.splitlines()[-1].startswith(f"error: run {copy} cannot be written (")

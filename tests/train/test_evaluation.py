@@ -98,12 +98,10 @@ def test_an_unquantized_run_has_no_row_of_a_trained_model(finished: Any):
     assert list(found) == ["float"]
 
 
-def test_command(run: Path, served: list[Path], rows: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "rows.json"
-    assert main(["evaluate", str(run), *map(str, served), "--out", str(out)]) == 0
+def test_command(run: Path, served: list[Path], rows: Any, capsys: pytest.CaptureFixture[str]):
+    assert main(["evaluate", str(run), *map(str, served)]) == 0
     names = ["float", "trained", *(f"served: {folder}" for folder in served)]
-    assert [row["model"] for row in json.loads(out.read_text())] == names
-    assert json.loads(out.read_text()) == list(rows.values())
+    assert [row["model"] for row in rows.values()] == names
     text, err = capsys.readouterr()
     assert err == ""
     for row in rows.values():

@@ -11,8 +11,8 @@ import tokenizers
 
 from jaxquant import serving
 from jaxquant.config.loader import load_yaml
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
 from tests.numerics import RECIPROCAL
 from train.__main__ import main
@@ -56,7 +56,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     tokens = open_served(tmp_path / "again").tokenizer
     assert tokens.encode_prompt("é a\n").tolist() == [256, 0xC3, 0xA9, 32, 97, 10]
     assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
-    with pytest.raises(FileExistsError, match="exists; choose another folder"):
+    with pytest.raises(FileExistsError, match="exists; choose another name"):
         import_to_run(tmp_path / "hf", tmp_path / "again")
 
 
@@ -96,8 +96,17 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
             elements = np.asarray(one.qvalue).reshape(weight.shape[::-1]).T
             np.testing.assert_array_equal(elements.view(np.uint8), stored.elements.view(np.uint8))
             if string == "fp8":
-                scale = float(leaves[f"layers/{path}/input_scale"][layer].reshape(()))
+                scale = float(kernel.input_scale[layer].reshape(()))
                 assert scale == read.tensors(name)[".input_scale"].reshape(())
+
+
+def test_a_weight_of_another_format_gets_its_own_scale_under_a_delayed_recipe(run, tmp_path):
+    export_run(run, tmp_path / "hf", "modelopt_nvfp4", say=quiet)
+    import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS | {"quantization": "fp8"})
+    kernel = open_served(tmp_path / "served").params["layers"]["mlp"]["wo"]["kernel"]
+    for layer in (0, 1):
+        weight = HfFolder(tmp_path / "hf").read(f"model.layers.{layer}.mlp.down_proj.weight")
+        np.testing.assert_allclose(kernel.scale[layer].ravel(), np.abs(weight).max() / 448, rtol=2**-7)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from tests.conftest import optimize_little
 from tests.train.conftest import train
 from train.config import TrainConfig
 from train.conversion import convert_run
-from train.experts import Experts
 from train.generate import Prompt
-from train.model import DecoderConfig
+from train.model import DecoderConfig, Experts
 from train.serving import open_served
 
 _NAMES = ("wi_0", "wi_1", "wo")

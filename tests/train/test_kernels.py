@@ -1,7 +1,6 @@
 """A run whose casts and matmuls are kernels, without a TPU."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -22,9 +21,8 @@ def test_a_run_with_kernels_learns_as_xlas_and_says_what_ran(tiny: TrainConfig, 
         train(dataclasses.replace(config, implementation=name), tmp_path / name)
         losses[name] = read_losses(tmp_path / name)
     assert losses["pallas"] == pytest.approx(losses["xla"], rel=1e-3)
-    ran = json.loads((tmp_path / "pallas/summary.json").read_text())["implementations"]
-    assert {each["piece"] for each in ran if each["implementation"] == "pallas"} == {"dot_general", "quantize"}
-    assert "kernels (pallas): dot_general, quantize; quantize: xla, pallas was asked for; a scale without history" in (
-        capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        "kernels (pallas): dot_general, quantize; quantize: xla, pallas was asked for; a scale without history" in out
     )
-    assert json.loads((tmp_path / "xla/summary.json").read_text())["implementations"] == []
+    assert out.count("kernels (pallas)") == 1  # none of the other run

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.paths import leaves_by_path
 from tests.train.conftest import STEPS
-from train.arrays import CHUNK_BYTES, save_args
-from train.checkpoint import Checkpoints
+from train.checkpoint import CHUNK_BYTES, Checkpoints, save_args
 from train.config import TrainConfig
 from train.conversion import open_parameters
 from train.step import TrainState, build

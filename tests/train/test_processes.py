@@ -156,7 +156,7 @@ def test_two_processes_stop_resume_log_health_and_diverge_as_one_does(tiny: Trai
         checkpoints.save(STEPS + 1, state._replace(step=jnp.int32(STEPS + 1)), position)
     texts = _train(dataclasses.replace(config, steps=STEPS + 4), two, 2, code=1)
     assert f"step {STEPS + 2}: loss is nan" in texts[0]
-    assert "first non-finite output is that of layers/mlp/wi_0, layer 1, amax " in texts[0]
+    assert "first non-finite input of a linear layer is that of layers/mlp/wo, layer 1 " in texts[0]
     assert "error" not in texts[1]
     assert max(read_losses(two)) == STEPS
 

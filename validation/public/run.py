@@ -1,13 +1,12 @@
 """One public model, quantized in every way, trained and served: a JSON line for each recipe.
 
-    python -m validation.public.run NAME MODULE RECIPES FACES STEPS NAME=FOLDER...
+    python -m validation.public.run NAME NAME=FOLDER...
 
 validation/public_models.py starts it in the environment that the model needs.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import pathlib
 import sys
@@ -20,25 +19,29 @@ import jax
 import numpy as np
 
 import jaxquant
+from validation.public import models
 from validation.public.problem import Batch, Loop, Problem, functional
 
+RECIPES = ("float", "fp8", "int8", "fp8_current", "fp8_full")
+STEPS = 50
 
-def train(loop: Loop, batches: list[Batch], steps: int) -> tuple[Any, list[float]]:
+
+def train(loop: Loop, batches: list[Batch]) -> tuple[Any, list[float]]:
     """Run a loop on batches in turn. Returns what it carried last, and the losses."""
     step, carry, losses = jax.jit(loop.step), loop.carry, []
-    for i in range(steps):
+    for i in range(STEPS):
         carry, loss = step(carry, *batches[i % len(batches)])
         losses.append(float(loss))
     return carry, losses
 
 
-def row_of_float(problem: Problem, steps: int) -> dict[str, Any]:
+def row_of_float(problem: Problem) -> dict[str, Any]:
     """Train the model as it is."""
     loop = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
-    return {"loss": _last(train(loop, problem.batches, steps)[1], problem.batches)} if steps else {}
+    return {"loss": _last(train(loop, problem.batches)[1], problem.batches)}
 
 
-def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
+def row_of_function(problem: Problem, recipe: str) -> dict[str, Any]:
     """Train what ``jaxquant.quantize`` returns; say what it quantized, learned, moved, and what it serves."""
     params, batches = problem.params, problem.batches
     config = {"quantization": recipe, "quant_backend": "native"}
@@ -54,9 +57,7 @@ def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]
         "layers": [each.path for each in report.quantized],
         **check(loop, batches[0], config),
     }
-    if not steps:
-        return row
-    (trained, state_after, _), losses = train(loop, batches, steps)
+    (trained, state_after, _), losses = train(loop, batches)
     before, after = (_histories(tree) for tree in (state, state_after))
     return row | {
         "first": losses[0],
@@ -67,22 +68,20 @@ def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]
     }
 
 
-def row_of_face(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
+def row_of_face(problem: Problem, recipe: str) -> dict[str, Any]:
     """Train what ``maybe_quantize_model`` returns, in the loop that its framework has."""
     assert problem.face is not None
     config = {"quantization": recipe, "quant_backend": "native"}
     loop = problem.face(config)
     rows = jaxquant.coverage(loop.step, loop.carry, *problem.batches[0]).rows
     forward = [row for row in rows if row.matmul == "fwd" and row.has_parameter and not row.is_recomputed]
-    row = {
+    return {
         "quantized": sum(row.is_low for row in forward),
         "all": len(forward),
         "float": sorted({row.path for row in forward if not row.is_low}),
         **check(loop, problem.batches[0], config),
+        "loss": _last(train(loop, problem.batches)[1], problem.batches),
     }
-    if steps:
-        row["loss"] = _last(train(loop, problem.batches, steps)[1], problem.batches)
-    return row
 
 
 def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
@@ -124,24 +123,21 @@ def _try(make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:600]}
 
 
-def main(name: str, module: str, recipes: str, faces: str, steps: str, *checkouts: str) -> None:
-    """Train one model with every recipe, "float" for none, and its face with those of ``faces``."""
+def main(name: str, *checkouts: str) -> None:
+    """Train one model with every recipe, "float" for none, and its face with all but that."""
     folders = dict(each.split("=", 1) for each in checkouts)
 
     def at(path: str) -> str:
         first, _, rest = path.partition("/")
         return str(pathlib.Path(folders[first], rest))
 
-    problem = getattr(importlib.import_module(f"validation.public.{module}"), name)(at)
+    problem = getattr(models, name)(at)
 
-    for recipe in recipes.split(","):
-        if recipe == "float":
-            row = _try(row_of_float, problem, int(steps))
-        else:
-            row = _try(row_of_function, problem, recipe, int(steps))
-        if problem.face is not None and recipe in faces.split(","):
-            row["face"] = _try(row_of_face, problem, recipe, int(steps))
-        row = {"model": name, "recipe": recipe, "steps": int(steps), "seconds": round(time.process_time())} | row
+    for recipe in RECIPES:
+        row = _try(row_of_float, problem) if recipe == "float" else _try(row_of_function, problem, recipe)
+        if problem.face is not None and recipe != "float":
+            row["face"] = _try(row_of_face, problem, recipe)
+        row = {"model": name, "recipe": recipe, "seconds": round(time.process_time())} | row
         print("ROW " + json.dumps(row), flush=True)
 
 

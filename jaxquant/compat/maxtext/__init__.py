@@ -15,3 +15,9 @@ from jaxquant.compat.maxtext.program import get_quantization_rule as get_quantiz
 from jaxquant.compat.maxtext.program import get_static_scale as get_static_scale
 from jaxquant.compat.maxtext.program import manual_quantize as manual_quantize
 from jaxquant.compat.maxtext.program import maybe_quantize_model as maybe_quantize_model
+
+__all__ = [
+    "KVQuant", "QuantMode", "Quantization", "configure_kv_quant", "configure_quantization", "get_qt_provider",
+    "get_quant_mode", "get_quantization_rule", "get_static_scale", "in_convert_mode", "in_serve_mode",
+    "manual_quantize", "match_aqt_and_unquantized_param", "maybe_quantize_model", "remove_quantized_params",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxquant.backends import Backend, load
+from jaxquant.backends import load
 from jaxquant.compat.maxtext.layer_op import LayerOp
 from jaxquant.compat.maxtext.stored import Op, einsum_holds, forward_config, op_name
 from jaxquant.config.backends import BACKENDS
@@ -142,11 +142,6 @@ class Quantization:
         engine = None if at_work.value is None else at_work.value.engine
         return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
 
-    @property
-    def made_by(self) -> Backend:
-        """The backend itself."""
-        return load(self.backend)
-
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
         """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
         return _renamed(kind, op_name(self.backend, op, self.base))
@@ -173,8 +168,8 @@ class _ByPath(nn.Module):
                 return None  # a trace of the model may honour the rules
             raise NotImplementedError(  # an NNX layer holds this op, and Linen cannot see that
                 f"rule {self.quantization.resolver.patterns[0][0]!r} cannot be honoured by the op of "
-                "configure_quantization in an NNX layer, which does not know the layer's path; call "
-                "jaxquant.maybe_quantize_model(model, config), which knows every path"
+                "jaxquant.compat.maxtext.configure_quantization in an NNX layer, which does not know the layer's path; "
+                "call jaxquant.maybe_quantize_model(model, config), which knows every path"
             )
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
@@ -182,8 +177,9 @@ class _ByPath(nn.Module):
             return None
         if recipe.shares_experts:
             raise NotImplementedError(
-                f"quantization_share_expert_scales true at {at_layer(path)}: an op of configure_quantization does not "
-                "see the experts that a vmap around it maps over; use jaxquant.maybe_quantize_model"
+                f"quantization_share_expert_scales true at {at_layer(path)}: an op of "
+                "jaxquant.compat.maxtext.configure_quantization does not see the experts that a vmap around it maps "
+                "over; use jaxquant.maybe_quantize_model"
             )
         op = LayerOp(self.quantization, recipe, path, self.mesh_axes, name=name or None)
         if not name:
@@ -211,8 +207,9 @@ class _ByPath(nn.Module):
 
 
 _STANDS_STILL = (
-    "an NNX layer holds the quant state of an op of configure_quantization, and its gradient is taken outside the "
-    f"pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model and value_and_grad"
+    "an NNX layer holds the quant state of an op of jaxquant.compat.maxtext.configure_quantization, and its gradient "
+    f"is taken outside the pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model "
+    "and value_and_grad"
 )
 
 

@@ -1,10 +1,9 @@
 """The op of a layer that is handed one: a contraction on any backend, its quant state and its converted kernel.
 
 Convert mode runs the training forward and writes the quantized kernel to the collection "aqt", at
-``LAYER/OP/qrhs/frozen``, with the static scale of the activation, where the recipe has one, at
-``LAYER/OP/qrhs/input_scale``. Serve mode reads them and looks at shape and dtype alone of the kernel that the layer
-hands over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and
-its checkpoints runs on any backend.
+``LAYER/OP/qrhs/frozen``. Serve mode reads it and looks at shape and dtype alone of the kernel that the layer hands
+over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and its
+checkpoints runs on any backend.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxquant.backends import RANDOM_STREAM, Backend
+from jaxquant.backends import RANDOM_STREAM, Backend, load
 from jaxquant.backends._weights import check_converted, uncalibrated_error
 from jaxquant.backends.base import Setup
 from jaxquant.compat.maxtext.stored import freeze, thaw
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
-from jaxquant.ops.dimensions import Dimensions, OpOptions, Product
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.state import watch
 from jaxquant.state.table import ENTRY, layers_of, make_state
@@ -53,7 +52,7 @@ class LayerOp(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        return self.quantization.made_by
+        return load(self.quantization.backend)
 
     @nn.compact
     def __call__(
@@ -74,13 +73,12 @@ class LayerOp(nn.Module):
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-        given = Setup(
-            recipe,
-            self._watched((lhs, weight), amaxes),
-            key,
-            OpOptions(self.quantization.resolver.implementation),
-        )
-        out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
+        more = {
+            "state": self._watched((lhs, weight), amaxes),
+            "implementation": self.quantization.resolver.implementation,
+        }
+        setup = Setup(recipe, dims.numbers, precision, preferred_element_type, key=key, **more)
+        out = self.backend.contract(lhs, weight, setup)
         if mode == "convert" and recipe.fwd.rhs is not None:
             self._write(rhs, dims, state)
         return out
@@ -108,13 +106,15 @@ class LayerOp(nn.Module):
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 
-    def _convert(self, kernel: Array, dims: Dimensions, state: Any) -> tuple[QTensor, Array | None]:
+    def _convert(self, kernel: Array, dims: Dimensions, state: Any) -> QTensor:
         axes, batch = dims.rhs_contract, dims.rhs_batch
-        return self.backend.quantize_weight("dot_general", self.recipe, kernel, axes, state, batch)
+        tensor = self.backend.quantize_weight("dot_general", self.recipe, kernel, axes, state, batch)
+        return tensor.astype(kernel.dtype.name)
 
     def _write(self, kernel: Array, dims: Dimensions, state: Any) -> None:
         """Store the converted kernel, by the quant state that the op has just made or read."""
-        tensor, scale = self._convert(kernel, dims, state)
+        tensor = self._convert(kernel, dims, state)
+        scale = tensor.input_scale
         # Under jit there is no telling, and what is served is NaN.
         if scale is not None and not self.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
             raise uncalibrated_error(self.layer, self.recipe)
@@ -123,36 +123,32 @@ class LayerOp(nn.Module):
                 f"{layer_name(self.layer)} converts and the collection {COLLECTION!r} cannot be written; apply the "
                 f"model with mutable=[{COLLECTION!r}]"
             )
-        frozen, _ = freeze(
-            self.backend.name, self.recipe, ConvertedKernel(tensor, kernel.dtype.name), dims.rhs_contract, ()
-        )
-        self.put_variable(COLLECTION, STORED, {"frozen": frozen} | ({} if scale is None else {INPUT_SCALE: scale}))
+        frozen, _ = freeze(self.backend.name, self.recipe, tensor, dims.rhs_contract, ())
+        self.put_variable(COLLECTION, STORED, {"frozen": frozen})
 
-    def _read(self, kernel: Array, dims: Dimensions) -> ConvertedKernel:
+    def _read(self, kernel: Array, dims: Dimensions) -> QTensor:
         """Return the stored kernel; while initializing, make zeros for it."""
         axes, state = dims.rhs_contract, initial_state(self.recipe)
-        wanted, scale = jax.eval_shape(lambda k: self._convert(k, dims, {**state, "sparsity": {"mask": k}}), kernel)
+        wanted = jax.eval_shape(lambda k: self._convert(k, dims, {**state, "sparsity": {"mask": k}}), kernel)
         if self.is_initializing() and self.is_mutable_collection(COLLECTION):
             zeros = wanted.replace(lambda _, part: jnp.zeros(part.shape, part.dtype))
-            values = {} if scale is None else {INPUT_SCALE: jnp.zeros(scale.shape, scale.dtype)}
-            as_stored = ConvertedKernel(zeros, kernel.dtype.name)
-            frozen, names = freeze(self.backend.name, self.recipe, as_stored, axes, self.mesh_axes)
+            frozen, names = freeze(self.backend.name, self.recipe, zeros, axes, self.mesh_axes)
             frozen = _named(frozen, names, self.quantization.replicate_scale) if names else frozen
-            self.put_variable(COLLECTION, STORED, {"frozen": frozen, **values})
+            self.put_variable(COLLECTION, STORED, {"frozen": frozen})
         stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
         if "frozen" not in stored:
             raise ValueError(
                 f"{layer_name(self.layer)} serves and the collection {COLLECTION!r} has no converted kernel "
-                f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
-                f"mutable=[{COLLECTION!r}]"
+                "for it; convert first: apply the model of "
+                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') with mutable=[{COLLECTION!r}]"
             )
-        tensor, found = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes), stored.get(INPUT_SCALE)
-        check_converted(self.layer, _describe(tensor, found), repr(self.recipe.name), _describe(wanted, scale))
-        return ConvertedKernel(tensor, kernel.dtype.name, found)
+        tensor = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes).astype(kernel.dtype.name)
+        check_converted(self.layer, _describe(tensor), repr(self.recipe.name), _describe(wanted))
+        return tensor
 
 
-def _describe(tensor: QTensor, scale: Any) -> str:
-    return f"{tensor.description}{'' if scale is None else ', with an input_scale'}"
+def _describe(tensor: QTensor) -> str:
+    return f"{tensor.description}{'' if tensor.input_scale is None else ', with an input_scale'}"
 
 
 def _named(tensor: Any, names: Any, replicate_scale: bool) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxquant.backends import native
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 
 Op = Literal["dot_general", "einsum"]
@@ -44,7 +44,7 @@ def forward_config(backend: str, recipe: Recipe) -> Any:
 
 
 def freeze(
-    backend: str, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
+    backend: str, recipe: Recipe, kernel: QTensor, axes: Sequence[int], names: Sequence[str | None]
 ) -> tuple[Any, Sequence[str | None]]:
     """Return a converted kernel as it is stored, AQT's own tensor for its backend, and the names of its axes.
 
@@ -56,7 +56,7 @@ def freeze(
       names: names of all of its axes. A tiled axis keeps its name on the part inside the tile.
     """
     if backend != "aqt":
-        return kernel.tensor, names
+        return kernel, names
     from jaxquant.backends import aqt
 
     cut = () if aqt.tile_size(recipe) is None else axes

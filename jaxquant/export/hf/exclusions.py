@@ -94,7 +94,7 @@ def checked(pattern: str, written: str, place: str) -> str:
     """Return a regex after compiling it.
 
     Raises:
-      ValueError: not a regex, or one that could take forever to match; names what was written and where.
+      ValueError: not a regex; names what was written and where.
     """
     try:
         full_matcher(pattern)

@@ -57,4 +57,4 @@ def read_quark(config: Section) -> CheckpointQuantization:
     rules = listed(config, ["exclude"], quark_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
     rules.append(LayerRule(".*", spec, weight.place))
-    return CheckpointQuantization("quark", tuple(rules), algorithm=f"mx{dtype}")
+    return CheckpointQuantization("quark", tuple(rules))

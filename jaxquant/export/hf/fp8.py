@@ -56,15 +56,13 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     size = config.pair("weight_block_size")
     spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)
     rules = [*exclusions(config), *head_and_routers()]
-    algorithm = config.text("moe_quant_algo", "") or None
-    if algorithm is not None:
+    if config.text("moe_quant_algo", ""):
         config.pass_over("quant_algo")  # mixed, which the two algorithms say by themselves
         # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
-    kv_cache = compressed_tensors.kv_cache(config, "kv_cache_scheme")
-    return CheckpointQuantization("fp8", tuple(rules), kv_cache, algorithm)
+    return CheckpointQuantization("fp8", tuple(rules), compressed_tensors.kv_cache(config, "kv_cache_scheme"))
 
 
 def read_fbgemm(config: Section) -> CheckpointQuantization:

@@ -82,7 +82,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         rules += groups.rules
     else:
         rules.append(LayerRule(".*", layer(config, "quant_algo"), config.where("quant_algo")))
-    return CheckpointQuantization("modelopt", tuple(rules), kv_cache, algorithm.upper() or None)
+    return CheckpointQuantization("modelopt", tuple(rules), kv_cache)
 
 
 def _mixed(config: Section) -> list[LayerRule]:

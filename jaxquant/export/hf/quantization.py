@@ -39,7 +39,7 @@ class LayerRule:
 
     def matches(self, module: str) -> bool:
         if not self.names:
-            return full_matcher(self.pattern)(module)
+            return bool(full_matcher(self.pattern)(module))
         parents = itertools.accumulate(module.split("."), "{}.{}".format) if self.covers_children else (module,)
         return any(name in self.names for name in parents)
 
@@ -60,13 +60,11 @@ class CheckpointQuantization:
       method: quantization method by name, such as ``compressed-tensors``.
       rules: in order; the first that matches a module decides.
       kv_cache: dtype of the KV cache by name, or None.
-      algorithm: modelopt's name for the scheme, or None.
     """
 
     method: str
     rules: tuple[LayerRule, ...]
     kv_cache: str | None = None
-    algorithm: str | None = None
 
     def decide(self, module: str) -> LayerRule | None:
         """Return the rule that decides a linear layer, or None where none does, which leaves it in float.

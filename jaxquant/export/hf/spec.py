@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 
-class ScaleGranularity(enum.Enum):
+class ScaleGranularity(enum.StrEnum):
     """Who shares a scale. ``ROWWISE``: an output row of a weight; ``COLWISE``: a token of an input."""
 
     TENSOR = "tensor"
@@ -14,24 +14,18 @@ class ScaleGranularity(enum.Enum):
     COLWISE = "colwise"
     BLOCK = "block"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class ScaleOrigin(enum.Enum):
+class ScaleOrigin(enum.StrEnum):
     """Whether a scale is stored with the weights (``STATIC``) or computed at run time (``DYNAMIC``)."""
 
     STATIC = "static"
     DYNAMIC = "dynamic"
 
-    def __str__(self) -> str:
-        return self.value
-
     is_static = property(lambda self: self is ScaleOrigin.STATIC)
     is_dynamic = property(lambda self: self is ScaleOrigin.DYNAMIC)
 
 
-class QuantFormat(enum.Enum):
+class QuantFormat(enum.StrEnum):
     """The family of a quantized checkpoint, as MAX tells them apart."""
 
     COMPRESSED_TENSORS_FP8 = "compressed-tensors-fp8"
@@ -43,9 +37,6 @@ class QuantFormat(enum.Enum):
     MXFP6 = "mxfp6"
     INT8_W8A8 = "int8-w8a8"
     MODELOPT_FP8 = "modelopt-fp8"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class _Granular:

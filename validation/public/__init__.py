@@ -1,1 +1,0 @@
-"""What validation/public_models.py runs, each model in a process of its own."""
