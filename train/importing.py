@@ -242,9 +242,8 @@ def import_to_serve(
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
         elif layer is not None:
-            unseen = [
-                jax.tree.map(lambda x: jnp.zeros(x.shape[len(layer.stacked) :], x.dtype), s) for s in layer.states
-            ]
+            count = len(layer.stacked)
+            unseen = jax.tree.map(lambda x: jnp.zeros(x.shape[count:], x.dtype), layer.states)
             part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), unseen))
             kind = layer.recipe.name
         else:

@@ -66,8 +66,8 @@ class Setup:
 class Backend:
     """One backend; ``jaxquant.backends.load`` imports it by name.
 
-    Each implements ``contract``, which is what a traced function runs, ``quantize_weight``, which converts, and
-    ``unsupported``, which says what it does not run.
+    Each implements ``check``, which refuses recipes, ``contract``, which a traced function runs, and
+    ``quantize_weight``, which converts. ``unsupported`` allows ``dot_general`` only, unless it is overridden.
 
     Attributes:
       name: key of ``BACKENDS``.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.blocks import BlocksError, Shape, apply_blocks, is_even, reshape_blocks, scale_shape
 from jaxquant.core.scales import decode_scale
+from jaxquant.core.tensor_spec import ScaleDtype
 
 PARTS = ("qvalue", "scale", "zero_point", "outer_scale", "input_scale")
 """Arrays of a ``QTensor``, by the names under which they are stored."""
@@ -300,9 +301,9 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
             f"{name} of shape {shape} has scales of shape {scale}, which cut no axis into equal blocks; say the "
             "shape of a block where the last one is smaller"
         )
-    if tensor.scale.dtype not in (jnp.float32, jnp.float8_e8m0fnu, jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16):
+    if tensor.scale.dtype.name not in (*get_args(ScaleDtype), "bfloat16", "float16"):
         raise ValueError(
-            f"{name} has scales of {tensor.scale.dtype.name}; use float32, float8_e8m0fnu or float8_e4m3fn"
+            f"{name} has scales of {tensor.scale.dtype.name}; use one of {', '.join(get_args(ScaleDtype))}"
         )
     zero, outer, given = tensor.zero_point, tensor.outer_scale, tensor.input_scale
     if zero is not None and (zero.dtype, tuple(zero.shape)) != (tensor.qvalue.dtype, scale):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
-from jaxquant.core.dtypes import element
+from jaxquant.core.dtypes import ELEMENTS, element
 from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
@@ -131,7 +131,7 @@ def quantize_with_scale(
         block = None
     tensor = QTensor(x, scale, zero_point, outer_scale, block)  # for its scales; the elements follow
     divisor = tensor.full_scale() if spec.scale_rounding != "exact" or outer_scale is not None else scale
-    if spec.scale_dtype == "float8_e4m3fn":
+    if spec.scale_dtype in ELEMENTS:
         divisor = jnp.where(divisor > 0, divisor, 1.0)  # a block that rounds to the scale 0 is zeros
     divisor = divisor.astype(compute_dtype)
     if spec.reciprocal:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxquant.core.dtypes import element
+from jaxquant.core.dtypes import ELEMENTS, element
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import prevent_excess_precision
 
@@ -24,7 +24,6 @@ SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))
 SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
-_LARGEST_E4M3 = 448.0
 
 
 def absolute(x: Array) -> Array:
@@ -85,9 +84,10 @@ def scale_of_amax(
 ) -> tuple[Array, Array | None]:
     """Compute the scales that map amaxes to ``bound``.
 
-    float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
-    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. Integers that keep
-    their grid: ``amax / max`` in so few significant bits that decoded values have the same scale again.
+    float32, exact: ``amax / bound``. Up: the least power of two that is not below it. Float8, such as
+    e4m3: ``round(amax / bound / outer)``; with an outer scale, ``outer`` is ``max(amax) / bound / 448``, one for the
+    tensor, and else 1. Integers that keep their grid: ``amax / max`` in so few significant bits that decoded values
+    have the same scale again.
 
     Args:
       amax: of each block, float32.
@@ -108,12 +108,12 @@ def scale_of_amax(
     scale = _exact_scale(amax, bound, floor)
     if spec.scale_rounding == "exact":
         return scale, None
-    if spec.scale_dtype == "float8_e4m3fn":
+    if (kind := ELEMENTS.get(spec.scale_dtype)) is not None:
         if not spec.outer_scale:
             outer = jnp.ones((1,) * amax.ndim, jnp.float32)
         elif outer is None:
-            outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
-        rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
+            outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * kind.max)), floor)
+        rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -kind.max, kind.max)
         return prevent_excess_precision(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None
     exponent = _exponent_up(amax, bound) if spec.scale_rounding == "up" else _exponent_nearest(scale)
     exponent = jnp.where(amax * (1 / bound) < floor, 127, exponent)

@@ -31,7 +31,7 @@ def _nibbles(dtype: str) -> Codec:
 CODECS: dict[str, Codec] = {row.name: row for row in (*map(_nibbles, PACKED_DTYPES), *microscaling.ROWS, *ggml.ROWS)}
 """Every tensor format by name. The first three are elements alone, two to a byte, without a scale."""
 
-ENCODINGS.update({row.name: row for row in ggml.ROWS})
+ENCODINGS.update({row.name: row for row in CODECS.values() if row.encoding is not None})
 
 
 def codec(name: str) -> Codec:

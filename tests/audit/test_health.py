@@ -1,4 +1,4 @@
-"""The health of a model's layers: the right tensors, scales and rows, whatever the model does with its layers."""
+"""The health of layers: the right tensors, scales and rows, of Linen models and of functions of ``quantize``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import jaxquant
 from jaxquant import maybe_quantize_model, state
-from jaxquant.audit.health import HealthMonitor
+from jaxquant.audit.health import FunctionHealth, HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
-from tests.models import Block, chain
+from tests.models import Block, Scanned, chain
 from tests.numerics import BIN_RTOL, REROUNDED_RTOL, SMALL_SUM_RTOL, SQNR_ATOL_DB
 from tests.reference import quantize
 
@@ -66,13 +68,10 @@ def by_grad(y):
     return (y * GRAD).sum()
 
 
-@pytest.mark.parametrize(
-    ("string", "dtypes", "axes"),
-    [
-        ("fp8_current", ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"), (None, None, None)),
-        ("int4", ("int4",) * 3, (1, 0, 1)),
-    ],
-)
+CURRENT = ("fp8_current", ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"), (None, None, None))
+
+
+@pytest.mark.parametrize(("string", "dtypes", "axes"), [CURRENT, ("int4", ("int4",) * 3, (1, 0, 1))])
 def test_a_dense_layer_in_numpy(string, dtypes, axes):
     found, params = measure(nn.Dense(16), native(string), by_grad, X)
     (row,) = found.values()
@@ -104,21 +103,17 @@ def test_delayed_scaling_is_measured_with_the_scale_of_the_step():
 
 
 class Stack(nn.Module):
-    """Two blocks, scanned with the parameters' layer axis anywhere, or one after another; remat or not."""
+    """Two blocks, scanned and rematerialized with the parameters' layer axis last, or one after another."""
 
-    axis: int | None = None
-    remat: bool = False
+    is_scanned: bool = False
 
     @nn.compact
     def __call__(self, x):
-        block = nn.remat(Block) if self.remat else Block
-        if self.axis is None:
-            for index in range(2):
-                x, _ = block(16, name=f"layers_{index}")(x)
+        if self.is_scanned:
+            x = Scanned(16, axis=1, remat=True)(x)
         else:
-            axes = {"params": self.axis, "_overwrite_with_gradient": 0}
-            scan = nn.scan(block, variable_axes=axes, split_rngs={"params": True, "quant": True}, length=2)
-            x, _ = scan(16, name="layers")(x, None)
+            for index in range(2):
+                x, _ = Block(16, name=f"layers_{index}")(x)
         return nn.Dense(8, name="logits")(x)
 
 
@@ -127,18 +122,15 @@ def square(y):
 
 
 def test_scan_and_remat_give_the_rows_of_the_layers_one_after_another():
-    string, axis, remat = "fp8", 1, True
-    plain, params = measure(Stack(), native(string), square, X)
-    layers = [f"layers_{index}/{name}" for index in range(2) for name in ("wi", "wo")]
-    assert list(plain) == [*layers, "logits"]
-    stacked = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves, min(axis, leaves[0].ndim)), *(params[f"layers_{index}"] for index in range(2))
-    )
-    model = maybe_quantize_model(Stack(axis, remat), native(string), X)
-    _, fresh = state.split(jax.jit(model.init)(jax.random.key(3), X))
-    tree = {"layers": stacked, "logits": params["logits"]}
-    scanned, _ = measure(Stack(axis, remat), native(string), square, X, tree, fresh)
-    rows = [f"layers/{name}, layer {index}" for index in range(2) for name in ("wi", "wo")]
+    plain, params = measure(Stack(), native("fp8"), square, X)
+    both = [params[f"layers_{index}"] for index in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, min(1, leaves[0].ndim)), *both)
+    scanned = maybe_quantize_model(Stack(True), native("fp8"), X)
+    _, fresh = state.split(jax.jit(scanned.init)(jax.random.key(3), X))
+    tree = {"Scanned_0": {"layers": stacked}, "logits": params["logits"]}
+    scanned, _ = measure(Stack(True), native("fp8"), square, X, tree, fresh)
+    assert list(plain) == [*(f"layers_{i}/{name}" for i in range(2) for name in ("wi", "wo")), "logits"]
+    rows = [f"Scanned_0/layers/{name}, layer {i}" for i in range(2) for name in ("wi", "wo")]
     assert list(scanned) == [*rows, "logits"]
     for ours, theirs in zip(scanned.values(), plain.values(), strict=True):
         for name in STATISTICS:
@@ -173,14 +165,12 @@ PAIR = chain(dense=16, logits=8)
 
 @pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix")])
 def test_other_backends_are_measured_like_the_native_one(string, backend):
-    model = PAIR
-    ours, params = measure(model, native(string), square, X)
-    theirs, _ = measure(model, {"quantization": string, "quant_backend": backend}, square, X, params, {})
+    ours, params = measure(PAIR, native(string), square, X)
+    theirs, _ = measure(PAIR, {"quantization": string, "quant_backend": backend}, square, X, params, {})
     assert list(theirs) == list(ours) == ["dense", "logits"]
     for name in ("amax", "scale", "saturated", "flushed", "sqnr"):
-        np.testing.assert_allclose(
-            theirs["dense"][name][:2], ours["dense"][name][:2], rtol=SMALL_SUM_RTOL, err_msg=name
-        )
+        found, wanted = (each["dense"][name][:2] for each in (theirs, ours))
+        np.testing.assert_allclose(found, wanted, rtol=SMALL_SUM_RTOL, err_msg=name)
     # The head stays float in both.
     assert np.isnan(theirs["logits"]["sqnr"]).all()
     assert theirs["logits"]["amax"][KERNEL] == ours["logits"]["amax"][KERNEL]
@@ -188,8 +178,8 @@ def test_other_backends_are_measured_like_the_native_one(string, backend):
 
 def test_a_float_model_has_magnitudes_alone():
     """Nothing quantizes it: the loss is read as a function of the parameters, and its layers are tapped there."""
-    found, params = measure(Stack(axis=0), {"quantization": ""}, square, X)
-    assert list(found) == [*(f"layers/{name}, layer {i}" for i in range(2) for name in ("wi", "wo")), "logits"]
+    found, params = measure(Scanned(16), {"quantization": ""}, square, X)
+    assert list(found) == [f"layers/{name}, layer {i}" for i in range(2) for name in ("wi", "wo")]
     kernel = np.abs(params["layers"]["wo"]["kernel"]).max((1, 2))
     assert [found[f"layers/wo, layer {i}"]["amax"][KERNEL] for i in range(2)] == kernel.tolist()
     assert found["layers/wi, layer 0"]["amax"][INPUT] == float(jnp.abs(X).max())
@@ -198,16 +188,68 @@ def test_a_float_model_has_magnitudes_alone():
         assert np.isnan([row["scale"], row["sqnr"], row["saturated"], row["flushed"]]).all()
 
 
-def test_what_has_no_linear_layer_is_refused():
+def test_what_cannot_be_measured_is_refused():
+    off = {"quantization": ""}
     with pytest.raises(ValueError, match="LayerNorm has no linear layer, so there is no health to measure"):
-        HealthMonitor(nn.LayerNorm(), {"quantization": ""}, square, X)
+        HealthMonitor(nn.LayerNorm(), off, square, X)
     with pytest.raises(TypeError, match="taps the layers of a Linen module, got function"):
-        HealthMonitor(square, {"quantization": ""}, square, X)  # pyright: ignore
-
-
-def test_a_loss_that_drops_the_quant_state_is_refused_as_the_model_refuses_it():
+        HealthMonitor(square, off, square, X)
+    with pytest.raises(TypeError, match=r"measures a function of jaxquant\.quantize, got function; HealthMonitor"):
+        FunctionHealth(square, square, {})
+    with pytest.raises(ValueError, match="quantization is off"):
+        FunctionHealth(jaxquant.quantize(lambda p, x: x @ p["w"], {}), square, {"w": jnp.ones((32, 8))}, X)
     model = maybe_quantize_model(PAIR, native("fp8"), X)
-    params, _ = state.split(jax.jit(model.init)(jax.random.key(3), X))
+    params = jax.eval_shape(model.init, jax.random.key(3), X)["params"]
     monitor = HealthMonitor(model, native("fp8"), lambda params: square(model.apply({"params": params}, X)), X)
     with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_\w+' there: pass"):
-        monitor(params)
+        jax.eval_shape(monitor, params)
+
+
+# -- functions of jaxquant.quantize ------------------------------------------------------------------------------------
+
+
+def of_function(fn, config, loss, params, *args):
+    """Measure a quantized function; return its rows and statistics."""
+    function = jaxquant.quantize(fn, config)
+    monitor = FunctionHealth(function, loss, params, *args)
+    return monitor.rows, jax.jit(monitor)(params, function.init(params, *args), *args)
+
+
+def test_a_function_has_the_statistics_of_the_linen_monitor():
+    model, config = Scanned(16), native("fp8")
+    linen, params = measure(model, config, square, X)
+    rows, found = of_function(lambda p, x: model.apply({"params": p}, x), config, lambda y, *_: square(y), params, X)
+    assert sorted(row.name for row in rows) == sorted(linen)
+    for number, row in enumerate(rows):
+        for name in STATISTICS:
+            np.testing.assert_allclose(found[name][number], linen[row.name][name], rtol=REROUNDED_RTOL, err_msg=name)
+
+
+def test_experts_have_a_row_each_and_weights_may_stand_first():
+    """Each expert by itself is measured as a layer of its own, with the weight on either side."""
+    weights = jax.random.normal(jax.random.key(1), (2, 32, 8))
+    x, numbers = jnp.stack([X, 5 * X[::-1]]), (((2,), (1,)), ((0,), (0,)))
+    swapped = tuple(each[::-1] for each in numbers)
+
+    def measure(fn, params, x):
+        rows, found = of_function(fn, native("fp8_e4m3"), lambda y, *_: jnp.sum(jnp.square(y)), params, x)
+        return [row.name for row in rows], found
+
+    names, second = measure(lambda p, x: jax.lax.dot_general(x, p["wi"], numbers), {"wi": weights}, x)
+    _, first = measure(lambda p, x: jax.lax.dot_general(p["wi"], x, swapped), {"wi": weights}, x)
+    assert names == ["wi, layer 0", "wi, layer 1"]
+    for index in range(2):
+        _, alone = measure(lambda p, x: x @ p["w"], {"w": weights[index]}, x[index])
+        for name in STATISTICS:
+            for found in (first, second):
+                np.testing.assert_allclose(found[name][index], alone[name][0], rtol=REROUNDED_RTOL, err_msg=name)
+
+
+def test_an_nnx_model_by_its_parameters():
+    graph, params, rest = nnx.split(nnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    function = lambda params, rest, x: nnx.merge(graph, params, rest)(x)  # noqa: E731
+    [row], found = of_function(function, native("fp8_current"), lambda y, rest, x: (3 * y).sum(), params, rest, X)
+    assert row.dtypes == {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
+    [kernel] = jax.tree.leaves(params)
+    assert found["amax"][0].tolist() == [float(jnp.abs(X).max()), float(jnp.abs(kernel).max()), 3]
+    assert (found["sqnr"][0, :OUTPUT_GRAD] > 25).all()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.linen.initializers import ones
 
 import jaxquant
 from jaxquant.backends import load
@@ -16,6 +18,7 @@ from jaxquant.compat import maxtext
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant.ops.implementation import REFUSED, noted
 
 INT8 = TensorSpec("int8")
 X = jnp.ones((8, 16))
@@ -43,14 +46,13 @@ def test_a_model_is_refused_before_it_runs():
             refuse()
 
 
-@pytest.mark.parametrize("case", ["int8 native", "int8 aqt", "int8 qwix"])
-def test_float16_is_right_or_refused(case):
+@pytest.mark.parametrize("backend", ["native", "aqt", "qwix"])
+def test_float16_is_right_or_refused(backend):
     """Sums of 960 products of int8 are above 65504; the scales of weights are below the root of its smallest number."""
-    x = jax.random.normal(jax.random.key(0), (4, 960), jnp.float16)
-    layer, (string, backend) = nn.Dense(8, dtype=jnp.float16), case.split()
-    model = jaxquant.maybe_quantize_model(layer, {"quantization": string, "quant_backend": backend})
+    x, layer = jax.random.normal(jax.random.key(0), (4, 960), jnp.float16), nn.Dense(8, dtype=jnp.float16)
+    model = jaxquant.maybe_quantize_model(layer, {"quantization": "int8", "quant_backend": backend})
     variables = layer.init(jax.random.key(0), x)
-    if backend in ("aqt", "qwix"):
+    if backend != "native":
         with pytest.raises(ValueError, match=f"would quantize no layer .*: {BACKENDS[backend].title} .* 'native', or"):
             model.apply(variables, x)
         return
@@ -58,21 +60,40 @@ def test_float16_is_right_or_refused(case):
     assert jnp.linalg.norm(out - wanted) < 0.02 * jnp.linalg.norm(wanted)
 
 
-# -- shards of Qwix ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("count", "fits"), [(4, True), (5, False)])
-def test_qwix_shards_that_do_not_divide(count, fits):
+@pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_e4m3", "qwix")])
+def test_shards_that_do_not_divide_are_refused(string, backend):
     """Of 5 shards over 8 rows Qwix made 4 blocks, and 16 failed in words of its own."""
-    config = {"quantization": "fp8_e4m3", "quant_backend": "qwix", "quantization_local_shard_count": count}
-    model = jaxquant.maybe_quantize_model(nn.Dense(4), config, X)
-    params = jax.eval_shape(model.init, jax.random.key(0), X)
-    trace = jax.make_jaxpr(jax.grad(lambda params: model.apply(params, X).sum()))
-    if fits:
-        text = str(trace(params))
-        assert f"{count},{8 // count},4" in text.replace(" ", "") or count == 1
-        return
-    with pytest.raises(
-        ValueError, match=rf"quantization_local_shard_count {count} of 'fp8_e4m3' .* which has size 8; use a divisor"
+    for count in (4, 5):
+        config = {"quantization": string, "quant_backend": backend, "quantization_local_shard_count": count}
+        model = jaxquant.maybe_quantize_model(nn.Dense(4), config, X)
+        params = jax.eval_shape(model.init, jax.random.key(0), X)
+        refused = pytest.raises(ValueError, match=rf"shard_count {count} of '{string}' .* which has size 8; use a div")
+        with refused if 8 % count else contextlib.nullcontext():
+            text = str(jax.make_jaxpr(jax.grad(lambda params, model=model: model.apply(params, X).sum()))(params))
+            assert backend == "aqt" or f"{count},{8 // count},4" in text.replace(" ", "")
+
+
+class Served(nn.Module):
+    quant: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dot_general_cls=self.quant and self.quant.dot_general_cls())(x)
+        return (self.quant.einsum() if self.quant else jnp.einsum)("bd,df->bf", x, self.param("w", ones, (8, 4)))
+
+
+def test_an_implementation_that_is_asked_for_reaches_every_op():
+    config, x = {"quantization": "fp8_current", "implementation": "pallas"}, X[:, :8]
+    plain = Served(None)
+    variables = plain.init(jax.random.key(0), x)
+    converted = jaxquant.convert(variables, config, x, model=plain)
+    for model, given in (
+        (jaxquant.maybe_quantize_model(plain, config, x), variables),
+        (Served(maxtext.configure_quantization(config)), variables),
+        (jaxquant.maybe_quantize_model(plain, config | {"checkpoint_is_quantized": True}, x), converted),
     ):
-        trace(params)
+        with noted() as choices:
+            jax.eval_shape(model.apply, given, x)
+        reasons = {row["reason"] for row in choices if row["piece"] == "dot_general"}
+        assert reasons
+        assert all(reason.startswith(REFUSED) or reason == "asked for" for reason in reasons), reasons

@@ -30,14 +30,6 @@ def test_options_change_what_is_said():
         explain.explain("int8", {"amax_margin": 1})
 
 
-def test_what_is_not_quantized_is_not_said_to_be():
-    """Weights alone: nothing is quantized after their scales, and a tensor format has no scale of an element type."""
-    assert "the other operand before that is quantized" not in explain.explain("int4w")
-    text = explain.explain("ggml_q4_k")
-    assert "multiplied into the other operand" not in text
-    assert "a scale is the statistic" not in text
-
-
 def spoiled(string: str) -> set[str]:
     """Return the tensors in which one NaN makes results NaN that do not depend on it in float."""
     x, w, g = jax.random.normal(jax.random.key(0), (3, 256, 256))
@@ -60,10 +52,9 @@ def spoiled(string: str) -> set[str]:
 
 
 OPTIMIZED = False
-KINDS = ("int8", "fp8", "fp8_current", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "quartet2", "int8w", "ggml_q4_k")
 
 
-@pytest.mark.parametrize("string", KINDS)
+@pytest.mark.parametrize("string", ["int8", "fp8", "fp8_full", "nvfp4", "int8w"])  # those that differ in kind
 def test_where_one_nan_spoils_a_tensor_is_said(string: str):
     whole = explain.whole_tensors(RECIPES[string].recipe)
     assert set(whole) == spoiled(string)
