@@ -19,7 +19,7 @@ from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.step import build
 
-STEPS = 6
+STEPS = 8
 
 
 def _lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def test_two_processes_stop_resume_and_log_health_as_one_does(tiny: TrainConfig,
     """One run shows it all, with delayed scales and with stochastic rounding: each start of a process is expensive."""
     rules = [{"path": ".*/mlp/.*", "recipe": "int8"}]
     fields = {"quantization": "fp8", "quant_backend": "native", "rules": rules, "mesh_data": 1, "mesh_fsdp": 2}
-    config = dataclasses.replace(tiny, **fields, steps=STEPS, eval_every=3, health_every=3)
+    config = dataclasses.replace(tiny, **fields, steps=STEPS, eval_every=3, health_every=4)
     one, two = tmp_path / "one/run", tmp_path / "two/run"
     for run in (one, two):
         run.parent.mkdir()
@@ -72,7 +72,7 @@ def test_two_processes_stop_resume_and_log_health_as_one_does(tiny: TrainConfig,
     assert recipes == {"fp8", "int8"}
     health = (two / "health.jsonl").read_text()
     assert health == (one / "health.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in health.splitlines()] == [3, 6]
+    assert [json.loads(line)["step"] for line in health.splitlines()] == [4, 8]
 
 
 def test_processes_want_all_three_words(capsys: pytest.CaptureFixture[str]):
