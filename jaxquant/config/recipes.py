@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.composition import compose
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
@@ -27,21 +28,24 @@ class RecipeRow:
       recipe: its numbers with every option at its default (one shard where the option says "device count"); None
         where there are none (``""``) or where they come from a file (``intmp``).
       summary: one line for a reader.
-      backends: every backend that runs it, the one that ``quant_backend: auto`` means first.
+      libraries: the libraries whose backends run it; those of our own run every string.
+      auto: the backend that ``quant_backend: auto`` means, "" for none.
       options: the groups of options that it reads, by their names in ``GROUPS``.
       parts: of a composition, the row of each matmul, None for a float one.
     """
 
     recipe: Recipe | None
     summary: str
-    backends: tuple[str, ...] = ("native",)
+    libraries: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     parts: tuple[RecipeRow | None, ...] = ()
+    auto: str = "native"
 
     @property
-    def auto(self) -> str:
-        """The backend that ``quant_backend: auto`` means, "" for none."""
-        return next(iter(self.backends), "")
+    def backends(self) -> tuple[str, ...]:
+        """Every backend that runs it, ``auto`` first."""
+        found = [name for name, row in BACKENDS.items() if not row.package] if self.auto else []
+        return tuple(sorted((*found, *self.libraries), key=lambda name: name != self.auto))
 
     @property
     def fields(self) -> frozenset[str]:
@@ -170,13 +174,14 @@ def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
 _QUARTET2 = _requantized("quartet2", 128, "nearest", Micro(17 / 16 * 0.93, 255.99, eden=128))
 _TETRAJET_V2 = _requantized("tetrajet_v2", 32, "stochastic", Micro(17 / 16))
 
-# The first one is what ``auto`` selects: native, except for the strings named after AQT.
-_ALL, _AQT, _QWIX, _AQT_FIRST = ("native", "aqt", "qwix"), ("native", "aqt"), ("native", "qwix"), ("aqt", "native")
+_AQT, _QWIX, _AQT_AND_QWIX = ("aqt",), ("qwix",), ("aqt", "qwix")
 _DELAYED, _FP4 = ("delayed", "experts"), ("four over six",)
 
 RECIPES: dict[str, RecipeRow] = {
-    "": RecipeRow(None, "no quantization", ()),
-    "int8": RecipeRow(_INT8, "int8 per channel, stochastic output gradient", _ALL, ("shards", "stored scales")),
+    "": RecipeRow(None, "no quantization", auto=""),
+    "int8": RecipeRow(
+        _INT8, "int8 per channel, stochastic output gradient", _AQT_AND_QWIX, ("shards", "stored scales")
+    ),
     "int4": RecipeRow(_same("int4", "int4", "int32"), "int4 weights, activations and gradients", _QWIX, ("shards",)),
     "intmp": RecipeRow(
         None, "mixed precision by layer from quant_cfg_path, forward only", _AQT, ("file", "stored scales")
@@ -202,12 +207,15 @@ RECIPES: dict[str, RecipeRow] = {
     ),
     "fp8_e5m2": RecipeRow(_same("fp8_e5m2", "float8_e5m2"), "e5m2 everywhere, dynamic per channel", _QWIX, ("shards",)),
     "fp4": RecipeRow(_same("fp4", "float4_e2m1fn"), "e2m1 everywhere, dynamic per channel", _QWIX, ("shards",)),
-    "aqt_fp8": RecipeRow(_AQT_FP8, "e4m3 forward, float backward, bf16 accumulation", _AQT_FIRST, ("stored scales",)),
+    "aqt_fp8": RecipeRow(
+        _AQT_FP8, "e4m3 forward, float backward, bf16 accumulation", _AQT, ("stored scales",), auto="aqt"
+    ),
     "aqt_fp8_full": RecipeRow(
         _AQT_FP8_FULL,
         "e4m3 forward, e5m2 on both backward operands, bf16 accumulation, constant bounds",
-        _AQT_FIRST,
+        _AQT,
         ("bounds", "experts", "stored scales"),
+        auto="aqt",
     ),
     "fp8_current": RecipeRow(
         _per_tensor("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
@@ -319,10 +327,11 @@ def _composition(name: str, place: str) -> RecipeRow:
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} quantizes nothing; name a string, or leave {place} empty")
-    backends = parts[0].backends if parts[0] and len(set(map(id, parts))) == 1 else ("native",)
+    alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
     summary = "each matmul from the row that it names, its operands quantized from the tensors themselves"
     recipe = compose(name, [row and row.recipe for row in parts])
-    return RecipeRow(recipe, summary, backends, tuple(group for group in GROUPS if _reads(recipe, parts, group)), parts)
+    options = tuple(group for group in GROUPS if _reads(recipe, parts, group))
+    return RecipeRow(recipe, summary, alike.libraries, options, parts, alike.auto)
 
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
@@ -362,8 +371,3 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
         fix = 'write null (in Python, "") for float' if name.lower() in _FLOAT else near
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]
-
-
-def strings_reading(option: str) -> list[str]:
-    """Return the config strings that read an option."""
-    return [name for name, row in RECIPES.items() if option in row.fields]

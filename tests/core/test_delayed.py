@@ -51,28 +51,11 @@ def test_sixteen_steps_are_those_of_a_python_loop(mode, margin):
         np.testing.assert_array_equal(state["amax_history"], np.asarray(history, np.float32))
 
 
-@pytest.mark.parametrize("amax", [1e-30, 1e-7, 0.3, 1.0, 1.0625, 448.0, 3e38])
-def test_the_end_of_a_bin_is_at_most_an_eighth_above_an_amax(amax):
-    value = float(delayed.bin_value(delayed.bin_of(jnp.float32(amax))))
-    assert np.float32(amax) <= value <= np.float32(amax) * 1.125
-
-
 def emitted(amax, history=0.0):
     spec = DelayedSpec(LENGTH)
     state = delayed.initial_state(spec) | {"amax_history": jnp.full((LENGTH,), history)}
     scale = delayed.current_scale(state, jnp.float32(amax), E4M3, spec)
     return state, delayed.observe(state, scale, jnp.float32(amax), spec)
-
-
-def test_one_use_marks_one_bin_and_itself():
-    """Its cells are zeros and ones: they stay what they are under any weights, casts and sums."""
-    for amax in (0.0, 3.5, 1.0 + 2.0**-23, 1.125 - 2.0**-23, math.inf, math.nan):
-        _, new = emitted(amax)
-        expected = np.zeros((1, delayed.CELLS), np.float32)
-        expected[0, [int(delayed.bin_of(jnp.float32(amax))) if math.isfinite(amax) else 2040, delayed.BINS - 1]] = 1
-        bits = int(np.float32(new["scale"][0]).view(np.uint32))
-        expected[0, delayed.BINS :] = [bits >> n & 1 for n in range(31)]
-        np.testing.assert_array_equal(new["amax_bins"], expected)
 
 
 def combined(amaxes, weights):
@@ -97,7 +80,7 @@ AMAX = st.one_of(
 WEIGHT = st.floats(1e-6, 1e6)
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(st.lists(st.tuples(AMAX, WEIGHT), min_size=1, max_size=64))
 def test_what_is_recorded_is_the_end_of_the_maximums_bin_under_any_weights(uses):
     amaxes, weights = zip(*uses, strict=True)
@@ -125,22 +108,16 @@ def test_combined_uses_record_the_maximum(amaxes, weights, newest):
     assert not new["amax_bins"].any()
 
 
-@pytest.mark.parametrize("amax", [math.inf, math.nan])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_non_finite_micro_batch_leaves_the_scale_of_the_big_batch_in_any_order(amax, order):
-    state, seen = emitted(amax, history=7.0)  # its scale is 1 before the step
-    nothing = jax.tree.map(jnp.zeros_like, seen)
-    big = delayed.advance(state, seen)
-    np.testing.assert_allclose(big["scale"], 7.0 / 448, rtol=2e-7)
-    total = jax.tree.map(jnp.add, *((nothing, seen)[place] for place in order))
-    jax.tree.map(np.testing.assert_array_equal, delayed.advance(state, total), big)
-    # One with a finite amax goes before both.
-    _, finite = emitted(2.0, history=7.0)
-    total = jax.tree.map(jnp.add, *((finite, total)[place] for place in order))
-    jax.tree.map(np.testing.assert_array_equal, delayed.advance(state, total), delayed.advance(state, finite))
+def test_a_non_finite_micro_batch_leaves_the_scale_of_the_big_batch_in_any_order(order):
+    state, seen = emitted(math.nan, history=7.0)  # its scale is 1 before the step
+    nothing, finite = jax.tree.map(jnp.zeros_like, seen), emitted(2.0, history=7.0)[1]
+    for other, wanted in ((nothing, seen), (finite, finite)):
+        total = jax.tree.map(jnp.add, *((other, seen)[place] for place in order))
+        jax.tree.map(np.testing.assert_array_equal, delayed.advance(state, total), delayed.advance(state, wanted))
 
 
-@pytest.mark.parametrize("amax", [1e-30, 1e-36, 1e-38, 0.0])
+@pytest.mark.parametrize("amax", [1e-36, 0.0])
 def test_a_scale_never_flushes_to_zero(amax):
     state, seen = emitted(amax, history=amax)
     assert float(delayed.advance(state, seen)["scale"][0]) == 1.0
@@ -152,36 +129,13 @@ def test_a_state_overwritten_with_the_gradient_of_no_use_has_a_scale():
     assert [float(scale[0]) for scale in scales] == [1.0, 1.0]
 
 
-def test_flax_mode_has_no_floor():
-    spec = DelayedSpec(LENGTH, amax_init="flax")
-    state = delayed.initial_state(spec) | {"amax_history": jnp.full((LENGTH,), 1e-30)}
-    scales = [delayed.current_scale(state, jnp.float32(1), E4M3, spec, **floor) for floor in ({}, {"floor": 1e-3})]
-    assert float(scales[0][0]) == float(scales[1][0]) == pytest.approx(1e-30 / 448)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_state_that_would_round_amaxes_is_refused(dtype):
-    state = jax.tree.map(lambda leaf: leaf.astype(dtype), delayed.initial_state(DelayedSpec(LENGTH)))
-    with pytest.raises(TypeError, match=rf"is {dtype.dtype.name} and must be float32, .*cast parameters alone"):
-        delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(LENGTH))
-
-
-@pytest.mark.parametrize("mode", ["warmup", "flax"])
-def test_a_history_of_another_length_is_refused(mode):
-    state = delayed.initial_state(DelayedSpec(LENGTH, amax_init=mode))
+def test_a_state_that_would_round_amaxes_or_has_another_length_is_refused():
+    state = delayed.initial_state(DelayedSpec(LENGTH))
     with pytest.raises(ValueError, match=r"has 4 entries and amax_history_length is 16; set it to 4, or "):
-        delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(16, amax_init=mode))
-
-
-def test_a_history_of_one_entry_is_the_last_amax():
-    spec = DelayedSpec(1)
-    state = delayed.initial_state(spec)
-    for amax in (3.0, 5.0, 2.0):
-        before = float(state["amax_history"][0])
-        scale = delayed.current_scale(state, jnp.float32(amax), E4M3, spec)
-        assert float(scale[0]) == pytest.approx((before or amax) / 448)
-        state = delayed.advance(state, delayed.observe(state, scale, jnp.float32(amax), spec))
-        assert float(state["amax_history"][0]) == recorded(amax)
+        delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(16))
+    state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+    with pytest.raises(TypeError, match=r"is bfloat16 and must be float32, .*cast parameters alone"):
+        delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(LENGTH))
 
 
 def test_a_history_with_nan_forgets_it_in_time():

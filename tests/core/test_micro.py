@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
+from jaxquant.core.hadamard import draw_signs, rotate
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, Rotation, TensorSpec
@@ -87,7 +85,6 @@ def test_the_error_on_normal_numbers_is_the_published_one(chosen, published):
 def through_eden(x, seed):
     """Rotate, quantize with EDEN's scales, and rotate back."""
     gradient, signs = recipe("quartet2").dlhs, draw_signs(Rotation(128, "fresh"), jax.random.key(seed))
-    assert isinstance(gradient.lhs, TensorSpec)
     rotated = quantize(rotate(x, 1, signs), gradient.lhs, (1,), key=jax.random.key(seed + 1000))
     back = rotate(dequantize(rotated), 1, jnp.ones_like(signs))
     return (back.reshape(-1, 128) * signs).reshape(x.shape)
@@ -131,21 +128,9 @@ def test_a_rotation_of_both_operands_leaves_their_product(rotation):
 
 def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
     """Heads of 32 in rotations of 128 would be multiplied with four times the elements, which cost and flatter."""
-    signs = draw_signs(Rotation(128, "fresh"), jax.random.key(0))
-    x, w = normal((24, 8, 32)), normal((40, 8, 32), 1)
-    rotated = rotate(x, 2, signs)
-    assert rotated.shape == x.shape
-    product = jnp.einsum("mhd,nhd->mn", rotated, rotate(w, 2, signs))
-    np.testing.assert_allclose(product, jnp.einsum("mhd,nhd->mn", x, w), atol=1e-4)
+    signs, x = draw_signs(Rotation(128, "fresh"), jax.random.key(0)), normal((24, 8, 32))
+    assert rotate(x, 2, signs).shape == x.shape
     assert rotate(normal((3, 40)), 1, signs).shape == (3, 64)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "run", "axis"), [((3, 128, 128), 128, 2), ((64, 64), 128, 1), ((2048, 4), 16, 0), ((7,), 16, 0)]
-)
-def test_the_last_axis_that_holds_a_run_is_rotated(sizes, run, axis):
-    """Not the batch, where it is larger than a text is long, nor the heads: these are what a mesh cuts."""
-    assert rotated_axis(sizes, run) == axis
 
 
 @pytest.mark.parametrize("string", ["nvfp4", "quartet2"])
@@ -180,12 +165,6 @@ def test_quartet_ii_keeps_the_forward_s_codes_alone():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.size > 512} == {"float4_e2m1fn"}
 
 
-def test_bad_specs_are_refused_by_name():
-    with pytest.raises(ValueError, match="Rotation size 24 must be a power of two"):
-        Rotation(24)
-    drawing = spec("quartet2", "dlhs_lhs")
-    assert drawing.micro is not None
-    with pytest.raises(ValueError, match="four_over_six compares errors of rounding to nearest"):
-        dataclasses.replace(drawing, micro=dataclasses.replace(drawing.micro, four_over_six=True))
+def test_what_draws_needs_a_key():
     with pytest.raises(ValueError, match="needs a random key"):
         quantize(normal((16, 16)), spec("tetrajet_v2", "dlhs_lhs"), (1,))

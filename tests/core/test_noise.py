@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,16 +54,6 @@ def test_gradients_layers_steps_and_neighbours_are_not_correlated():
     for axis in (0, 1):
         variance = one.sum(axis).var() / (SHAPE[0] / 12)
         assert abs(variance - 1) < 5 * np.sqrt(2 / SHAPE[0])
-
-
-def test_noise_can_begin_at_another_place():
-    key = jax.random.key(5)
-    np.testing.assert_array_equal(noise(key, (64,))[8:], noise(key, (56,), jnp.uint32(8)))
-
-
-def test_any_stream_of_jax_random_is_accepted():
-    first, second = (draws(jax.random.key(n, impl="rbg")) for n in (0, 1))
-    assert abs(((first - 0.5) * (second - 0.5)).mean()) < 5 / np.sqrt(N) / 12
 
 
 @pytest.mark.parametrize("string", ["nvfp4", "int8"])

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.core.calibration import Calibration, parse_calibration
+from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import outside_range, quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import content_key, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import saturating_cast, stochastic_cast
 from tests import numerics, reference
 
 
@@ -31,29 +31,14 @@ def test_qvalues_and_scales_are_those_of_plain_numpy(dtype, granularity):
     np.testing.assert_array_equal(tensor.qvalue.astype(jnp.float32), expected)
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
-def test_representable_values_come_back_exactly(dtype):
-    top = ELEMENTS[dtype].max
-    values = reference.cast(np.linspace(-top, top, 97, dtype=np.float32), dtype)
-    tensor = quantize(
-        jnp.asarray(values),
-        TensorSpec(dtype, "per_tensor", Calibration("fixed", 1.0, *[-ELEMENTS[dtype].bound, ELEMENTS[dtype].bound])),
-        (0,),
-    )
-    assert float(tensor.scale[0]) == 1.0
-    np.testing.assert_array_equal(dequantize(tensor), values)
-
-
 @pytest.mark.parametrize(("dtype", "text"), [("int8", "minmax"), ("int8", "rms,3"), ("float8_e4m3fn", "absmax")])
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
-def test_a_nan_shows(dtype, text, granularity):
+def test_a_nan_shows(dtype, text):
     """XLA:CPU can lose a NaN in the maximum of a long axis; a dequantized row must still not be finite."""
+    spec = TensorSpec(dtype, calibration=parse_calibration(text))
+    through = jax.jit(lambda v: dequantize(quantize(v, spec, (1,))))
     for column in (0, 500, 999):
         x = jnp.asarray(normal((16, 1000))).at[3, column].set(jnp.nan)
-        out = jax.jit(lambda v: dequantize(quantize(v, TensorSpec(dtype, granularity, parse_calibration(text)), (1,))))(
-            x
-        )
-        assert not jnp.isfinite(out[3, column])
+        assert not jnp.isfinite(through(x)[3, column])
 
 
 def test_shards_that_do_not_divide_are_refused():
@@ -112,9 +97,3 @@ def test_stochastic_rounding_of_subnormals(dtype):
     values = np.asarray(stochastic_cast(jnp.full(n, 0.25 * ulp), kind, jax.random.key(1)).astype(jnp.float32))
     assert set(np.unique(values)) == {0.0, ulp}
     assert values.mean() == pytest.approx(0.25 * ulp, abs=numerics.stochastic_mean_bound(ulp, n))
-
-
-def test_content_key_depends_on_the_values_and_not_on_their_order():
-    x = jnp.asarray(normal((64,)))
-    assert content_key(x) == content_key(x[::-1])
-    assert content_key(x) != content_key(x.at[3].add(1e-3))

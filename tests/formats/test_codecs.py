@@ -1,4 +1,4 @@
-"""The table of codecs: decoding bit for bit, the error of encoding, and blocks that are hard."""
+"""The table of codecs: decoding bit for bit, the error of encoding, hard blocks; packing of four-bit elements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from jaxquant.formats import CODECS, codec
-from jaxquant.formats.microscaling import decode_mx, encode_mx
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_e8m0, encode_minifloat
-from jaxquant.formats.packing import pack_codes, unpack_codes
+from jaxquant.formats.packing import PACKED_DTYPES, pack, pack_codes, unpack, unpack_codes
 from tests.numerics import CODEC_RMSE, CODEC_RMSE_RTOL, FLOAT32_EPS
 
 GGML = [name for name, row in CODECS.items() if row.encoding]
@@ -74,27 +73,12 @@ def test_ggml_encodes_as_gguf_does(name):
     np.testing.assert_array_equal(codec(name).encode(jnp.asarray(x))["blocks"], reference)
 
 
-def test_of_two_that_are_largest_the_first_gives_the_sign():
-    x = np.tile(np.array([[-3.0, 3.0], [3.0, -3.0], [0.0, -0.0], [-0.0, 0.0]], np.float32), (1, 16))
-    reference = gguf.quants.quantize(x[:2], gguf.GGMLQuantizationType.Q4_0).view(np.uint8)
-    blocks = np.asarray(codec("q4_0").encode(jnp.asarray(x))["blocks"])
-    np.testing.assert_array_equal(blocks[:2], reference)
-    np.testing.assert_array_equal(blocks[2], blocks[3])
-
-
 @pytest.mark.parametrize("name", CODEC_RMSE)
 def test_relative_rmse_is_the_published_one(name):
     for distribution, expected in CODEC_RMSE[name].items():
         x = sample(distribution).astype(np.float64)
         error = np.sqrt(np.mean((round_trip(name, x) - x) ** 2) / np.mean(x**2))
         assert error == pytest.approx(expected, rel=CODEC_RMSE_RTOL), distribution
-
-
-def test_floor_scales_of_mx_have_the_published_error():
-    x = sample("normal")
-    for dtype, expected in (("float8_e4m3fn", 0.0294), ("float4_e2m1fn", 0.1150)):
-        back = decode_mx(encode_mx(jnp.asarray(x), dtype, "floor"), dtype)
-        assert np.sqrt(np.mean((np.asarray(back) - x) ** 2)) == pytest.approx(expected, rel=CODEC_RMSE_RTOL)
 
 
 HARD = {
@@ -110,30 +94,23 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SCALED if name not in ("f16",)])
-def test_hard_blocks_stay_finite(name):
-    rng = np.random.default_rng(2)
-    x = np.concatenate([make(rng) for make in HARD.values()]).clip(-3.38e38, 3.38e38).astype(np.float32)
-    # A tensor scale is shared by all, so that each case is an array of its own.
-    back = np.concatenate([round_trip(name, x[start : start + 4]) for start in range(0, len(x), 4)])
-    assert np.isfinite(back).all()
-    kinds = list(HARD)
-    assert not back[4 * kinds.index("zeros") : 4 * kinds.index("constant")].any()
-    constants = slice(4 * kinds.index("constant"), 4 * kinds.index("one of many"))
-    np.testing.assert_allclose(back[constants], x[constants], rtol=0.1)
-    saturated = slice(4 * kinds.index("huge"), 4 * kinds.index("tiny"))
-    np.testing.assert_array_equal(np.sign(back[saturated]) * np.sign(x[saturated]) >= 0, True)
-
-
-@pytest.mark.parametrize("bad", [-np.inf, np.nan])
 @pytest.mark.parametrize("name", [name for name in SCALED if name not in ("f16", "bf16")])
-def test_a_block_that_is_not_finite_decodes_to_nan(name, bad):
+def test_hard_blocks_stay_finite_and_what_is_not_finite_decodes_to_nan(name):
+    rng = np.random.default_rng(2)
+    # A tensor scale is shared by all, so that each case is an array of its own.
+    found = {
+        kind: (x := make(rng).clip(-3.38e38, 3.38e38).astype(np.float32), round_trip(name, x))
+        for kind, make in HARD.items()
+    }
+    assert all(np.isfinite(back).all() for _, back in found.values())
+    assert not found["zeros"][1].any()
+    np.testing.assert_allclose(found["constant"][1], found["constant"][0], rtol=0.1)
+    assert all((np.sign(found[kind][0]) * np.sign(found[kind][1]) >= 0).all() for kind in ("huge", "largest"))
     x = np.ones((64, 256), np.float32)  # XLA's maximum on CPU forgets a NaN, but not in few rows
-    x[1, 5] = bad
+    x[1, 5], x[2, 7] = -np.inf, np.nan
     back = round_trip(name, x)
-    assert np.isnan(back[1, 5])
-    if name != "nvfp4":  # whose scale of scales is the whole tensor's
-        assert np.isfinite(back[0]).all()
+    assert np.isnan(back[[1, 2], [5, 7]]).all()
+    assert name == "nvfp4" or np.isfinite(back[0]).all()  # whose scale of scales is the whole tensor's
 
 
 @pytest.mark.parametrize("name", MX)
@@ -219,10 +196,35 @@ def test_what_does_not_fit_is_refused():
         codec("q4_0").encode(jnp.ones((2, 32), jnp.int32))
 
 
-@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
-def test_a_block_of_zeros_is_zero_bytes_as_ggml_writes_it(name):
-    x = jnp.concatenate([jnp.zeros((1, 256)), jnp.full((1, 256), 3.0)])
-    zeros, constant = np.asarray(codec(name).encode(x)["blocks"])
-    assert not zeros.any()
-    if name != "q6_k":
-        assert constant[:4].tolist() == [constant[0], constant[1], 0, 0]  # a minimum of +0, never of -0
+PACKED = [((3, 7), -1), ((5, 3), 0), ((2, 3, 6), -2), ((4, 0), 1)]
+
+
+def _packed_by_hand(nibbles: np.ndarray, axis: int) -> np.ndarray:
+    moved = np.moveaxis(nibbles, axis, -1)
+    out = np.zeros((*moved.shape[:-1], -(-moved.shape[-1] // 2)), np.uint8)
+    for index in np.ndindex(moved.shape):
+        out[(*index[:-1], index[-1] // 2)] |= moved[index] << (4 * (index[-1] % 2))
+    return np.moveaxis(out, -1, axis)
+
+
+@pytest.mark.parametrize(("shape", "axis"), PACKED)
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+def test_bytes_are_those_of_the_nibbles_and_come_back(dtype, shape, axis):
+    nibbles = np.random.default_rng(0).integers(0, 16, shape, np.uint8)
+    packed = jax.jit(lambda x: pack(x, axis))(jax.lax.bitcast_convert_type(jnp.asarray(nibbles, jnp.uint4), dtype))
+    assert packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(packed, _packed_by_hand(nibbles, axis))
+    back = jax.jit(lambda p: unpack(p, dtype, shape[axis], axis))(packed)
+    assert back.dtype.name == dtype
+    np.testing.assert_array_equal(jax.lax.bitcast_convert_type(back, "uint4").astype(np.uint8), nibbles)
+
+
+def test_the_first_element_is_the_low_nibble():
+    np.testing.assert_array_equal(pack(jnp.asarray([1, -1, 7], jnp.int4)), [0xF1, 0x07])
+
+
+def test_what_is_not_packed_is_refused():
+    with pytest.raises(TypeError, match="int8 is no four-bit element type"):
+        pack(jnp.zeros(4, jnp.int8))
+    with pytest.raises(ValueError, match="4 bytes hold 7 or 8 elements"):
+        unpack(jnp.zeros((2, 4), jnp.uint8), "int4", 6)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxquant
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import RECIPES, lookup
 from jaxquant.core.delayed import advance
-from jaxquant.core.recipe import FORWARD, Recipe
+from jaxquant.core.recipe import Recipe
 from jaxquant.ops import dot_general, initial_state
 from tests.states import recorded
 
@@ -50,11 +48,6 @@ def step(chosen: Recipe, state=None):
     return run(*operands(), state)
 
 
-def original(name: str) -> Recipe:
-    """Return a row beside a float forward: what its gradients are when made of the float tensors."""
-    return composed(None, name, name)
-
-
 def assert_bits(a, b):
     np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
@@ -69,17 +62,10 @@ def test_the_forward_is_that_of_its_row_to_the_bit(fwd):
 @pytest.mark.parametrize("name", ["int8", "quartet2"])
 def test_a_gradient_does_not_depend_on_the_forward_beside_it(name):
     """Its operands are made of the float tensor: of a forward's int4 codes it would have the error, 17 % and more."""
-    _, dlhs, drhs, _ = step(original(name))
+    _, dlhs, drhs, _ = step(composed(None, name, name))
     for fwd in ("mxfp8", "int4"):
         assert_bits(step(composed(fwd, name, "fp8_block"))[1], dlhs)
         assert_bits(step(composed(fwd, "fp8_block", name))[2], drhs)
-
-
-def test_three_times_one_row_is_that_row():
-    for name in {row.recipe.name for row in RECIPES.values() if row.recipe}:
-        whole = composed(name, name, name)
-        assert dataclasses.replace(whole, name=name) == recipe(name)
-        assert lookup(whole.name).backends == RECIPES[name].backends
 
 
 @pytest.mark.parametrize(
@@ -95,9 +81,7 @@ def test_histories_are_those_of_the_delayed_operands_and_advance(strings, tensor
     whole = composed(*strings, **({"amax_history_length": 4} if tensors else {}))
     state = initial_state(whole)
     assert set(state) == tensors
-    amaxes = dict(
-        zip(("input", "kernel", "output_grad"), map(lambda x: float(jnp.max(jnp.abs(x))), operands()), strict=True)
-    )
+    amaxes = dict(zip(("input", "kernel", "output_grad"), (jnp.abs(x).max() for x in operands()), strict=True))
     seen = step(whole, state=state)[3]
     after = {name: advance(state[name], seen[name]) for name in state}
     for name, tensor in after.items():
@@ -105,38 +89,29 @@ def test_histories_are_those_of_the_delayed_operands_and_advance(strings, tensor
     assert step(whole, state=after)[0].shape == (M, N)
 
 
-def test_a_delayed_gradient_is_shared_by_those_who_scale_by_it_alone():
-    """fp8's dlhs beside fp8_current's drhs: each as in its own row, with a history that is far off."""
-    whole, row = composed("fp8", "fp8", "fp8_current"), recipe("fp8")
-    old = initial_state(row)
-    past = {name: {**each, "amax_history": each["amax_history"].at[0].set(1e3)} for name, each in old.items()}
-    got, delayed, current = step(whole, state=past), step(row, state=past), step(recipe("fp8_current"))
-    assert_bits(got[1], delayed[1])
-    assert_bits(got[2], current[2])
-    assert not np.array_equal(np.asarray(got[2], np.float32), np.asarray(delayed[2], np.float32))
+@pytest.mark.parametrize(
+    ("strings", "options", "error", "message"),
+    [
+        (("fp8", "int8_delayed"), {}, ValueError, "'fp8' of fwd and 'int8_delayed' of dlhs scale one tensor"),
+        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "flax's own op of three matmuls"),
+        (("fp8", "ggml_q4_0"), {}, NotImplementedError, "weight of dlhs in the tensor format q4_0"),
+    ],
+)
+def test_what_cannot_be_composed_is_refused(strings, options, error, message):
+    with pytest.raises(error, match=message):
+        composed(*strings, **options)
 
 
-def test_two_rows_with_histories_of_one_tensor_are_refused():
-    with pytest.raises(
-        ValueError, match="'fp8' of fwd and 'int8_delayed' of dlhs scale one tensor, the kernel, by its"
-    ):
-        composed("fp8", "int8_delayed")
-
-
-def test_flax_s_op_is_not_composed():
-    with pytest.raises(ValueError, match="amax_init 'flax' is flax's own op of three matmuls"):
-        composed("fp8", "fp8", "fp8_current", amax_init="flax")
-    assert composed("fp8", "fp8", "fp8", amax_init="flax").matches_flax
-
-
-def test_a_tensor_format_is_the_forward_s():
-    with pytest.raises(NotImplementedError, match="the weight of dlhs in the tensor format q4_0 is the forward's"):
-        composed("fp8", "ggml_q4_0")
-    assert composed("ggml_q4_0", "ggml_q4_0", "quartet2").dlhs.rhs == FORWARD
-
-
-def test_options_of_a_row_change_its_matmuls_alone():
-    plain, six = (composed("fp8_current", "nvfp4", "nvfp4", four_over_six=each) for each in (False, True))
-    assert six.fwd == plain.fwd
-    assert six.dlhs != plain.dlhs
-    assert composed("mxfp8", "mxfp8", "int8", quantization_local_shard_count=4).drhs.shards == 4
+def test_coverage_and_report_name_the_composition_and_its_dtypes():
+    composition, text = {"fwd": "fp8_current", "dlhs": "int8"}, "{fwd: fp8_current, dlhs: int8, drhs: null}"
+    quantized = jaxquant.quantize(lambda params, x: x @ params["up"], {"quantization": composition})
+    params, x = {"up": jnp.ones((64, 128))}, jnp.ones((128, 64))
+    assert {row.path: row.recipe for row in quantized.report(params, x)} == {"up": text}
+    step = jax.grad(lambda p, x: jnp.sum(quantized(p, {}, x).astype(jnp.float32) ** 2), (0, 1))
+    found = jaxquant.coverage(step, params, x, config={"quantization": composition})
+    found.check()
+    assert {row.matmul: (str(row.dtypes.lhs), str(row.dtypes.rhs)) for row in found.rows} == {
+        "fwd": ("float8_e4m3fn", "float8_e4m3fn"),
+        "dlhs": ("int8", "int8"),
+        "drhs": ("float32", "float32"),
+    }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +10,15 @@ import pytest
 from jaxquant.backends import load
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.delayed import empty_bins, widen_bins
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
-from jaxquant.ops import dot_general, initial_state, ragged
+from jaxquant.ops import dot_general, initial_state
 from tests import numerics
 
 OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
 NUMBERS = (((1,), (0,)), ((), ()))
 DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
-CLASSES = ("int8", "int8w", "fp8", "fp8_block", "mxfp8", "nvfp4", "quartet2", "ggml_q4_0", "aqt_fp8", "int4")
+CLASSES = ("int8", "int8w", "fp8", "fp8_block", "mxfp8", "nvfp4", "quartet2", "ggml_q4_0")
 """One recipe of each kind of scale, rounding and backward pass; others differ from one of these in the element."""
 
 
@@ -65,18 +62,14 @@ def test_an_empty_batch_and_a_batch_of_one(name):
     assert all(jnp.isfinite(part).all() for part in run(jnp.ones((1, 32))))
 
 
-@pytest.mark.parametrize("name", ["int8", "mxfp4", "quartet2"])
 @pytest.mark.parametrize(("lhs", "rhs"), [((8,), (8, 3)), ((8,), (8,)), ((1, 1), (1, 1))])
-def test_vectors(name, lhs, rhs):
-    numbers = (((len(lhs) - 1,), (0,)), ((), ()))
-    x, w = jnp.ones(lhs), jnp.ones(rhs)
+def test_vectors(lhs, rhs):
+    numbers, x, w = (((len(lhs) - 1,), (0,)), ((), ())), jnp.ones(lhs), jnp.ones(rhs)
     exact, pull = jax.vjp(lambda x, w: jnp.tensordot(x, w, numbers[0]), x, w)
-    found = jax.jit(lambda x, w: gradients(DISTINCT[name], x, w, 1.0, numbers))(x, w)
-    # int8 maps an amax to 127.5 steps and keeps 127 of them, four bits 7 of 7.5; a rotated run is rounded at random.
-    bound = {"int8": 0.01, "mxfp4": 0.2, "quartet2": 0.5}[name]
+    found = jax.jit(lambda x, w: gradients(DISTINCT["int8"], x, w, 1.0, numbers))(x, w)
     for ours, theirs in zip(found, (exact, *pull(jnp.ones_like(exact))), strict=True):
         assert ours.shape == theirs.shape
-        assert np.abs(ours / theirs - 1).max() < bound
+        assert np.abs(ours / theirs - 1).max() < 0.01  # an amax is mapped to 127.5 steps, of which 127 are kept
 
 
 RANGE = TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -4.0, 4.0))
@@ -104,27 +97,20 @@ def converted(recipe, w):
     state = initial_state(recipe)
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(4.0)
-    kernel = load("native").quantize_weight("dot_general", recipe, w, (0,), state)
-    return kernel.astype(w.dtype.name)
+    return load("native").quantize_weight("dot_general", recipe, w, (0,), state).astype(w.dtype.name)
 
 
 @pytest.mark.parametrize("name", ["int8w", "fp8", "fp8_block", "nvfp4"])
-@pytest.mark.parametrize("numbers", [NUMBERS, (((0,), (0,)), ((), ()))])
-def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one(name, numbers):
-    recipe = DISTINCT[name]
-    w, x = normal((32, 16), 1), normal((24, 32))
-    x = x.T if numbers[0][0] == (0,) else x
-    weight = converted(recipe, w)
-    grad = normal((24, 16), 2)
+def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one(name):
+    """Where the kernel is one of the differentiated arguments, too; along the first axis, so that it is turned."""
+    recipe, numbers, x, grad = DISTINCT[name], (((0,), (0,)), ((), ())), normal((32, 24)), normal((24, 16), 2)
+    weight = converted(recipe, normal((32, 16), 1))
     run = lambda a, b: dot_general(a, b, numbers, recipe=recipe)  # noqa: E731
-    (dx,) = jax.vjp(lambda a: run(a, weight), x)[1](grad)
     exact = lambda a: jax.lax.dot_general(a, dequantize(weight), numbers, precision="highest")  # noqa: E731
-    np.testing.assert_allclose(
-        dx, jax.vjp(exact, x)[1](grad)[0], rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL
-    )
-    # Under jit, the kernel one of the differentiated arguments.
+    wanted, bound = jax.vjp(exact, x)[1](grad)[0], (numerics.SMALL_SUM_RTOL, numerics.SMALL_SUM_ATOL)
     both = jax.jit(lambda a, b: jax.vjp(run, a, b)[1](grad)[0])(x, weight)
-    np.testing.assert_allclose(both, dx, rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL)
+    for found in (both, jax.vjp(lambda a: run(a, weight), x)[1](grad)[0]):
+        np.testing.assert_allclose(found, wanted, *bound)
 
 
 def test_wide_dtypes_and_strict_promotion():
@@ -135,16 +121,6 @@ def test_wide_dtypes_and_strict_promotion():
             x, w = jnp.asarray(np.ones((4, 32))), jnp.asarray(np.ones((32, 16)))
             shapes = jax.eval_shape(lambda a, b, r=recipe: gradients(r, a, b, jnp.float64(1.0)), x, w)
         assert [part.dtype.name for part in shapes] == ["float64"] * 3
-
-
-@pytest.mark.parametrize(("name", "casts"), [("fp8_full", 4), ("fp8_block", 5), ("mxfp8", 6), ("aqt_fp8_full", 6)])
-def test_no_operand_is_quantized_again(name, casts):
-    """Each of the operands that a recipe names is cast once, from the float tensor."""
-    jaxpr = jax.make_jaxpr(lambda x, w, g: gradients(DISTINCT[name], x, w, g))(
-        normal((300, 160)), normal((160, 200)), jnp.float32(1.0)
-    )
-    found = re.findall(r":f8_e[45]m[23]\w*\[\d[\d,]*\] = convert_element_type", str(jaxpr))  # a padding's 0 is a scalar
-    assert len(found) == casts
 
 
 @pytest.mark.parametrize("name", numerics.SQNR_FLOORS)
@@ -159,45 +135,18 @@ def test_block_scaled_matmuls_keep_their_signal(name):
         assert distance(ours[0], exact[0]) == pytest.approx(0.0369, rel=numerics.BLOCK_RMSE_RTOL)
 
 
-def test_an_implementation_that_is_not_known_is_refused():
-    x, w = normal((4, 32)), normal((32, 16))
-    with pytest.raises(ValueError, match="implementation 'xl' of dot_general is not known; did you mean 'xla'"):
-        dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], implementation="xl")
-
-
-@pytest.mark.parametrize(
-    ("is_warm", "bad", "side", "groups"),
-    [(True, jnp.nan, "w", 0), (False, jnp.inf, "x", 0), (False, jnp.nan, "x", 2), (False, jnp.inf, "w", 2)],
-)
-def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, groups):
+@pytest.mark.parametrize(("bad", "side"), [(jnp.nan, "w"), (jnp.inf, "x")])
+def test_integers_of_delayed_scales_show_what_is_not_finite(bad, side):
     """Integers hold no NaN: the scale of an operand with one is NaN, in the forward and in the other's gradient."""
-    recipe = DISTINCT["int8_delayed"]
-    arrays = {"x": normal((8, 32)), "w": normal((groups, 32, 16) if groups else (32, 16), 1)}
-    arrays[side] = arrays[side].at[*(0,) * arrays[side].ndim].set(bad)
-    state = ragged.initial_state(recipe, groups) if groups else initial_state(recipe)
-    if is_warm and not groups:
-        for tensor in state.values():
-            tensor |= {
-                "amax_history": tensor["amax_history"].at[..., 0].set(4.0),
-                "amax_bins": widen_bins(empty_bins()),
-            }
+    recipe, arrays = DISTINCT["int8_delayed"], {"x": normal((8, 32)), "w": normal((32, 16), 1)}
+    arrays[side] = arrays[side].at[0, 0].set(bad)
 
-    def run(x, w, state):
-        if groups:
-            return ragged.ragged_dot(x, w, jnp.array([4, 4]), recipe=recipe, state=state)
-        return dot_general(x, w, NUMBERS, recipe=recipe, state=state)
+    def loss(x, w, state):
+        out = dot_general(x, w, NUMBERS, recipe=recipe, state=state)
+        return jnp.sum(out), out
 
-    loss = lambda *args: (jnp.sum(out := run(*args)), out)  # noqa: E731
-    (dx, dw, observed), out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(arrays["x"], arrays["w"], state)
-    group = slice(0, 4) if groups else slice(None)
-    assert not jnp.isfinite(out[group]).any()
-    assert not jnp.isfinite(dw[0] if groups else dw).any() if side == "x" else not jnp.isfinite(dx[group]).any()
-    if groups:
-        assert jnp.isfinite(out[4:]).all()
+    given = arrays["x"], arrays["w"], initial_state(recipe)
+    (dx, dw, observed), out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*given)
+    assert not jnp.isfinite(out).any()
+    assert not jnp.isfinite(dw if side == "x" else dx).any()
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(observed))
-
-
-def test_no_rows_of_groups_under_a_fixed_range():
-    x, none = jnp.ones((0, 32)), jnp.zeros(2, int)
-    run = lambda x: ragged.ragged_dot(x, jnp.ones((2, 32, 16)), none, recipe=RANGED).sum()  # noqa: E731
-    assert jax.grad(run)(x).shape == (0, 32)

@@ -1,4 +1,4 @@
-"""N:M sparsity: the mask, its schedule against a plain Python loop, its state, and evaluation with it."""
+"""N:M sparsity: the mask, and training and evaluation with it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxquant
 from jaxquant import maybe_quantize_model, state
 from jaxquant.core.recipe import SparsitySpec
-from jaxquant.ops.sparsity import initial_state, magnitude_mask, sparsify
-from jaxquant.state.table import make_state
+from jaxquant.ops.sparsity import magnitude_mask
+from tests.trace.functions import normal
 
 OPTIMIZED = False
-
-SPEC = SparsitySpec(2, 4, start_step=3, update_step=2)
 
 
 def python_mask(w: np.ndarray, n: int, m: int) -> np.ndarray:
@@ -36,72 +35,79 @@ def test_mask_runs_along_the_contraction(n, m):
     np.testing.assert_array_equal(magnitude_mask(jnp.asarray(w.T), spec, (1,)), python_mask(w, n, m).T)
     folded = magnitude_mask(jnp.asarray(w.reshape(4, 4, 6)), spec, (0, 1))
     np.testing.assert_array_equal(folded, python_mask(w, n, m).reshape(4, 4, 6))
-
-
-def test_ties_keep_exactly_n():
-    assert (magnitude_mask(jnp.ones((8, 3)), SparsitySpec(2, 4, 0, 1), (0,)).sum(0) == 4).all()
-
-
-def test_schedule_and_state_are_those_of_a_python_loop():
-    kept = initial_state(jnp.ones((8, 3)), SPEC, (0,))
-    mask = np.ones((8, 3), bool)
-
-    @jax.jit
-    def run(w, kept):
-        out, pull = jax.vjp(lambda a, s: sparsify(SPEC, (0,), a, s), w, kept)
-        return out, *pull(jnp.ones_like(out))
-
-    for step in range(9):
-        w = jax.random.normal(jax.random.key(step), (8, 3))
-        out, grad, seen = run(w, kept)
-        np.testing.assert_array_equal(out, np.where(mask, w, 0))
-        assert (int((~mask).sum()) == 12) == (step >= 3)
-        if step + 1 >= 3 and (step + 1 - 3) % 2 == 0:
-            mask = python_mask(np.asarray(w), 2, 4)
-        np.testing.assert_array_equal(grad, np.ones((8, 3)))  # masked weights can come back
-        kept = updated(kept, seen)
-        assert float(kept["step"]) == step + 1
-        np.testing.assert_array_equal(kept["mask"].astype(bool), mask)
-
-
-def updated(kept, seen):
-    new = state.update(*(make_state({"sparsity": fields}) for fields in (kept, seen)))
-    return state.rows_of(new)["sparsity"]
-
-
-def test_two_uses_of_a_weight_count_one_step():
-    kept = initial_state(jnp.ones((8, 3)), SPEC, (0,))
-    new = updated(kept, {"step": jnp.float32(2.0), "mask": 2 * kept["mask"], "uses": jnp.float32(2)})
-    assert float(new["step"]) == 1
-    np.testing.assert_array_equal(new["mask"], kept["mask"])
-    assert float(updated(new, jax.tree.map(jnp.zeros_like, new))["step"]) == 1
+    # Of equal numbers n are kept.
+    assert (magnitude_mask(jnp.ones((8, 3)), spec, (0,)).sum(0) == 8 * n // m).all()
 
 
 def test_training_saves_the_mask_and_evaluation_uses_it():
-    config = {
-        "quantization": "fp8_full",
-        "quant_backend": "native",
-        "weight_sparsity_n": 2,
-        "weight_sparsity_m": 4,
-        "weight_sparsity_start_step": 2,
-        "weight_sparsity_update_step": 2,
-    }
+    sparsity = {"n": 2, "m": 4, "start_step": 2, "update_step": 2}
+    config = {"quantization": "fp8_full"} | {f"weight_sparsity_{name}": value for name, value in sparsity.items()}
     x = jax.random.normal(jax.random.key(0), (6, 16))
     model = maybe_quantize_model(nn.Dense(8), config, x)
     params, quant = state.split(jax.jit(model.init)(jax.random.key(1), x))
-
-    def loss(params, quant):
-        return (model.apply(state.merge(params, quant), x) ** 2).mean()
-
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    evaluate = jax.jit(loss)
-    for i in range(6):
+    loss = lambda params, quant: (model.apply(state.merge(params, quant), x) ** 2).mean()  # noqa: E731
+    step, evaluate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), jax.jit(loss)
+    mask = np.ones((16, 8), bool)
+    for i in range(5):
         before = evaluate(params, quant)
         value, (grads, seen) = step(params, quant)
         # Evaluating after step n is the loss of step n + 1 on the same batch.
         np.testing.assert_allclose(before, value, rtol=1e-6)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         quant = state.update(quant, seen)
         (saved,) = state.rows_of(quant).values()
-        zeros = int((saved["mask"] == 0).sum())
-        assert zeros == (64 if i >= 1 else 0)  # the mask of the next step
+        if i in (1, 3):  # of the next step, which is made of this one's weights; masked ones can come back
+            mask = python_mask(np.asarray(params["kernel"]), 2, 4)
+        np.testing.assert_array_equal(saved["mask"].astype(bool), mask)
+        assert all((grad != 0).all() for grad in jax.tree.leaves(grads))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+SPARSE = {
+    "quantization": "fp8_full",
+    "quant_backend": "native",
+    "weight_sparsity_n": 2,
+    "weight_sparsity_m": 4,
+    "weight_sparsity_start_step": 0,
+    "weight_sparsity_update_step": 2,
+}
+
+
+def test_each_expert_has_a_mask():
+    fn = lambda p, x: jnp.einsum("ebk,ekn->ebn", x, p["experts"]["w"])  # noqa: E731
+    p, x = {"experts": {"w": normal(0, 3, 8, 4)}}, normal(1, 3, 5, 8)
+    q = jaxquant.quantize(fn, SPARSE)
+    quant = q.init(p, x)
+    masks = state.rows_of(quant)["experts/sparsity"]
+    assert {name: leaf.shape for name, leaf in masks.items()} == {"mask": (3, 8, 4), "step": (3,), "uses": (3,)}
+    alone = jaxquant.quantize(lambda p, x: x @ p["w"], SPARSE)
+    out, seen = jax.value_and_grad(lambda s: jnp.sum(q(p, s, x)))(quant)
+    for expert in range(3):
+        one = {"w": p["experts"]["w"][expert]}
+        np.testing.assert_array_equal(q(p, quant, x)[expert], jax.jit(alone)(one, alone.init(one, x[0]), x[expert]))
+    assert jnp.isfinite(out)
+    new = state.rows_of(state.update(quant, seen))["experts/sparsity"]
+    assert new["step"].tolist() == [1, 1, 1]
+
+
+NO_ROOM = {"weight_sparsity_m": 8, "weight_sparsity_start_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("fn", "sizes", "options", "error", "text"),
+    [
+        (lambda p, x: x @ (p["w"] * p["g"]), ((8, 8), (8,)), {}, NotImplementedError, r"not one parameter .mul."),
+        (
+            lambda p, x: x @ p["w"][:, :8] + x @ p["w"][:, 8:],
+            ((8, 16),),
+            {},
+            NotImplementedError,
+            "is read in parts or m",
+        ),
+        (lambda p, x: (x @ (p["w"] * 2)) @ (p["w"] * 2).T, ((8, 8),), {}, NotImplementedError, "is read in parts or m"),
+        (lambda p, x: x @ p["w"], ((20, 4),), NO_ROOM, ValueError, "weight_sparsity_m 8 does not divide"),
+    ],
+)
+def test_what_has_no_mask_is_refused(fn, sizes, options, error, text):
+    params = {name: normal(0, *size) for name, size in zip("wg", sizes, strict=False)}
+    with pytest.raises(error, match=text):
+        jaxquant.quantize(fn, SPARSE | options).init(params, normal(2, 2, sizes[0][0]))

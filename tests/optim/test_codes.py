@@ -1,15 +1,18 @@
-"""The codes of moments against COAT's formula and the map of bitsandbytes, both written in numpy's float64."""
+"""The codes of moments against COAT's formula and bitsandbytes' map in numpy's float64, and codes at their ends."""
 
 from __future__ import annotations
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
-from jaxquant.optim.codes import SCHEMES, Coded
+from jaxquant.optim import SCHEMES, moment_health, quantize_state
+from jaxquant.optim.codes import Coded
 from tests import numerics
 
 GROUPS = 512
@@ -133,3 +136,22 @@ def test_equal_values_zeros_and_extremes(scheme: str, signed: bool):
     equal = rows[:6]
     np.testing.assert_allclose(decoded[:6], equal, rtol=numerics.CODE_RTOL)
     assert (decoded[6] > 0).all() or signed
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("signed", [True, False])
+def test_shares_are_those_of_the_code(scheme: str, signed: bool):
+    """Zeros, numbers that are far too small for their group's code, and a few large ones."""
+    codec = SCHEMES[scheme].codec(signed)
+    x = np.full((1, codec.group), 0.5, np.float32)
+    x[0, :10], x[0, 10:40], x[0, 40:43] = 0, 1e-30, 1 if not signed else -1
+    coded = codec.encode(jnp.asarray(x), signed, -1)
+    assert isinstance(coded, Coded)
+    state = quantize_state(optax.adam(1e-3), scheme).init({"w": jnp.zeros((1, 4096))})
+    moments = state.inner[0]._replace(**{"mu" if signed else "nu": {"w": coded.codes}})
+    name = "inner/0/mu/w" if signed else "inner/0/nu/w"
+    found = jax.jit(moment_health)({"inner": [state._replace(inner=moments)]})
+    shares = {end: round(float(share) * codec.group) for end, share in found[name].items()}
+    underflows = scheme != "fp8_coat"  # whose exponent spreads any group over its code
+    assert shares["zero"] == (40 if underflows and signed else 10)
+    assert shares["smallest"] == (30 if underflows and not signed else 0)
