@@ -257,7 +257,7 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
         ("", ["banana"], "banana"),
         ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
-        ("fp8", ["--out", "."], ". exists; choose another folder or remove it"),
+        ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
     ],
 )
 def test_command_refuses(run: str, words: list[str], message: str, runs: Any, tmp_path: Path, capsys: Any):
