@@ -266,7 +266,7 @@ def new_folder(path: str | Path) -> Path:
       FileExistsError: it does.
     """
     if Path(path).exists():
-        raise FileExistsError(f"{path} exists; choose another folder or remove it")
+        raise FileExistsError(f"{path} exists; choose another name or remove it")
     return Path(path)
 
 
