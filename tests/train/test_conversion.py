@@ -182,6 +182,8 @@ def test_served_config_replaces_all_or_lays_over():
 
 
 def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs(""), runs("fp8")
+    capsys.readouterr()  # of their training
     for run, words, message in (
         ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
         ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
