@@ -188,7 +188,7 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
         ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
         ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
-        ("fp8", ["--out", "."], ". exists; choose another folder or remove it"),
+        ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
     ):
         assert main(["convert", str(runs(run)), "--out", str(tmp_path / "out"), *words]) == 2
         out, err = capsys.readouterr()
