@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.train.conftest import STEPS, read_losses, train
 from train import sums
 from train.config import TrainConfig
 from train.loop import Halted, StopRequest
+from train.metrics import Metrics
 from train.sources import open_source
 
 
@@ -72,6 +74,18 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
             train(tiny, copy, steps=STEPS + 3)
     train(tiny, copy, steps=STEPS + 3)
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))
+
+
+def test_a_folder_that_is_gone_is_told(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    write = Metrics.held_out
+
+    def vanish(self: Metrics, step: int, loss: float) -> None:
+        write(self, step, loss)
+        shutil.rmtree(copy)
+
+    monkeypatch.setattr(Metrics, "held_out", vanish)
+    with pytest.raises(Halted, match=r"run .* cannot be written \(.* is gone\); no checkpoint is kept"):
+        train(tiny, copy, steps=STEPS + 1)
 
 
 def test_data_that_is_no_file_is_refused(tmp_path: Path):
