@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import dataclasses
 import math
+import os
 import re
 import resource
 import sys
@@ -123,16 +124,25 @@ def serve(words: argparse.Namespace) -> int:
 def _texts(words: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the prompts and their names in messages."""
     if words.prompt is not None:
-        return words.prompt, [f"prompt {number}" for number in range(1, len(words.prompt) + 1)]
+        names = [f"prompt {number}" for number in range(1, len(words.prompt) + 1)]
+        return [_text(os.fsencode(text), name) for text, name in zip(words.prompt, names, strict=True)], names
     source, name = words.prompts_file, "standard input" if words.prompts_file == "-" else words.prompts_file
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        lines = data.decode().removesuffix("\n").split("\n")  # splitlines() would split at form feeds too
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts-file {source} cannot be read: {error}") from None
-    if lines == [""]:
+    except OSError as error:
+        raise ValueError(f"--prompts-file {source} cannot be read: {error.strerror}") from None
+    if not data:
         raise ValueError(f"{name} holds no prompt; write one a line")
-    return [line.removesuffix("\r") for line in lines], [f"{name} line {number + 1}" for number in range(len(lines))]
+    lines = data.removesuffix(b"\n").split(b"\n")  # splitlines() would split at form feeds too
+    names = [f"{name} line {number}" for number in range(1, len(lines) + 1)]
+    return [_text(line.removesuffix(b"\r"), name) for line, name in zip(lines, names, strict=True)], names
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); write it in UTF-8") from None
 
 
 class Printer:

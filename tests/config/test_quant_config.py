@@ -78,16 +78,29 @@ ASKING = {
 }  # fmt: skip
 
 
-def test_a_field_about_quantization_that_is_not_read_is_named():
+@dataclasses.dataclass
+class Program:
+    """A program's config with defaults, a section, and fields about quantization that are not ours."""
+
+    quantization: str = "int8"
+    te_check_every: int = 20
+    token_quantization: str = "rowwise"
+    lora: dict = dataclasses.field(default_factory=dict)
+    weight_dtype: str = "bfloat16"
+
+
+@pytest.mark.parametrize("kind", [Program, maxtext])
+def test_a_field_about_quantization_that_is_not_read_is_named(kind):
     for name, value in ASKING.items():
         ((told, of),) = (value if name == "lora" else {name: value}).items()
         with pytest.warns(UserWarning, match=f"sets {told} .?{of}.?, which jaxquant does not read"):
-            QuantConfig.from_any(maxtext(quantization="int8", **{name: value}))
+            QuantConfig.from_any(kind(quantization="int8", **{name: value}))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            QuantConfig.from_any(maxtext(quantization="", **{name: value}))  # the program's own part
+            QuantConfig.from_any(Program())  # the default of the config's class does not ask
+            QuantConfig.from_any(kind(quantization="", **{name: value}))  # the program's own part
             for inert in (False, None, 0, -1, "", [], "disabled", "te_no_quant"):
-                QuantConfig.from_any(maxtext(quantization="int8", **{name: inert}))
+                QuantConfig.from_any(kind(quantization="int8", **{name: inert}))
 
 
 def test_switches_of_maxtext_quantize_what_is_float_by_default():

@@ -56,6 +56,9 @@ def test_prompts_come_in_order_and_refused_ones_last(run, tmp_path, capsys):
         f"error: {tmp_path}/prompts line 3 is empty; give it at least one token",
         f"error: {tmp_path}/prompts line 4 has 41 tokens, and the limit is 31; shorten it or raise max_length",
     ]
+    (tmp_path / "prompts").write_text("\n")
+    assert main(["serve", str(run), "--prompts-file", str(tmp_path / "prompts"), *WORDS]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/prompts line 1 is empty; give it at least one token\n"
 
 
 def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypatch):
@@ -79,23 +82,24 @@ def told(run, capsys):
     return call
 
 
-def test_a_bad_option_and_prompts_that_cannot_be_read_are_named(tmp_path, told):
-    files = {"latin": b"item\ncaf\xe9\n", "empty": b""}
-    for name, data in files.items():
+def test_a_bad_option_and_prompts_that_cannot_be_read_are_named(tmp_path, told, monkeypatch):
+    for name, data in (("latin", b"item\ncaf\xe9\n"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
-    path = str(tmp_path)
+    path, latin = str(tmp_path), "is not UTF-8 (byte 3); write it in UTF-8"
     for words, message in (
         (("--prompt", "item", "--top-p", "1.5"), "top_p 1.5 must lie above 0 and not above 1"),
         (("--prompt", "item", "--temperature", "-1"), "temperature -1.0 must not be negative"),
         (
             ("--prompts-file", f"{path}/absent"),
-            f"--prompts-file {path}/absent cannot be read: [Errno 2] No such file",
+            f"--prompts-file {path}/absent cannot be read: No such file or directory",
         ),
-        (("--prompts-file", f"{path}/latin"), f"{path}/latin cannot be read: 'utf-8' codec"),
+        (("--prompts-file", f"{path}/latin"), f"{path}/latin line 2 {latin}"),
         (("--prompts-file", f"{path}/empty"), f"{path}/empty holds no prompt; write one a line"),
-        (("--prompt", os.fsdecode(b"caf\xe9")), "'utf-8' codec can't encode"),
+        (("--prompt", os.fsdecode(b"caf\xe9")), f"prompt 1 {latin}"),
     ):
-        assert message in told(*words)
+        assert told(*words).startswith(message)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert told("--prompts-file", "-") == f"standard input line 1 {latin}"
 
 
 def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, told):

@@ -44,7 +44,7 @@ def test_no_flipped_bit_is_silent(copy: Path):
     assert sorted(path.name for path in copy.iterdir()) == sorted(FILES)
     for name in FILES:
         whole = (copy / name).read_bytes()
-        for bit in range(0, 8 * len(whole), 29 if name == NAME else 67):
+        for bit in range(0, 8 * len(whole), 1 if name == NAME else 37):
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             (copy / name).write_bytes(damaged)

@@ -13,7 +13,7 @@ from jaxquant.serving.kv_cache import SPECS, append, empty, nbytes, read
 
 B, S, H, D = 2, 12, 3, 8
 QUANTIZED = [(dtype, axis) for dtype in SPECS for axis in ("dkv", "heads_and_dkv")]
-THREE = [("", "dkv"), ("int4", "heads_and_dkv"), ("fp8", "dkv")]
+FOUR = [("", "dkv"), ("int8", "dkv"), ("int4", "heads_and_dkv"), ("fp8", "dkv")]
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -50,7 +50,7 @@ def test_what_is_held_is_worked_out_by_hand_zero_rows_are_zeros_and_signs_are_sy
 
 
 @pytest.mark.parametrize(("layer", "inputs"), [(None, "float32"), (1, "bfloat16")], ids=["one layer", "layers"])
-@pytest.mark.parametrize("quantization", THREE)
+@pytest.mark.parametrize("quantization", FOUR)
 def test_once_in_chunks_and_one_at_a_time_are_the_same_bits(quantization, inputs, layer):
     options = {} if layer is None else {"layers": 2}
     key, value = normal(B, S, H, D, dtype=inputs), normal(B, S, H, D, seed=1, dtype=inputs)
@@ -70,7 +70,7 @@ def test_once_in_chunks_and_one_at_a_time_are_the_same_bits(quantization, inputs
             assert len(np.unique(np.asarray(leaf).astype(np.float32))) == 1, "another layer was written"
 
 
-@pytest.mark.parametrize("quantization", THREE)
+@pytest.mark.parametrize("quantization", FOUR)
 def test_rows_go_on_at_their_own_positions_and_padding_is_not_written(quantization):
     x = normal(B, S, H, D)
     lengths = jnp.asarray([8, 3])
@@ -85,7 +85,7 @@ def test_rows_go_on_at_their_own_positions_and_padding_is_not_written(quantizati
     assert_same_bits(cache, expected)
 
 
-@pytest.mark.parametrize("quantization", THREE)
+@pytest.mark.parametrize("quantization", FOUR)
 def test_under_vmap_rows_are_those_of_the_batch(quantization):
     x, at = normal(B, 1, H, D), jnp.asarray([5, 2])
     one = lambda cache, x, at: append(jax.tree.map(lambda leaf: leaf[None], cache), x[None], x[None], at[None])  # noqa: E731

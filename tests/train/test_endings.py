@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import STEPS, read_losses, train
+from jaxquant.core.typed import to_mapping
+from tests.train.conftest import CI_CONFIG, STEPS, read_losses, train
 from train import sums
+from train.__main__ import main
 from train.config import TrainConfig
 from train.loop import Halted, StopRequest
+from train.metrics import Metrics
 from train.sources import open_source
 
 
@@ -59,19 +64,36 @@ def test_a_hang_up_is_heard_once_and_not_under_nohup():
 
 
 def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
-    copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
+    fields = to_mapping(tiny) | {"run_dir": str(copy), "steps": STEPS + 3}
+    words = [str(CI_CONFIG), *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
+
     def fail(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
     with monkeypatch.context() as patch:
         patch.setattr(sums, "write_checkpoint_sums", fail)
-        with pytest.raises(
-            Halted, match=rf"^run {copy} cannot be written .*No space left .*checkpoint {STEPS} is kept"
-        ):
-            train(tiny, copy, steps=STEPS + 3)
+        assert main(words) == 1
+    message = capfd.readouterr().err.strip()
+    assert message.splitlines()[-1].startswith(f"error: run {copy} cannot be written (")
+    kept = f"No space left on device); checkpoint {STEPS} is kept; make it writable, with space"
+    assert message.endswith(f"{kept}, and the same command goes on from there")
+    assert "Traceback" not in message
     train(tiny, copy, steps=STEPS + 3)
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))
+
+
+def test_a_folder_that_is_gone_is_told(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    write = Metrics.held_out
+
+    def vanish(self: Metrics, step: int, loss: float) -> None:
+        write(self, step, loss)
+        shutil.rmtree(copy)
+
+    monkeypatch.setattr(Metrics, "held_out", vanish)
+    with pytest.raises(Halted, match=r"run .* cannot be written \(.* is gone\); no checkpoint is kept"):
+        train(tiny, copy, steps=STEPS + 1)
 
 
 def test_data_that_is_no_file_is_refused(tmp_path: Path):

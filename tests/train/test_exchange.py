@@ -161,6 +161,8 @@ WRITTEN = (
     ("fp8_block", "fp8_block"),
     ("nvfp4w", "ct_nvfp4a16"),
     ("nvfp4", "modelopt_nvfp4"),
+    ("int8", "ct_int8"),
+    ("mxfp4w", "ct_mxfp4"),
 )
 
 
@@ -200,6 +202,17 @@ def test_what_is_exported_is_what_the_forward_pass_multiplied(run, tmp_path, str
         if is_tensor(leaf):
             bound = RECIPROCAL if format == "ct_nvfp4a16" else 0
             np.testing.assert_allclose(dequantize(leaf), dequantize(leaves[path]), rtol=bound)
+
+
+def test_a_run_with_delayed_scales_is_exported_with_them(finished, tmp_path):
+    convert_run(finished("fp8"), tmp_path / "served", say=quiet)
+    kernel = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)["layers/mlp/wo/kernel"]
+    for folder, name in ((finished("fp8"), "direct"), (tmp_path / "served", "converted")):
+        export_run(folder, tmp_path / name, "fp8_block", say=quiet)
+        for layer in (0, 1):
+            expected = np.asarray(dequantize(jax.tree.map(lambda part, layer=layer: part[layer], kernel))).T
+            found = HfFolder(tmp_path / name).read(f"model.layers.{layer}.mlp.down_proj.weight")
+            np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
 def test_what_does_not_map_is_refused(run, tmp_path, capsys):

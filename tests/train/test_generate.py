@@ -122,6 +122,16 @@ def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(ser
     assert engine.generate([], NEW) == []
 
 
+@pytest.mark.slow
+def test_another_chunk_size_and_number_of_slots_answer_alike(served, texts):
+    model = served("", "int8")
+    prompts = model.prompts(texts[:12], texts[:12])
+    expected = model.engine(slots=8, prefill_chunk=8).generate(prompts, NEW)
+    assert len({completion.tokens for completion in expected}) > 3
+    for slots, chunk in ((1, 32), (3, 5)):
+        assert model.engine(slots=slots, prefill_chunk=chunk).generate(prompts, NEW) == expected
+
+
 def test_sampling_draws_from_the_nucleus_alone():
     probabilities = jnp.asarray([0.1, 0.5, 0.05, 0.3, 0.05])
     keys = jax.random.split(jax.random.key(0), 2000)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -45,19 +46,59 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_makes_way(tmp_path
     assert len(said) == 1, "a folder that was let go has no dead writer"
 
 
+def _left_elsewhere(run: Path) -> Path:
+    """Leave the lock of a process on another host."""
+    words = ("filelock/2", "pid=17", "host=elsewhere", "mode=lease", "token=ab", f"duration={lock.STALE_S}")
+    (run / lock.NAME).write_text("".join(f"{word}\n" for word in words))
+    return run / lock.NAME
+
+
+def test_a_writer_on_another_host_is_believed_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its process cannot be seen."""
+    monkeypatch.setattr(lock, "STALE_S", 3.0)
+    monkeypatch.setattr(lock, "_TRY_S", 0.5)
+    path, ended, said = _left_elsewhere(tmp_path), threading.Event(), []
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            os.utime(path)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        with pytest.raises(Busy, match="process 17 on elsewhere"):
+            RunLock(tmp_path).acquire(said.append)
+    finally:
+        ended.set()
+        heart.join()
+    assert said == [f"{lock.NAME} is of process 17 on elsewhere; waiting for up to 4 s to see whether it lives"]
+    mine = RunLock(tmp_path)
+    mine.acquire(said.append)
+    assert said[2:] == ["process 17 on elsewhere is gone; going on in its place"]
+    mine.release()
+
+
 def test_a_run_saves_nothing_beside_its_successor(tiny: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write, run = Metrics.held_out, tmp_path / "run"
 
     def stand_still(self: Metrics, step: int, loss: float) -> None:
         write(self, step, loss)
-        words = ("filelock/2", "pid=17", "host=elsewhere", "mode=lease", "token=ab", f"duration={lock.STALE_S}")
-        (run / lock.NAME).write_text("".join(f"{word}\n" for word in words))
+        _left_elsewhere(run)
 
     monkeypatch.setattr(Metrics, "held_out", stand_still)
     with pytest.raises(Halted, match=r"taken over by process 17 on elsewhere .* stood still; nothing more is written"):
         train(tiny, run, steps=1)
     assert not list((run / "checkpoints").glob("[0-9]*"))
     assert not (run / "summary.json").exists()
+
+
+def test_a_lock_file_of_before_and_of_rubbish_is_nobodys(tmp_path: Path):
+    for text in ('{"pid": 1, "host": "here"}\n', "[" * 3000):
+        (tmp_path / lock.NAME).write_text(text)
+        os.utime(tmp_path / lock.NAME, (0, 0))
+        mine = RunLock(tmp_path)
+        mine.acquire(print)
+        mine.release()
 
 
 def test_training_is_refused_before_anything_is_built(tiny: TrainConfig, tmp_path: Path):

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from tests.train.conftest import STEPS
-from train.checkpoint import CHUNK_BYTES, save_args
+from jaxquant.core.paths import leaves_by_path
+from tests.train.conftest import STEPS, quantized
+from train.checkpoint import CHUNK_BYTES, Checkpoints, save_args
+from train.config import TrainConfig
 from train.conversion import open_parameters
+from train.step import build
+
+
+def test_every_leaf_is_what_the_run_itself_restores_bit_for_bit(finished: Any, tiny: TrainConfig):
+    config = quantized(tiny, "fp8")
+    with Checkpoints(finished("fp8"), config) as checkpoints:
+        found = checkpoints.restore(build(config, 320).abstract_state)
+    assert found is not None
+    expected = leaves_by_path({"params": found[0].params, "quant_state": found[0].quant_state})
+    parameters = open_parameters(finished("fp8"))
+    assert (parameters.step, parameters.stores.keys()) == (STEPS, expected.keys())
+    shapes = {path: (x.shape, x.dtype) for path, x in leaves_by_path(parameters.shapes).items()}
+    assert shapes == {path: (x.shape, x.dtype) for path, x in expected.items()}
+    for path, leaf in expected.items():
+        assert parameters.read(path).tobytes() == np.asarray(leaf).tobytes(), path
 
 
 def test_reading_a_part_changes_nothing_and_a_leaf_that_cannot_be_read_is_named(copy: Path):

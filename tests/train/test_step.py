@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractMesh
 
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.core.typed import to_mapping
 from tests import numerics
+from tests.states import nested
 from tests.train.conftest import quantized
 from train.config import TrainConfig
 from train.data import make_iterators
@@ -22,6 +25,8 @@ from train.step import build, with_global_shards
 
 # With a large epsilon AdamW is smooth in the gradient, so that a difference in summation order stays one.
 SMOOTH = {"adam_eps": 1.0, "warmup_steps_fraction": 0.0, "learning_rate": 1.0}
+# A scale is that of the same history, with three divisions at most, each rounded once, in each of two programs.
+DELAYED_SCALE = 2 * 3 * numerics.FLOAT32_EPS
 
 
 def _run(config: TrainConfig, steps: int = 3):
@@ -40,6 +45,30 @@ def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig):
     config = dataclasses.replace(tiny, packing=False, **SMOOTH)
     small = dataclasses.replace(config, gradient_accumulation_steps=4)
     np.testing.assert_allclose(_run(small), _run(config), rtol=numerics.TRAIN_SUMMATION_ORDER)
+
+
+@pytest.mark.slow
+def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: TrainConfig):
+    """From one warm state: every layer's state is that of the batch. (A first step scales by each micro-batch.)"""
+    config = dataclasses.replace(quantized(tiny, "fp8"), packing=False, **SMOOTH)
+    data = make_iterators(config, config.batch_size)
+    programs = [build(dataclasses.replace(config, gradient_accumulation_steps=k), data.vocab_size) for k in (1, 4)]
+    start, _ = programs[0].step(programs[0].init(), next(data.train), jnp.bool_(True))
+    start, batch = jax.tree.map(np.array, start), next(data.train)
+    big, small = (nested(program.step(start, batch, jnp.bool_(True))[0].quant_state) for program in programs)
+    count = same = 0
+    for path, large in leaves_by_path(big).items():
+        found, before = leaves_by_path(small)[path], leaves_by_path(nested(start.quant_state))[path]
+        if path.endswith("_amax_history"):
+            count += large[..., 0].size
+            assert (large[..., 1] == before[..., 2]).all(), path  # rolled on
+            # Amaxes that differ in their last bits lie in one bin, a few in neighbours, whose ends are an eighth apart.
+            same += int((found[..., 0] == large[..., 0]).sum())
+            np.testing.assert_allclose(found[..., 0], large[..., 0], rtol=1 / 8, err_msg=path)
+            large, found = large[..., 1:], found[..., 1:]
+        np.testing.assert_allclose(found, large, rtol=DELAYED_SCALE, err_msg=path)
+    assert count == 3 * 7 * config.num_layers
+    assert same >= 0.9 * count
 
 
 def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
