@@ -32,10 +32,9 @@ from jax.sharding import PartitionSpec as P
 import jaxquant
 from jaxquant import ops
 from jaxquant.core.dtypes import element
-from jaxquant.core.hadamard import draw_signs, rotate
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import Recipe, SparsitySpec, TensorSpec
 from jaxquant.core.rounding import stochastic_cast
 from jaxquant.ops import dot_general, initial_state, ragged, sparsity
 from tests import numerics
@@ -125,14 +124,6 @@ def masks() -> tuple[dict[str, Any], dict[str, Any]]:
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         placed = jax.device_put(w, P("data"))
         return jax.jit(run)(placed, sparsity.initial_state(placed, spec, (0,))), one
-
-
-def rotations() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotate along axes that the mesh cuts, where it would cut a run too."""
-    x, signs = operands()[0], draw_signs(Rotation(128, "fresh"), jax.random.key(0))
-    run = jax.jit(lambda x: {what: rotate(x, axis, signs) for axis, what in enumerate(("rows", "columns"))})
-    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
-        return run(jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))), run(x)
 
 
 class Heads(nnx.Module):
@@ -372,7 +363,6 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         found[f"idle {backend} devices"] = functools.partial(idle, backend)
     found["explicit fp8 nnx layers"] = nnx_layers
     found["manual fp8 groups"] = groups
-    found["explicit rotations"] = rotations
     found["explicit mask fsdp"] = masks
     return found
 
