@@ -256,6 +256,14 @@ def test_operands_of_two_widths_are_lowered_as_int8(tmp_path):
     assert low == [["i8", "i8"]] * len(LINEAR)
 
 
+def test_a_fixed_range_is_static():
+    ranges = {f"{tensor}_quantization_calibration_method": "fixed,4" for tensor in ("weight", "act")}
+    step, args = gradient(Model(), {"quantization": "fp8_full", "quant_backend": "native"} | ranges)
+    rows = rows_of(jaxquant.coverage(step, *args), "mix/query")
+    assert {rows["fwd"].lhs_scale, rows["fwd"].rhs_scale, rows["dlhs"].rhs_scale} == {"per tensor, static"}
+    assert rows["dlhs"].lhs_scale == "per channel, dynamic"
+
+
 # -- other programs ----------------------------------------------------------------------------------------------------
 
 A, B = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4), jnp.float32)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -190,6 +191,30 @@ def test_what_stays_float_by_structure_has_the_reason_of_the_report():
     assert found["route"] == "router (its result is ranked), left in float by default"
     assert found["last"].startswith("output head (no layer follows")
     assert found["table"].startswith("tied embedding")
+
+
+class Spectral(nn.Module):
+    """A float layer, flax's own in complex numbers, and a complex parameter."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(8, name="dense", param_dtype=jnp.complex64)(nn.Dense(8, name="up")(x))
+        return nn.Dense(8, name="down")(jnp.abs(y @ self.param("own", nn.initializers.ones, (8, 8), jnp.complex64)))
+
+
+def test_complex_operands_stay_float_in_every_report():
+    x, wanted = array(4, 8), {"up": "fp8_current", "dense": None, "own": None, "down": "fp8_current"}
+    model = jaxquant.maybe_quantize_model(Spectral(), CURRENT, x)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    assert {layer.path: layer.recipe for layer in jaxquant.describe_layers(Spectral(), CURRENT, x)} == wanted
+    plain = jaxquant.quantize(lambda params, x: Spectral().apply({"params": params}, x), CURRENT)
+    assert {row.path: row.recipe for row in plain.report(params, x)} == wanted
+    step = jax.value_and_grad(lambda params, x: square(model.apply({"params": params}, x)))
+    found = jaxquant.coverage(step, params, x, config=CURRENT)
+    found.check()
+    assert {row.reason for row in found.rows if row.path in ("dense", "own")} == {"its operands are not float"}
+    with pytest.raises(NotImplementedError, match="asks for 'int8w' at 'own', which stays in float: its operands are"):
+        jaxquant.maybe_quantize_model(Spectral(), CURRENT | {"rules": [{"path": "own", "recipe": "int8w"}]}, x)
 
 
 def test_float_blocks_are_left_out_as_the_config_says():

@@ -1,4 +1,4 @@
-"""NVFP4 as training computes it: against TransformerEngine's equations in numpy, published errors, and no bias."""
+"""NVFP4 against TransformerEngine's and compressed-tensors' equations in numpy, published errors, and no bias."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, Rotation, TensorSpec
 from jaxquant.ops import dot_general
+from tests.numerics import LAST_BITS
 
 NUMBERS = (((1,), (0,)), ((), ()))
 F32 = np.float32
@@ -62,6 +63,24 @@ def test_nvfp4_is_transformer_engine_s_arithmetic_to_the_bit(place):
     # What a block scale of 0 multiplies does not matter, and an element within a last bit of half way goes either way.
     is_read = np.asarray(dequantize(QTensor(jnp.ones_like(tensor.qvalue), *tuple(tensor.parts.values())[1:2]))) > 0
     differs = (np.asarray(tensor.qvalue).astype(F32) != elements.astype(F32)) & is_read
+    assert is_read.mean() > 0.5
+    assert differs.mean() < 1e-3
+
+
+def test_nvfp4_of_weights_is_compressed_tensors():
+    """Global scale ``2688 / amax``, scales ``global · (amax / 6)``, elements ``x / (scale / global)``."""
+    w = np.array(normal((64, 256)) * jnp.logspace(-2, 3, 64)[:, None])
+    largest = F32(2688) / np.abs(w).max()
+    scale = (largest * (np.abs(w).reshape(64, 16, 16).max(-1) / F32(6))).clip(max=448).astype(ml_dtypes.float8_e4m3fn)
+    steps = np.repeat(np.where(scale.astype(F32) == 0, F32(0.125), scale.astype(F32)) / largest, 16, axis=1)
+    elements = (w / steps).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(F32)
+    tensor = jax.jit(lambda x: quantize(x, spec("nvfp4w", "fwd_rhs"), (1,)))(w)
+    np.testing.assert_array_equal(np.asarray(tensor.scale).view(np.uint8), scale.view(np.uint8))
+    np.testing.assert_allclose(1 / np.asarray(tensor.outer_scale).item(), largest, rtol=LAST_BITS)
+    is_read = np.repeat(scale.astype(F32), 16, axis=1) > 0
+    differs = is_read & (np.asarray(tensor.qvalue).astype(F32) != elements)
+    # An element within a last bit of half way goes either way.
+    np.testing.assert_allclose(w[differs], ((elements * steps + dequantize(tensor)) / 2)[differs], rtol=2 * LAST_BITS)
     assert is_read.mean() > 0.5
     assert differs.mean() < 1e-3
 

@@ -56,6 +56,11 @@ def test_gradients_layers_steps_and_neighbours_are_not_correlated():
         assert abs(variance - 1) < 5 * np.sqrt(2 / SHAPE[0])
 
 
+def test_any_stream_of_jax_random_is_accepted():
+    first, second = (draws(jax.random.key(n, impl="rbg")) for n in (0, 1))
+    assert abs(((first - 0.5) * (second - 0.5)).mean()) < 5 / np.sqrt(N) / 12
+
+
 @pytest.mark.parametrize("string", ["nvfp4", "int8"])
 def test_no_two_batches_draw_one_noise(string):
     """The gradient of an activation depends on the activation through the noise alone."""

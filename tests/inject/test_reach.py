@@ -109,6 +109,14 @@ def test_in_a_larger_float_model():
     assert history[0] > 0
 
 
+def test_a_model_that_holds_a_quantized_one_keeps_its_recipe():
+    outer = maybe_quantize_model(Larger(maybe_quantize_model(Coder(), INT8)), FP8 | {"quantization": "fp8_current"})
+    variables = jax.eval_shape(outer.init, jax.random.key(1), X)
+    text = jax.jit(outer.apply).lower(variables, X).as_text()
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert [sum(kind in line for line in lines) for kind in ("xi8>", "f8E4M3FN>")] == [3, 2]
+
+
 def test_a_quantized_model_is_copied_whole(quantized):
     model, variables = quantized
     for each in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):

@@ -125,6 +125,15 @@ def test_the_product_is_that_of_the_dequantized_blocks(x, w, numbers, which):
     assert np.all(np.abs(found - expected) <= numerics.block_bound(int(depth), size))
 
 
+@pytest.mark.parametrize(("warpgroups", "memory"), mosaic_gpu.MEMORY_REGISTERS.items())
+def test_the_threads_of_a_program_ask_for_no_more_registers_than_it_began_with(warpgroups, memory):
+    """With more, ``setmaxnreg`` waits for ever, as 240 of each of two and 32 of the one that loads beyond 3 · 168."""
+    groups = warpgroups + 1
+    began = min(255, 65536 // (128 * groups) // 8 * 8)  # of a thread, as ptxas reports it; one program a multiprocessor
+    multiply = min(256, (512 - memory) // warpgroups // 8 * 8)  # what jax's pipeline asks for
+    assert memory + warpgroups * multiply <= groups * began
+
+
 # -- groups of rows ----------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,9 +34,9 @@ from jaxquant import ops
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.recipe import Recipe, SparsitySpec, TensorSpec
 from jaxquant.core.rounding import stochastic_cast
-from jaxquant.ops import dot_general, initial_state
+from jaxquant.ops import dot_general, initial_state, ragged, sparsity
 from tests import numerics
 from tests.ops.recipes import RECIPES
 
@@ -108,6 +109,53 @@ def explicit(recipe: Recipe, place: str) -> dict[str, Any]:
         for name, like in (("dx", x), ("dw", w)):
             assert jax.typeof(found[name]).sharding == jax.typeof(like).sharding, (name, jax.typeof(found[name]))
         return found
+
+
+def masks() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A 2:4 mask along an axis that the mesh cuts, at the step that makes one."""
+    spec, (_, w, _) = SparsitySpec(2, 4, 1, 1), operands()
+
+    def run(w: Any, state: Any) -> dict[str, Any]:
+        out, pull = jax.vjp(lambda w, s: sparsity.sparsify(spec, (0,), w, s), w, state)
+        dw, seen = pull(w)
+        return {"out": out, "dw": dw, "mask": seen["mask"].astype(jnp.float32)}
+
+    one = jax.jit(run)(w, sparsity.initial_state(w, spec, (0,)))
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        placed = jax.device_put(w, P("data"))
+        return jax.jit(run)(placed, sparsity.initial_state(placed, spec, (0,))), one
+
+
+class Heads(nnx.Module):
+    """Two NNX layers, each called with the sharding of its output."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.split = nnx.Einsum("md,dhk->hmk", (K, 6, 4), (6, 4), rngs=rngs)
+        self.up = nnx.Linear(4, N, rngs=rngs)
+
+    def __call__(self, x: jax.Array, by_head: Any, by_column: Any) -> jax.Array:
+        return self.up(self.split(x, out_sharding=by_head), out_sharding=by_column)
+
+
+def nnx_layers() -> tuple[dict[str, Any], dict[str, Any]]:
+    """NNX layers of a quantized model that pass ``out_sharding`` on."""
+    shape = jax.ShapeDtypeStruct((M, K), jnp.float32)
+    model = jaxquant.maybe_quantize_model(Heads(nnx.Rngs(0)), FP8, shape, None, None)
+
+    def run(x: Any, *places: Any) -> dict[str, Any]:
+        own = nnx.clone(model)
+        loss = lambda own, x: (((out := own(x, *places)) ** 2).mean(), out)  # noqa: E731
+        (_, out), grads = jaxquant.state.value_and_grad(loss, has_aux=True)(own, x)
+        jaxquant.state.advance(own, grads)
+        state = nnx.to_pure_dict(nnx.state(own, jaxquant.state.QuantState))
+        return {"out": out, "grads": nnx.to_pure_dict(grads.params), "state": state}
+
+    x, places = operands()[0], (P("tensor", "data", None), P(None, "data", "tensor"))
+    one = jax.jit(lambda x: run(x, None, None))(x)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        found = jax.jit(lambda x: run(x, *places))(jax.device_put(x, P("data")))
+        assert jax.typeof(found["out"]).sharding.spec == places[1], jax.typeof(found["out"])
+        return found, one
 
 
 def noises() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -205,6 +253,26 @@ def convolutions(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     return jax.jit(mapped)(x, w, g, state), run(x, w, g, state)
 
 
+def groups() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ragged matmul of each device's rows, the weight on every device, and one of all rows by group."""
+    recipe, sizes = RECIPES["fp8"], np.array([[5, 0, 9], [0, 0, 3], [7, 0, 0], [1, 0, 2]])  # [device, group] of 16 rows
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (64, K)) * jnp.logspace(-1, 1, 64)[:, None]
+    w, g = jax.random.normal(keys[1], (3, K, N)), jax.random.normal(keys[2], (64, N))
+    ids = np.concatenate([np.repeat(np.arange(4), [*each, 16 - each.sum()]) for each in sizes])
+    order, state = np.argsort(ids, stable=True), ragged.initial_state(recipe, 3)
+
+    def run(x: Any, w: Any, g: Any, s: Any, sizes: Any) -> dict[str, Any]:
+        return _both(x, w, g, s, lambda x, w, s: ops.ragged_dot(x, w, sizes.reshape(-1), recipe=recipe, state=s))
+
+    rows, specs = P("data"), {"out": P("data"), "dx": P("data"), "dw": P(), "state": P()}
+    mesh = mesh_of(AxisType.Auto)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(rows, P(), rows, P(), rows), out_specs=specs)
+    one = jax.jit(run)(x[order], w, g[order], state, sizes.sum(0))
+    one |= {what: one[what][np.argsort(order)] for what in ("out", "dx")}
+    return jax.jit(mapped)(x, w, g, state, sizes), one
+
+
 def residuals() -> tuple[dict[str, Any], dict[str, Any]]:
     """A gate whose arguments are kept in FP8: rows over one axis of a mesh and columns over another, and one device."""
     x, w = (jax.random.normal(jax.random.key(n), (8, 256)) for n in range(2))
@@ -291,8 +359,11 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
     found["manual fp8 of one scale"] = functools.partial(experts, "exchanged", **shared)
     found["manual fp8 all_to_all"] = exchanged
-    for backend in ("native", "aqt"):
+    for backend in ("native", "aqt", "qwix"):
         found[f"idle {backend} devices"] = functools.partial(idle, backend)
+    found["explicit fp8 nnx layers"] = nnx_layers
+    found["manual fp8 groups"] = groups
+    found["explicit mask fsdp"] = masks
     return found
 
 

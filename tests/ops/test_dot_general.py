@@ -73,7 +73,7 @@ def gradient(matmul_grad, matmul_kept, grad, kept, kept_forward, axis):
     return q_grad * grad_scale.astype(np.float64), qvalue * scale.astype(np.float64)
 
 
-# NVFP4's are in core/test_micro.py, core/test_casts.py and trace/test_converted.py.
+# NVFP4's are in core/test_micro.py and trace/test_converted.py.
 SIMPLE = [name for name, each in DISTINCT.items() if not getattr(each.fwd.rhs, "outer_scale", 0)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,10 @@ import pytest
 from jaxquant.backends import load
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
+from jaxquant.core.delayed import empty_bins, widen_bins
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
-from jaxquant.ops import dot_general, initial_state
+from jaxquant.ops import dot_general, initial_state, ragged
 from tests import numerics
 
 OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
@@ -123,6 +126,15 @@ def test_wide_dtypes_and_strict_promotion():
         assert [part.dtype.name for part in shapes] == ["float64"] * 3
 
 
+@pytest.mark.parametrize(("name", "casts"), [("fp8_block", 5), ("mxfp8", 6)])
+def test_no_operand_is_quantized_again(name, casts):
+    """Each of the operands that a recipe names is cast once, from the float tensor."""
+    x, w = normal((300, 160)), normal((160, 200))
+    jaxpr = jax.make_jaxpr(lambda x, w: gradients(DISTINCT[name], x, w, 1.0))(x, w)
+    found = re.findall(r":f8_e[45]m[23]\w*\[\d[\d,]*\] = convert_element_type", str(jaxpr))  # a padding's 0 is a scalar
+    assert len(found) == casts
+
+
 @pytest.mark.parametrize("name", numerics.SQNR_FLOORS)
 def test_block_scaled_matmuls_keep_their_signal(name):
     """Forward, dx and dw of a 512 by 512 by 384 matmul of normal numbers, against float32."""
@@ -135,18 +147,28 @@ def test_block_scaled_matmuls_keep_their_signal(name):
         assert distance(ours[0], exact[0]) == pytest.approx(0.0369, rel=numerics.BLOCK_RMSE_RTOL)
 
 
-@pytest.mark.parametrize(("bad", "side"), [(jnp.nan, "w"), (jnp.inf, "x")])
-def test_integers_of_delayed_scales_show_what_is_not_finite(bad, side):
+@pytest.mark.parametrize(
+    ("is_warm", "bad", "side", "groups"),
+    [(True, jnp.nan, "w", 0), (False, jnp.inf, "x", 0), (False, jnp.nan, "x", 2), (False, jnp.inf, "w", 2)],
+)
+def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, groups):
     """Integers hold no NaN: the scale of an operand with one is NaN, in the forward and in the other's gradient."""
-    recipe, arrays = DISTINCT["int8_delayed"], {"x": normal((8, 32)), "w": normal((32, 16), 1)}
-    arrays[side] = arrays[side].at[0, 0].set(bad)
+    recipe, sizes = DISTINCT["int8_delayed"], jnp.array([4, 4])
+    arrays = {"x": normal((8, 32)), "w": normal((groups, 32, 16) if groups else (32, 16), 1)}
+    arrays[side] = arrays[side].at[*(0,) * arrays[side].ndim].set(bad)
+    state = ragged.initial_state(recipe, groups) if groups else initial_state(recipe)
+    if is_warm:
+        for row in state.values():
+            row |= {"amax_history": row["amax_history"].at[0].set(4.0), "amax_bins": widen_bins(empty_bins())}
 
     def loss(x, w, state):
-        out = dot_general(x, w, NUMBERS, recipe=recipe, state=state)
+        how = {"recipe": recipe, "state": state}
+        out = ragged.ragged_dot(x, w, sizes, **how) if groups else dot_general(x, w, NUMBERS, **how)
         return jnp.sum(out), out
 
-    given = arrays["x"], arrays["w"], initial_state(recipe)
-    (dx, dw, observed), out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*given)
-    assert not jnp.isfinite(out).any()
-    assert not jnp.isfinite(dw if side == "x" else dx).any()
+    (dx, dw, observed), out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays.values(), state)
+    group = slice(0, 4) if groups else slice(None)
+    assert not jnp.isfinite(out[group]).any()
+    assert not jnp.isfinite((dw[0] if groups else dw) if side == "x" else dx[group]).any()
+    assert not groups or jnp.isfinite(out[4:]).all()
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(observed))

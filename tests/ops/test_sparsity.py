@@ -11,7 +11,8 @@ import pytest
 import jaxquant
 from jaxquant import maybe_quantize_model, state
 from jaxquant.core.recipe import SparsitySpec
-from jaxquant.ops.sparsity import magnitude_mask
+from jaxquant.ops.sparsity import initial_state, magnitude_mask
+from jaxquant.state.table import make_state
 from tests.trace.functions import normal
 
 OPTIMIZED = False
@@ -37,6 +38,17 @@ def test_mask_runs_along_the_contraction(n, m):
     np.testing.assert_array_equal(folded, python_mask(w, n, m).reshape(4, 4, 6))
     # Of equal numbers n are kept.
     assert (magnitude_mask(jnp.ones((8, 3)), spec, (0,)).sum(0) == 8 * n // m).all()
+
+
+def test_two_uses_of_a_weight_count_one_step_and_none_counts_no_step():
+    kept = initial_state(jnp.ones((8, 3)), SparsitySpec(2, 4, 3, 2), (0,))
+    twice = {"step": jnp.float32(2), "mask": 2 * kept["mask"], "uses": jnp.float32(2)}
+    state_of = lambda fields: make_state({"sparsity": fields})  # noqa: E731
+    once = state.update(state_of(kept), state_of(twice))
+    for new in (once, state.update(once, state.no_observation(once))):
+        found = state.rows_of(new)["sparsity"]
+        assert float(found["step"]) == 1
+        np.testing.assert_array_equal(found["mask"], kept["mask"])
 
 
 def test_training_saves_the_mask_and_evaluation_uses_it():

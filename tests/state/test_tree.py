@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,10 @@ from flax.training import train_state
 
 from jaxquant import state
 from jaxquant.config.recipes import RECIPES
+from jaxquant.core import delayed
+from jaxquant.core.recipe import DelayedSpec
 from jaxquant.ops import dot_general, initial_state
+from jaxquant.state.optimizer import have_stepped
 from jaxquant.state.table import make_state
 from tests.states import recorded
 
@@ -56,6 +61,25 @@ def test_trees_that_differ_are_refused_where_they_do():
         for combine in (state.update, state.accumulate):
             with pytest.raises(ValueError, match=f"differ at '{where}'; they must be of one state"):
                 combine(start, other)
+
+
+def test_micro_batches_are_accumulated_in_any_order():
+    """With flax's first amax, which is recorded as it is; warm-up: core/test_delayed.py and must_hold/test_state.py."""
+    spec = DelayedSpec(4, amax_init="flax")
+    own = delayed.initial_state(spec) | {"amax_history": jnp.arange(4.0)}
+    observed = [delayed.observe(own, own["scale"], jnp.float32(amax), spec) for amax in (1.01, 1.12, 0.5)]
+    start, *seen = (make_state({"layer/input": each}) for each in (own, *observed))
+    for order in (seen, seen[::-1]):
+        total = functools.reduce(state.accumulate, order, state.no_observation(start))
+        history = state.rows_of(state.update(start, total))["layer/input"]["amax_history"]
+        np.testing.assert_array_equal(history, np.float32([1.12, 2, 3, 0]))
+
+
+def test_of_several_accumulations_out_of_step_one_is_enough():
+    none, first, both = ([jnp.int32(n) for n in counts] for counts in ((0, 0), (1, 0), (1, 1)))
+    assert have_stepped(none, first)
+    assert have_stepped(none, both)
+    assert not have_stepped(first, first)
 
 
 def test_variables_that_are_not_split_are_refused():

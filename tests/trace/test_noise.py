@@ -73,3 +73,11 @@ def test_each_weight_and_each_step_of_a_scan_draws_its_own():
     found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(q(p, {}, X, key=KEY)))))(params)
     drawn = {np.asarray(grad).tobytes() for grad in (found["a"], found["b"], *found["layers"])}
     assert len(drawn) == 4
+
+
+def test_two_uses_of_a_weight_draw_their_own():
+    """Equal inputs and output gradients: the gradients of the inputs differ by the noise alone."""
+    q = jaxquant.quantize(lambda p, x, z: (x @ p["a"]["kernel"], z @ p["a"]["kernel"]), config("native"))
+    out, pull = jax.vjp(lambda x, z: q(PARAMS, {}, x, z, key=KEY), X, X)
+    np.testing.assert_array_equal(*out)
+    assert not np.array_equal(*pull((jnp.sin(out[0]), jnp.sin(out[0]))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
@@ -71,6 +71,19 @@ def test_cond_while_and_fori():
     jaxpr, dots = trace(fn, STACK, X, config=FP8)
     assert dots == 4
     assert {"cond", "while", "scan"} <= set(primitives(jaxpr.jaxpr))
+
+
+def test_on_tpus_a_scan_rounds_a_float32_weight_before_its_cast():
+    fn = jaxquant.quantize(lambda p, x: jax.lax.scan(lambda h, w: (h @ w.astype(h.dtype), None), x, p)[0], CURRENT)
+
+    def rounded(platform):
+        device = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
+        place = NamedSharding(AbstractMesh((2,), ("x",), abstract_device=device), P())
+        w = jax.ShapeDtypeStruct((3, 8, 8), "float32", sharding=place)
+        x = jax.ShapeDtypeStruct((4, 8), "bfloat16", sharding=place)
+        return primitives(jax.make_jaxpr(fn)(w, {}, x).jaxpr).count("reduce_precision")
+
+    assert rounded("tpu") == rounded("gpu") + 1
 
 
 def test_equations_that_differ_in_a_sign_an_order_or_a_repeat_stay_apart():
