@@ -67,10 +67,6 @@ SMALL_SUM_ATOL = 64 * FLOAT32_EPS * 10
 # gradient norm pass through a few such sums, whose errors are far apart in sign; three steps, doubled: 1e-4.
 TRAIN_SUMMATION_ORDER = 1e-4
 
-# Micro-batches against the batch, from one state whose histories give the scales: a delayed scale is that of the same
-# history, with three divisions at most, each rounded once, in two programs.
-DELAYED_SCALE = 2 * 3 * FLOAT32_EPS
-
 # Twins: native against AQT and Qwix on a two-layer model, share of the largest output. The first layer's qvalues are
 # the same; a last bit of its float output can push an activation over a rounding boundary of the second layer, which
 # moves the output by one step of that element (2^-8 of the channel's largest value in int8, 2^-4 of the value in e4m3)
@@ -111,12 +107,7 @@ def sharded_contraction_bound(case: str, what: str) -> float:
     return 2 * BFLOAT16_EPS if recipe.startswith("aqt_fp8") else 32 * FLOAT32_EPS
 
 
-# One quantized step on a mesh against one device from the same state, with a control: the model with its hidden units
-# renumbered, so that its sums have other orders. Without a crossed rounding boundary both are random walks of the same
-# number of last bits; a mesh's partial sums make them shorter. A factor of 4 is a walk 16 times as long. The floor is
-# two last bits of a float32 number, one for each result.
-MESH_WALK = 4.0
-MESH_FLOOR = 2 * FLOAT32_EPS
+# One quantized step on a mesh against one device from the same state.
 # A last bit can push an operand over a rounding boundary. The forward pass has 2 layers · 256 tokens · 4 · 64 operands,
 # 2^17. Their sums of 64 walk by sqrt(64) · 2^-24 = 2^-21: in int8, with 127 steps up to the largest, 2^17 · 2^-21 · 127
 # = 8 cross in a step, in e4m3, with up to 2^4 steps to a value, 1. One that crosses moves by a step: 2^-7 of its row's
@@ -131,9 +122,6 @@ MESH_REROUNDED_LOSS = {"int8": 2.6e-3, "fp8": 2.9e-3}
 # the norm. The gradient passes at most four such roundings (two layers, in each wo and wi or out and query) and the
 # weight's own; independent ones add in squares, and two draws differ by sqrt(2): sqrt(10) · 8/254 = 0.1.
 MESH_REROUNDED = {"int8": 0.1, "fp8": 2.0**-2}
-# The mean over n independent steps of differences with standard deviation s deviates from 0 by s / sqrt(n), and by more
-# than five times that once in two million.
-MEAN_SIGMAS = 5.0
 
 # Logits of tokens through an unquantized cache against the whole text at once, share of the largest logit: the same
 # sums in another order. Of K = 64 products each, some 14 in a row (two layers of 7), errors of 2^-24 that walk: in

@@ -34,6 +34,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     served = jaxquant.convert(float_variables, INT8, X, model=PLAIN)
     served8 = jaxquant.convert(state.merge(params, state.update(quant_state, observation)), FP8, X, model=PLAIN)
     places = (tmp_path_factory.mktemp("served") / str(number) for number in itertools.count())
+    spoiled = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.inf), float_variables)
     nnx_model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     return {**globals(), **locals()}
 
@@ -90,6 +91,7 @@ MISTAKES = {
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is quantized already",
     "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear is called with inputs; pass .* 'fp8' gets its quant state",
     "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
+    "jaxquant.convert(spoiled, {'quantization': 'fp8_current'}, X, model=PLAIN)": "has NaN or infinity in its kernel '",
     "jaxquant.convert(nnx_model, INT8)": "Linear is called with inputs; pass examples of them$",
     "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "Linear itself raised this, in float, called with the inputs",
     "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",
@@ -116,38 +118,30 @@ def test_params_may_have_names_that_quant_state_has(given):
     assert state.merge(params, given["quant_state"])["params"] is params
 
 
-OPTIMIZERS = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3), "steps": optax.MultiSteps(optax.adam(1e-3), 2)}
-
-
-@pytest.mark.parametrize(
-    ("way", "tx", "dtype"), [("jit", "adamw", "float32"), ("eager", "sgd", "bfloat16"), ("scan", "steps", "float32")]
-)
-def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, dtype, given):
-    tx, variables = (
-        OPTIMIZERS[tx],
-        state.merge(jax.tree.map(lambda p: p.astype(dtype), given["params"]), given["quant_state"]),
-    )
+@pytest.mark.parametrize(("way", "tx"), [("jit", optax.adamw(1e-3)), ("scan", optax.MultiSteps(optax.adam(1e-3), 2))])
+def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, given):
+    variables = state.merge(given["params"], given["quant_state"])
 
     def step(carried: Any, _: Any = None) -> Any:
         value, grads = jax.value_and_grad(lambda v: (MODEL.apply(v, X) ** 2).mean())(carried[0])
         updates, opt_state = tx.update(grads, carried[1], carried[0])
         return (optax.apply_updates(carried[0], updates), opt_state), value
 
-    run = {"jit": jax.jit(step), "eager": step, "scan": lambda carried: jax.lax.scan(step, carried, None, 3)}[way]
+    run = {"jit": jax.jit(step), "scan": lambda carried: jax.lax.scan(step, carried, None, 3)}[way]
     with pytest.raises(ValueError, match=r"updates quant state, as at '.*', .*jaxquant\.state\.split.*TrainState"):
-        run((variables, tx.init(variables)))
+        jax.eval_shape(run, (variables, tx.init(variables)))
 
 
-@pytest.mark.parametrize("size", [1.0, 100.0])
-def test_calibration_with_inputs_of_another_size_warns_at_conversion(size, given, recwarn):
-    calibrated = jaxquant.calibrate(given["float_variables"], FP8, [size * X], model=PLAIN)
-    jaxquant.convert(calibrated, FP8, X, model=PLAIN)
-    jaxquant.convert(jaxquant.calibrate(given["nnx_model"], FP8, [size * X]), FP8, X.reshape(2, 2, 8))
-    found = [each for each in recwarn if "an example input of largest magnitude" in str(each.message)]
-    assert len(found) == (0 if size == 1 else 2)
-    for example in (jax.ShapeDtypeStruct(X.shape, X.dtype), jnp.zeros_like(X)):
-        jaxquant.convert(calibrated, FP8, example, model=PLAIN)
-    assert len([each for each in recwarn if "an example input" in str(each.message)]) == len(found)
+def test_calibration_with_inputs_of_another_size_warns_at_conversion(given, recwarn):
+    for size, warned in ((1.0, 0), (100.0, 2)):
+        recwarn.clear()
+        calibrated = jaxquant.calibrate(given["float_variables"], FP8, [size * X], model=PLAIN)
+        jaxquant.convert(calibrated, FP8, X, model=PLAIN)
+        jaxquant.convert(jaxquant.calibrate(given["nnx_model"], FP8, [size * X]), FP8, X.reshape(2, 2, 8))
+        for example in (jax.ShapeDtypeStruct(X.shape, X.dtype), jnp.zeros_like(X)):  # of no size
+            jaxquant.convert(calibrated, FP8, example, model=PLAIN)
+        found = [each for each in recwarn if "an example input of largest magnitude" in str(each.message)]
+        assert len(found) == warned
 
 
 @pytest.mark.parametrize(("string", "backend"), [("aqt_fp8", "auto"), ("int8", "qwix"), ("int8", "native")])

@@ -78,23 +78,6 @@ def test_what_is_imported_is_a_dependency():
     assert any(each.startswith("gguf>") for each in project["optional-dependencies"]["train"])  # rare tensor types
 
 
-def test_a_base_install_trains_and_prints_the_table_of_coverage():
-    extras = ("grain", "tensorboardX", "tokenizers", "plotly", "pyarrow", "flatbuffers", "libtpu")
-    code = f"""
-import sys
-sys.modules |= dict.fromkeys({extras})  # their import is an error
-import jax, jax.numpy as jnp, jaxquant
-from flax import linen as nn
-x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-for string in ("fp8", "int8", "int4"):
-    model = jaxquant.maybe_quantize_model(nn.Dense(2), {{"quantization": string}}, x)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    print(jaxquant.coverage(model.apply, variables, x).text(120))
-"""
-    out = run(code)
-    assert all(f"{element} × {element}" in out for element in ("e4m3", "int8", "int4"))
-
-
 TAKERS = {
     "maybe_quantize_model": lambda config: jaxquant.maybe_quantize_model(nn.Dense(2), config),
     "quantize": lambda config: jaxquant.quantize(lambda p, x: x @ p, config),

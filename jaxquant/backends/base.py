@@ -16,7 +16,7 @@ from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_im
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import Placement, fit_varying
+from jaxquant.core.sharding import Placement, fit_varying, transposed
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Dimensions
@@ -44,7 +44,7 @@ class Setup:
       state: the amax state of a recipe with delayed scaling, of each group where there are groups.
       key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
       prepared: from ``Backend.share``, of this activation; None where the contraction has it alone.
-      implementation: what computes casts and matmuls, None to pick; see ``ops.choose_implementation``.
+      implementation: what computes casts and matmuls, None to pick; see ``ops.implementation``.
       out_sharding: of the result, as in ``jax.lax.dot_general``.
       stored: which operands lie in memory; see ``ops.dot_general``.
     """
@@ -259,7 +259,7 @@ class LibraryBackend(Backend):
         """Return the activation's gradient as a function: that of the dequantized kernel."""
         place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
-        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
+        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": transposed(place.sharding, order)}
 
         def gradient(grad: Array, weight: QTensor) -> Array:
             out = contract(grad, weight.operand, backward, out_dtype=grad.dtype.name, **options)

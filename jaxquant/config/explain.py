@@ -13,7 +13,7 @@ from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
 from jaxquant.core.calibration import METHODS
 from jaxquant.core.dtypes import ELEMENTS, Element, element
 from jaxquant.core.quant_state import TENSORS
-from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, Side, SparsitySpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, Side
 from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.kernels.block_matmul.reference import BLOCK
 from jaxquant.ops.implementation import (
@@ -118,8 +118,11 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
     yield f"Kept for the backward pass: the input {of_input}, the weight {of_weight}."
     if recipe.delayed:
         yield describe_delayed(recipe.delayed)
-    if recipe.sparsity:
-        yield describe_sparsity(recipe.sparsity)
+    if sparsity := recipe.sparsity:
+        yield (
+            f"Sparsity: {sparsity.n} of every {sparsity.m} weights along the contraction are kept, from step "
+            f"{sparsity.start_step} on, chosen anew every {sparsity.update_step} steps."
+        )
     if recipe.is_lean or any(recipe.part(matmul).is_lean for matmul in ("dlhs", "drhs")):
         yield LEAN
     yield from describe_kernels(recipe)
@@ -217,16 +220,19 @@ def _scale(spec: TensorSpec) -> str:
     return f"from {times}this step's {METHODS[calibration.method].words}"
 
 
+_DIRECTION = {"up": "up", "nearest": "to nearest"}
+
+
 def _details(spec: TensorSpec) -> Iterator[str]:
     """Describe what is not at its default."""
     if spec.amax_bound is not None:
         yield f"at most {spec.amax_bound:g}"
     if spec.scale_dtype == "float8_e8m0fnu":
-        yield f"the scale a power of two (8 bits, rounded {_direction(spec)})"
+        yield f"the scale a power of two (8 bits, rounded {_DIRECTION[spec.scale_rounding]})"
     elif spec.scale_dtype != "float32":
-        yield f"the scale in {spec.scale_dtype} (rounded {_direction(spec)})"
+        yield f"the scale in {spec.scale_dtype} (rounded {_DIRECTION[spec.scale_rounding]})"
     elif spec.scale_rounding != "exact":
-        yield f"the scale rounded {_direction(spec)} to a power of two"
+        yield f"the scale rounded {_DIRECTION[spec.scale_rounding]} to a power of two"
     if spec.outer_scale:
         yield "over one float32 scale for the tensor"
     if spec.micro is not None:
@@ -251,10 +257,6 @@ def _micro(micro: Micro) -> Iterator[str]:
         yield f"scales corrected in vectors of {micro.eden} and rounded stochastically (EDEN)"
 
 
-def _direction(spec: TensorSpec) -> str:
-    return {"up": "up", "nearest": "to nearest"}[spec.scale_rounding]
-
-
 def describe_element(known: Element) -> str:
     """Describe an element type."""
     inside = (
@@ -277,11 +279,3 @@ def describe_delayed(spec: DelayedSpec) -> str:
     }[spec.amax_init]
     margin = f", times 2^{spec.margin}" if spec.margin else ""
     return f"Delayed scaling: the largest amax of the last {spec.amax_history_length} steps{margin}; {first}."
-
-
-def describe_sparsity(spec: SparsitySpec) -> str:
-    """Describe N:M sparsity."""
-    return (
-        f"Sparsity: {spec.n} of every {spec.m} weights along the contraction are kept, from step {spec.start_step} on, "
-        f"chosen anew every {spec.update_step} steps."
-    )

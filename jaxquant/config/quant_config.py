@@ -15,7 +15,7 @@ import jax
 from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import load_mixed_precision
-from jaxquant.config.recipes import lookup, spell, strings_reading
+from jaxquant.config.recipes import RECIPES, lookup, spell
 from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
@@ -301,10 +301,11 @@ class QuantConfig(options.Options):
         for field in dataclasses.fields(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
+                readers = [name for name, row in RECIPES.items() if field.name in row.fields]
                 where = ", for a matmul that it changes" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
-                    f"it is an option of {typed.either(strings_reading(field.name))}{where}"
+                    f"it is an option of {typed.either(readers)}{where}"
                 )
 
 

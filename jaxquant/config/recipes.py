@@ -327,12 +327,11 @@ def _composition(name: str, place: str) -> RecipeRow:
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} quantizes nothing; name a string, or leave {place} empty")
-    alike = parts[0] if len(set(map(id, parts))) == 1 else None
+    alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
     summary = "each matmul from the row that it names, its operands quantized from the tensors themselves"
     recipe = compose(name, [row and row.recipe for row in parts])
     options = tuple(group for group in GROUPS if _reads(recipe, parts, group))
-    libraries, auto = (alike.libraries, alike.auto) if alike else ((), "native")
-    return RecipeRow(recipe, summary, libraries, options, parts, auto)
+    return RecipeRow(recipe, summary, alike.libraries, options, parts, alike.auto)
 
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
@@ -372,8 +371,3 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
         fix = 'write null (in Python, "") for float' if name.lower() in _FLOAT else near
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]
-
-
-def strings_reading(option: str) -> list[str]:
-    """Return the config strings that read an option."""
-    return [name for name, row in RECIPES.items() if option in row.fields]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 
-from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
+from jaxquant.config.recipes import RECIPES, lookup
 from jaxquant.core.recipe import Matmul, Side
 
 TABLE = """\
@@ -72,21 +72,18 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     if speed >= 1 or backend != row.auto:
         return
     faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's: measured slower
-    near = min(faster, key=lambda name: (*_distance(row, RECIPES[name]), -speeds[name]), default="")
+    near = min(faster, key=lambda name: (*_distance(row.recipe, RECIPES[name].recipe), -speeds[name]), default="")
     hint = f"{near!r} at {speeds[near]} times" if near else "no string of the table is faster than bfloat16 there"
     about = f"an MLP at {speed} times bfloat16's speed on one {kind}, by audit (benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 
-def _distance(one: RecipeRow, other: RecipeRow) -> tuple[int, int, bool]:
-    """Return how far the numerics of two rows are apart: in bits of operands, in their dtypes, in delayed scaling."""
-    assert one.recipe is not None
-    assert other.recipe is not None
+def _distance(one: Any, other: Any) -> tuple[int, int, bool]:
+    """Return how far two recipes are apart: in bits of operands, in their dtypes, in delayed scaling."""
     pairs = [
-        [getattr(recipe.resolve(name, side), "dtype", "bfloat16") for recipe in (one.recipe, other.recipe)]
+        [getattr(recipe.resolve(name, side), "dtype", "bfloat16") for recipe in (one, other)]
         for name in get_args(Matmul)
         for side in get_args(Side)
     ]
     bits = sum(abs(jax.dtypes.itemsize_bits(a) - jax.dtypes.itemsize_bits(b)) for a, b in pairs)
-    is_delayed = [recipe.delayed is not None for recipe in (one.recipe, other.recipe)]
-    return bits, sum(a != b for a, b in pairs), is_delayed[0] != is_delayed[1]
+    return bits, sum(a != b for a, b in pairs), (one.delayed is None) != (other.delayed is None)

@@ -8,6 +8,7 @@ The forward matmul of ``y = lhs · rhs`` has the activation as ``lhs`` and the w
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Final, Literal
 
 from jaxquant.core.dtypes import element
@@ -117,7 +118,7 @@ class SparsitySpec(Typed):
     update_step: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)  # without slots: a property is computed once
 class Recipe:
     """All numbers of one quantized training scheme.
 
@@ -177,7 +178,7 @@ class Recipe:
                 "sparsity, whose masks are each expert's own"
             )
 
-    @property
+    @functools.cached_property
     def specs(self) -> dict[str, Operand]:
         """The six operands by name, in the order fwd, dlhs, drhs and lhs, rhs."""
         return {
@@ -214,30 +215,30 @@ class Recipe:
         own = getattr(self, matmul).arithmetic
         return self if own in (None, self.arithmetic) else dataclasses.replace(self, arithmetic=own)
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether an operand is rounded stochastically, or rotated with fresh signs."""
         draws = self.dlhs.draws_signs or self.drhs.draws_signs
         return draws or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
 
-    @property
+    @functools.cached_property
     def has_opaque_gradient(self) -> bool:
         """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
         specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
         known = [s for s in specs if s.scaling == "static" or s.calibration.method == "fixed" or s.has_grid_scale]
         return any(spec.codec is not None for spec in specs) or any(element(spec.dtype).kind == "int" for spec in known)
 
-    @property
+    @functools.cached_property
     def matches_flax(self) -> bool:
         """Whether delayed scaling follows ``flax.linen.fp8_ops`` bit for bit."""
         return self.delayed is not None and self.delayed.amax_init == "flax"
 
-    @property
+    @functools.cached_property
     def is_lean(self) -> bool:
         """Whether the arithmetic is ours to choose: flax's bits are flax's."""
         return self.arithmetic == "lean" and not self.matches_flax
 
-    @property
+    @functools.cached_property
     def shares_gradient(self) -> bool:
         """Whether the output gradient is quantized once, for both backward matmuls."""
         grad = self.dlhs.lhs
@@ -245,11 +246,10 @@ class Recipe:
             return False
         is_plain = self.dlhs.rhs == self.drhs.lhs == FORWARD and self.dlhs.shards == self.drhs.shards == 1
         sides = (grad, self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs"))
-        return (
-            self.is_lean and is_plain and all(each is not None and each.granularity == "per_tensor" for each in sides)
-        )
+        is_whole = all(each is not None and each.granularity == "per_tensor" for each in sides)
+        return self.is_lean and is_plain and is_whole
 
-    @property
+    @functools.cached_property
     def is_stateful(self) -> bool:
         """Whether the op needs quant state (amax histories or a sparsity mask)."""
         return self.delayed is not None or self.sparsity is not None

@@ -115,10 +115,6 @@ class Placement:
             sharding = NamedSharding(other.mesh, PartitionSpec())
         return cls(varying_axes(x), sharding)
 
-    def sharding_before(self, order: Sequence[int]) -> NamedSharding | None:
-        """Return the sharding of an array that ``transpose(order)`` brings into this place."""
-        return transposed(self.sharding, order)
-
 
 def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
     """Return the sharding that ``transpose(order)`` turns into ``sharding``."""

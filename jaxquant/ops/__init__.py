@@ -4,12 +4,10 @@ from jaxquant.ops.all_to_all import all_to_all
 from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.einsum import einsum
-from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.ragged import ragged_dot
 
 __all__ = [
     "all_to_all",
-    "choose_implementation",
     "conv_general_dilated",
     "dot_general",
     "einsum",

@@ -22,7 +22,7 @@ from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
 from jaxquant.kernels.platforms import module
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.groups import Groups, Rows, Slabs, of_rows
-from jaxquant.ops.implementation import settle_blocks
+from jaxquant.ops.implementation import select_block_matmul
 
 Array = jax.Array
 OWN = "no chip multiplies groups of rows in blocks"
@@ -36,7 +36,7 @@ def choose(
     out_dtype: str,
     implementation: str | None,
 ) -> str:
-    """Choose what multiplies groups of rows (``pallas`` or ``xla``), and note it; see ``settle_blocks``.
+    """Choose what multiplies groups of rows (``pallas`` or ``xla``), and note it; see ``select_block_matmul``.
 
     Args:
       lhs, rhs: operands; slabs as rows.
@@ -50,7 +50,7 @@ def choose(
             return f"the block_matmul kernel has scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
         return kernel.refusal(lhs, rhs, *_axes(numbers), out_dtype=out_dtype)
 
-    return settle_blocks(OWN, implementation, refused).name
+    return select_block_matmul(OWN, implementation, refused).name
 
 
 def multiply(

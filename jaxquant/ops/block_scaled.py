@@ -26,7 +26,7 @@ from jaxquant.kernels.block_matmul import reference
 from jaxquant.kernels.platforms import capability_of, cut_refusal, module
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.implementation import settle_blocks
+from jaxquant.ops.implementation import select_block_matmul
 
 Array = jax.Array
 Axes = tuple[int, ...]
@@ -55,9 +55,9 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
 
 
 def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
-    """Choose what computes a contraction (``cudnn``, ``pallas`` or ``xla``), and note it; see ``settle_blocks``."""
+    """Select what computes a contraction (``cudnn``, ``pallas`` or ``xla``); see ``select_block_matmul``."""
     refused = functools.partial(kernel.refusal, lhs, rhs, *_axes(dims), out_dtype=out_dtype)
-    return settle_blocks(refusal(lhs, rhs, dims), implementation, refused).name
+    return select_block_matmul(refusal(lhs, rhs, dims), implementation, refused).name
 
 
 def _axes(dims: Dimensions) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:

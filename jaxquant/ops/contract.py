@@ -23,7 +23,7 @@ from jaxquant.kernels.platforms import capability_of, unless_cut
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.implementation import INT8_PAYS, choose_implementation, select_implementation
+from jaxquant.ops.implementation import INT8_PAYS, select_implementation
 from jaxquant.ops.pieces import eight_bits
 
 Array = jax.Array
@@ -81,15 +81,11 @@ def contract(
         tensors the product, made in float32, is rounded to the dtype that the matmul returns (float32 for int32), and
         multiplied in it: GPU libraries take it as their own.
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
-      implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
+      implementation: what computes the low-precision matmul, None to pick; see ``ops.implementation``.
       copies: whether GPUs copy fp8 operands so that the contraction lies last; see ``byte_dot``.
       parts_dtype: dtype in which the tiles' sums are added, and sent where each lies on a device of its own.
       shards: blocks of the first contraction axis that were quantized by themselves, whose sums stay low-precision.
-
-    Raises:
-      ValueError: an implementation that is not known.
     """
-    choose_implementation("dot_general", implementation)
     is_low = all(isinstance(side, QTensor | Dequantized) for side in (lhs, rhs))
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
         scales = [side.outer_scale for side in (lhs, rhs) if isinstance(side, QTensor) and side.outer_scale is not None]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,10 @@ from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
-from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops import pieces
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.pieces import QuantState, check_float, check_state, eight_bits, evaluate, scaled
+from jaxquant.ops.pieces import QuantState, check_operands, check_state, eight_bits, evaluate, scaled
 from jaxquant.ops.prepared import QuantizedOperand, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
@@ -77,7 +76,9 @@ def conv_general_dilated(
       NotImplementedError: tiles, shards, asymmetric ranges or sparsity in the recipe, a batch_group_count, or an
         explicit mesh in the operands' types.
     """
-    _check(lhs, rhs, recipe, batch_group_count)
+    check_operands("conv_general_dilated", lhs, rhs, recipe, unsupported(recipe))
+    if batch_group_count != 1:
+        raise NotImplementedError(f"conv_general_dilated batch_group_count {batch_group_count} is not quantized; use 1")
     numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     ones = (1,) * (lhs.ndim - 2)
     dilation = tuple(rhs_dilation or ones)
@@ -85,19 +86,10 @@ def conv_general_dilated(
         windows = [(rhs.shape[axis] - 1) * d + 1 for axis, d in zip(numbers.rhs_spec[2:], dilation, strict=True)]
         spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
         padding = jax.lax.padtype_to_pads(spatial, windows, window_strides, padding)
-    op = _Conv.of(
-        lhs,
-        rhs,
-        precision,
-        preferred_element_type,
-        recipe=pieces.with_shards(recipe, lhs, ()),  # a count of -1 cuts no convolution
-        strides=tuple(window_strides),
-        padding=tuple((int(low), int(high)) for low, high in padding),
-        lhs_dilation=tuple(lhs_dilation or ones),
-        rhs_dilation=dilation,
-        numbers=numbers,
-        groups=feature_group_count,
-    )
+    recipe = pieces.with_shards(recipe, lhs, ())  # a count of -1 cuts no convolution
+    pads = tuple((int(low), int(high)) for low, high in padding)
+    window = _Window(tuple(window_strides), pads, tuple(lhs_dilation or ones), dilation, numbers, feature_group_count)
+    op = _Conv.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, window=window)
     if isinstance(rhs, QTensor):
         check_scales("conv_general_dilated", rhs, (op.feature,))
         return serve(op, lhs, rhs, None, key)
@@ -120,24 +112,8 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
 
-def _check(lhs: Array, rhs: Array | QTensor, recipe: Recipe, batch_group_count: int) -> None:
-    is_converted = isinstance(rhs, QTensor)
-    check_float("conv_general_dilated", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
-    for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if is_converted else rhs)):
-        if explicit_sharding(operand) is not None:
-            raise NotImplementedError(
-                f"conv_general_dilated {name} is split over devices in its type, by an explicit mesh; quantized "
-                "convolutions of such operands are not implemented"
-            )
-    if batch_group_count != 1:
-        raise NotImplementedError(f"conv_general_dilated batch_group_count {batch_group_count} is not quantized; use 1")
-    if why := unsupported(recipe):
-        raise NotImplementedError(f"recipe {recipe.name!r} has {why}, which conv_general_dilated does not run")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Conv(Operation):
-    """A convolution. Attributes are arguments of ``jax.lax.conv_general_dilated``."""
+class _Window(NamedTuple):
+    """How a convolution runs: arguments of ``jax.lax.conv_general_dilated``, in its order."""
 
     strides: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
@@ -146,29 +122,27 @@ class _Conv(Operation):
     numbers: ConvDimensionNumbers
     groups: int
 
+
+@dataclasses.dataclass(frozen=True)
+class _Conv(Operation):
+    """A convolution."""
+
+    window: _Window
+
     @property
     def batch(self) -> int:
         """Axis of the examples in lhs."""
-        return self.numbers.lhs_spec[0]
+        return self.window.numbers.lhs_spec[0]
 
     @property
     def feature(self) -> int:
         """Axis of the output features in rhs."""
-        return self.numbers.rhs_spec[0]
+        return self.window.numbers.rhs_spec[0]
 
     def convolve(self, lhs: Array, rhs: Array, dtype: str | None = None, precision: Any = None) -> Array:
-        return jax.lax.conv_general_dilated(
-            lhs,
-            rhs,
-            self.strides,
-            self.padding,
-            self.lhs_dilation,
-            self.rhs_dilation,
-            self.numbers,
-            self.groups,
-            precision=precision if self.precision is None else self.precision,
-            preferred_element_type=dtype,
-        )
+        precision = precision if self.precision is None else self.precision
+        options = {"precision": precision, "preferred_element_type": dtype}
+        return jax.lax.conv_general_dilated(lhs, rhs, *self.window, **options)
 
     def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return _others(len(self.lhs.shape), self.batch if side == "lhs" else self.feature), ()
@@ -181,7 +155,7 @@ class _Conv(Operation):
         if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
             dtype = accumulator_dtype(self.recipe.fwd.accumulator, self.out_dtype)
             out = self.convolve(*_same_type(lhs.qvalue, rhs.qvalue), dtype, jax.lax.Precision.DEFAULT)
-            examples, features = self.numbers.out_spec[:2]
+            examples, features = self.window.numbers.out_spec[:2]
             left, right = _along(lhs.scale, self.batch, examples), _along(rhs.scale, self.feature, features)
             out = scaled(self.recipe, self.out_dtype, out, left, right)
         else:
@@ -192,7 +166,7 @@ class _Conv(Operation):
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key) -> Array:
         """Convolve the output's gradient with what was kept of an operand."""
-        examples, features = self.numbers.out_spec[:2]
+        examples, features = self.window.numbers.out_spec[:2]
         # The axis of the residual along which its scale may vary, its place in the output's gradient, the axis of that
         # gradient along which its own scale may vary, and its place in the result.
         if name == "dlhs":

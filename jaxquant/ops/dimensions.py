@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ Axes = tuple[int, ...]
 DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)  # without slots: a property is computed once
 class Dimensions:
     """Contracting and batch axes of two operands, as ``lax.dot_general`` takes them, hashable.
 
@@ -38,15 +39,15 @@ class Dimensions:
             rhs_ndim,
         )
 
-    @property
+    @functools.cached_property
     def numbers(self) -> DotDimensionNumbers:
         return ((self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch))
 
-    @property
+    @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
         return _others(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
 
-    @property
+    @functools.cached_property
     def rhs_free(self) -> tuple[int, ...]:
         return _others(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
 
@@ -56,7 +57,7 @@ class Dimensions:
             self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch, self.rhs_ndim, self.lhs_ndim
         )
 
-    @property
+    @functools.cached_property
     def order_of_swapped(self) -> tuple[int, ...]:
         """Return the transposition that turns the result of the exchanged operands into this contraction's result."""
         batch, last = len(self.lhs_batch), len(self.lhs_batch) + len(self.rhs_free)
@@ -71,7 +72,7 @@ class Dimensions:
         count = len(self.lhs_batch)
         return Dimensions(lhs, rhs, (), (), self.lhs_ndim - count, self.rhs_ndim - count)
 
-    @property
+    @functools.cached_property
     def out_ndim(self) -> int:
         return len(self.lhs_batch) + len(self.lhs_free) + len(self.rhs_free)
 

@@ -17,19 +17,20 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
-from jaxquant.core.sharding import Sharding, device_parts, named
+from jaxquant.core.sharding import Sharding, device_parts, named, transposed
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.ops.contract import contract, multiplies_values
 from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
 from jaxquant.ops.dimensions import Axes, Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
-from jaxquant.ops.implementation import choose_implementation
+from jaxquant.ops.implementation import check_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
 from jaxquant.ops.pieces import QuantState, check_float, check_state, initial_state, with_shards
 from jaxquant.ops.prepared import QuantizedOperand, abstract_tensor, cast_all, prepare
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
 Array = jax.Array
+DEFAULT, HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
 __all__ = ["QuantState", "dot_general", "initial_state"]
 
 
@@ -74,7 +75,7 @@ def dot_general(
         histories, or of the output gradient where these are few.
       out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
         their operands do.
-      implementation: what computes the casts and matmuls, None to pick; see ``ops.choose_implementation``.
+      implementation: what computes the casts and matmuls, None to pick; see ``ops.implementation``.
       prepared: what ``share`` has made of lhs for several contractions, None to quantize it here.
       stored: whether lhs, rhs and the output gradient lie in memory, rather than being computed where they are
         quantized; on Hopper a kernel casts those that do.
@@ -84,10 +85,8 @@ def dot_general(
       TypeError: operands that are not float.
       NotImplementedError: a derivative of the gradients.
     """
-    for piece in ("dot_general", "quantize"):
-        choose_implementation(piece, implementation)
-    is_converted = isinstance(rhs, QTensor)
-    check_float("dot_general", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
+    check_implementation("dot_general", implementation)
+    check_float("dot_general", lhs=lhs, rhs=rhs)
     dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
     if isinstance(rhs, QTensor) and has_scales_of_elements(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
@@ -99,19 +98,11 @@ def dot_general(
             return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)
 
         return each_element(run, lhs, rhs, dims, key)
-    op = _Dot.of(
-        lhs,
-        rhs,
-        precision,
-        preferred_element_type,
-        recipe=with_shards(recipe, lhs, dims.lhs_free),
-        implementation=implementation,
-        dims=dims,
-        out_sharding=place,
-        copies=not is_converted,
-        stored=stored,
-    )
-    if is_converted:
+    recipe = with_shards(recipe, lhs, dims.lhs_free)
+    fields = {"dims": dims, "out_sharding": place, "copies": not isinstance(rhs, QTensor), "stored": stored}
+    options = {"recipe": recipe, "implementation": implementation}
+    op = _Dot.of(lhs, rhs, precision, preferred_element_type, **options, **fields)
+    if isinstance(rhs, QTensor):
         return serve(op, lhs, rhs, None, key)
     check_state(recipe, state)
     return quantized(op, lhs, rhs, None, state or {}, key, prepared)
@@ -158,19 +149,24 @@ class _Dot(Operation):
         return self.dims.for_dlhs() if name == "dlhs" else self.dims.for_drhs()
 
     def product(self, lhs: QTensor | Array, rhs: QTensor | Array, groups: None) -> Array:
-        return contract(
-            lhs,
-            rhs,
-            self.dims,
-            out_dtype=self.out_dtype,
-            accumulator=self.recipe.fwd.accumulator,
-            precision=self.precision,
-            default_precision=jax.lax.Precision.DEFAULT,
-            scale_dtype=scale_dtype(self.recipe, self.out_dtype),
-            out_sharding=self.out_sharding,
-            implementation=self.implementation,
-            copies=self._copies(lhs, rhs, self.out_sharding),
-        )
+        return self._contract("fwd", lhs, rhs, self.dims, self.out_dtype, self.out_sharding)
+
+    def _contract(
+        self,
+        name: Matmul,
+        lhs: QTensor | Array,
+        rhs: QTensor | Array,
+        dims: Dimensions,
+        out_dtype: str,
+        place: NamedSharding | None,
+        **more: Any,
+    ) -> Array:
+        """Multiply the operands of one of the recipe's matmuls, as they are prepared for it."""
+        default, accumulator = DEFAULT if name == "fwd" else HIGHEST, getattr(self.recipe, name).accumulator
+        more |= {"precision": self.precision, "default_precision": default, "implementation": self.implementation}
+        more |= {"scale_dtype": scale_dtype(self.recipe, out_dtype), "copies": self._copies(lhs, rhs, place)}
+        more |= {"accumulator": accumulator, "out_dtype": out_dtype, "out_sharding": place}
+        return contract(lhs, rhs, dims, **more)
 
     @property
     def shares_gradient(self) -> bool:
@@ -183,7 +179,7 @@ class _Dot(Operation):
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key) -> Array:
         dims, order = self._gradient_dims(name)
-        place = (self.lhs if name == "dlhs" else self.rhs).place.sharding_before(order)
+        place = transposed((self.lhs if name == "dlhs" else self.rhs).place.sharding, order)
         recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, key)
@@ -191,20 +187,10 @@ class _Dot(Operation):
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
             left, is_sent = _by_device(left, residual, dims)
-        out = contract(
-            # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
-            *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
-            out_dtype=out_dtype,
-            accumulator=matmul.accumulator,
-            precision=self.precision,
-            default_precision=jax.lax.Precision.HIGHEST,
-            scale_dtype=scale_dtype(recipe, out_dtype),
-            out_sharding=place,
-            implementation=self.implementation,
-            copies=self._copies(left, residual, place),
-            parts_dtype=out_dtype if is_sent else "float32",
-            shards=matmul.shards,
-        )
+        # Activation · gradient is laid out as the kernel is; the caller's transposition undoes ours.
+        operands = (residual, left, dims.swap()) if swaps else (left, residual, dims)
+        more = {"parts_dtype": out_dtype if is_sent else "float32", "shards": matmul.shards}
+        out = self._contract(name, *operands, out_dtype, place, **more)
         n = len(dims.rhs_free)
         return (out.transpose((*range(n, out.ndim), *range(n))) if swaps else out).transpose(order)
 
@@ -236,8 +222,8 @@ class _Dot(Operation):
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: None) -> Array:
         dims, order = self.dims.for_dlhs()
-        place, highest = self.lhs.place.sharding_before(order), jax.lax.Precision.HIGHEST
-        out = contract(grad, kernel, dims, out_dtype=grad.dtype.name, precision=highest, out_sharding=place)
+        place = transposed(self.lhs.place.sharding, order)
+        out = contract(grad, kernel, dims, out_dtype=grad.dtype.name, precision=HIGHEST, out_sharding=place)
         return out.transpose(order).astype(self.lhs.dtype)
 
     def _gradient_operands(

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 
 from jaxquant.core.typed import nearest
 
-PIECES = ("dot_general", "quantize", "block_quantize")
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pallas"))
-"""Implementations of each piece, the one that runs everywhere first."""
+IMPLEMENTATIONS = ("xla", "pallas")
+"""The one that runs everywhere first."""
 
 BLOCKS = "matmul of blocks"
 """The product of two operands in blocks. ``cudnn`` is the instruction of the chip. ``pallas`` is our kernel for Hopper;
@@ -37,7 +36,7 @@ class Choice:
     """An implementation and why it runs.
 
     Attributes:
-      name: a name of ``IMPLEMENTATIONS``.
+      name: one of ``IMPLEMENTATIONS``, or "cudnn" for blocks.
       reason: in words.
     """
 
@@ -75,39 +74,34 @@ def noted() -> Iterator[list[dict[str, str]]]:
         _made.update(earlier)
 
 
-def choose_implementation(piece: str, implementation: str | None = None) -> Choice:
-    """Choose what computes a piece of an op.
-
-    Args:
-      piece: "dot_general" (the low-precision matmul), "quantize" (the cast of an operand) or "block_quantize" (that of
-        tiles and blocks, for several matmuls).
-      implementation: the one that was asked for; None picks.
+def check_implementation(op: str, implementation: str | None) -> None:
+    """Refuse the name of an implementation that there is not; None picks.
 
     Raises:
-      ValueError: the piece has no implementation of that name; lists those that it has.
+      ValueError: names the op, and lists the implementations.
     """
-    known = IMPLEMENTATIONS[piece]
-    if implementation is None:
-        return Choice(known[0], PICKED)
-    if implementation not in known:
-        hint = nearest(implementation, known, otherwise=f"known ones are {', '.join(known)}; None picks")
-        raise ValueError(f"implementation {implementation!r} of {piece} is not known; {hint}")
-    return Choice(implementation, "asked for")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        known = f"known ones are {', '.join(IMPLEMENTATIONS)}; None picks"
+        hint = nearest(implementation, IMPLEMENTATIONS, otherwise=known)
+        raise ValueError(f"implementation {implementation!r} of {op} is not known; {hint}")
 
 
 def select_implementation(
     piece: str, implementation: str | None, refusal: Callable[[], str | None], reason_to_prefer: str | None = None
 ) -> Choice:
-    """Choose what computes a piece of one call, and note it for ``choices_made``.
+    """Select what computes a piece of one call, and note it for ``choices_made``.
 
     Args:
-      piece, implementation: as ``choose_implementation`` takes them.
+      piece: "dot_general" (the low-precision matmul), "quantize" (the cast of an operand) or "block_quantize" (that of
+        tiles and blocks, for several matmuls).
+      implementation: the one that was asked for; None picks.
       refusal: says why the kernel does not compute this call, None where it does; asked where the kernel is wanted.
       reason_to_prefer: the reason to pick the kernel if no implementation is asked for; None picks XLA's program.
     """
-    choice = choose_implementation(piece, implementation)
-    if implementation is None and reason_to_prefer is not None:
-        choice = Choice("pallas", reason_to_prefer)
+    if implementation is not None:
+        choice = Choice(implementation, "asked for")
+    else:
+        choice = Choice("xla", PICKED) if reason_to_prefer is None else Choice("pallas", reason_to_prefer)
     if choice.name == "pallas" and (why := refusal()) is not None:
         choice = Choice("xla", f"{_NOT_SELECTED if implementation is None else REFUSED}{why}")
     return record_choice(piece, choice)
@@ -119,8 +113,8 @@ def record_choice(piece: str, choice: Choice) -> Choice:
     return choice
 
 
-def settle_blocks(own: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
-    """Choose what multiplies two operands in blocks, and note it for ``choices_made``.
+def select_block_matmul(own: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
+    """Select what multiplies two operands in blocks, and note it for ``choices_made``.
 
     Args:
       own: why the chip's own matmul of blocks does not, None where it does.

@@ -30,7 +30,7 @@ from jaxquant.formats import encode_tensor
 from jaxquant.kernels.platforms import capability_of
 from jaxquant.kernels.quantize import api as kernel
 from jaxquant.ops.byte_dot import row_major
-from jaxquant.ops.implementation import STORED_CASTS_PAY, choose_implementation, select_implementation
+from jaxquant.ops.implementation import STORED_CASTS_PAY, select_implementation
 
 Array = jax.Array
 
@@ -99,7 +99,7 @@ def quantize_operand(
       key: random key, for stochastic rounding.
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.
-      implementation: what computes the cast, None to pick; see ``choose_implementation``.
+      implementation: what computes the cast, None to pick; see ``ops.implementation``.
       is_stored: whether x lies in memory, rather than being computed where it is quantized.
 
     Returns:
@@ -109,7 +109,6 @@ def quantize_operand(
     Raises:
       ValueError: the spec needs a scale that is not given; tiles or shards that do not divide; no key.
     """
-    choose_implementation("quantize", implementation)
     if spec.codec is not None:
         return _alone(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)

@@ -12,9 +12,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import ELEMENTS
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import DelayedSpec, Recipe, TensorSpec
-from jaxquant.core.sharding import device_parts
+from jaxquant.core.sharding import device_parts, explicit_sharding
 from jaxquant.ops.operand import scale_dtype
 
 Array = jax.Array
@@ -49,8 +50,8 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
         )
 
 
-def check_float(op: str, **operands: Array) -> None:
-    """Check that operands are of a float dtype.
+def check_float(op: str, **operands: Array | QTensor) -> None:
+    """Check that operands are of a float dtype, or converted.
 
     Args:
       op: name of the op, for the error.
@@ -60,8 +61,32 @@ def check_float(op: str, **operands: Array) -> None:
       TypeError: one is not.
     """
     for name, operand in operands.items():
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
+        if not isinstance(operand, QTensor) and not jnp.issubdtype(operand.dtype, jnp.floating):
             raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; quantization takes float operands")
+
+
+def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, reason: str) -> None:
+    """Check the operands and the recipe of an op that not every recipe has, and no explicit mesh.
+
+    Args:
+      op: its name, for errors.
+      lhs, rhs: its operands.
+      recipe: all numbers.
+      reason: why the op does not run the recipe, "" where it does.
+
+    Raises:
+      TypeError: an operand is not float.
+      NotImplementedError: it is split over devices in its type, or there is a reason.
+    """
+    check_float(op, lhs=lhs, rhs=rhs)
+    for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if isinstance(rhs, QTensor) else rhs)):
+        if explicit_sharding(operand) is not None:
+            raise NotImplementedError(
+                f"{op} {name} is split over devices in its type, by an explicit mesh; the quantized op is not "
+                "implemented there"
+            )
+    if reason:
+        raise NotImplementedError(f"recipe {recipe.name!r} has {reason}, which {op} does not run")
 
 
 def hashable_precision(precision: Any) -> Any:

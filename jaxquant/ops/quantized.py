@@ -74,21 +74,14 @@ class Operation(abc.ABC):
 
     @classmethod
     def of(
-        cls,
-        lhs: Array,
-        rhs: Array | QTensor,
-        precision: Any,
-        preferred_element_type: Any,
-        *,
-        recipe: Recipe,
-        **fields: Any,
+        cls, lhs: Array, rhs: Array | QTensor, precision: Any, out_dtype: Any, *, recipe: Recipe, **fields: Any
     ) -> Any:
         """Make the operation of two operands; ``fields`` are those that the class adds."""
         arrays = (lhs, rhs.qvalue if isinstance(rhs, QTensor) else rhs)
         left = Primal(lhs.shape, lhs.dtype.name, Placement.of(*arrays))
         dtype = rhs.float_dtype if isinstance(rhs, QTensor) else rhs.dtype.name
         right = Primal(rhs.shape, dtype, Placement.of(*arrays[::-1]))
-        out = jnp.dtype(preferred_element_type or jnp.promote_types(left.dtype, right.dtype)).name
+        out = jnp.dtype(out_dtype or jnp.promote_types(left.dtype, right.dtype)).name
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
 
     def computing(self, matmul: Matmul) -> Operation:

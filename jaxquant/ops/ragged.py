@@ -34,7 +34,7 @@ from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
-from jaxquant.core.sharding import all_reduce, explicit_sharding, platform_of
+from jaxquant.core.sharding import all_reduce, platform_of
 from jaxquant.kernels.platforms import unless_cut
 from jaxquant.ops import block_ragged, pieces
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
@@ -60,7 +60,7 @@ from jaxquant.ops.groups import (
     whole_values,
     with_groups,
 )
-from jaxquant.ops.implementation import choose_implementation, select_implementation
+from jaxquant.ops.implementation import check_implementation, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
 from jaxquant.ops.pieces import QuantState, eight_bits, scaled
 from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
@@ -106,7 +106,7 @@ def ragged_dot(
       recipe: all numbers.
       state: for a recipe with delayed scaling, from ``initial_state``.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
-      implementation: what multiplies operands in blocks, None to pick (``choose_implementation``); all else is XLA's.
+      implementation: what multiplies operands in blocks, None to pick (``ops.implementation``); all else is XLA's.
 
     Raises:
       ValueError: missing state, shapes that do not fit, an unknown implementation, or shards of the weight gradient
@@ -115,7 +115,7 @@ def ragged_dot(
       NotImplementedError: what ``unsupported`` names in the recipe; an explicit mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
-    choose_implementation("dot_general", implementation)
+    check_implementation("dot_general", implementation)
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
     if isinstance(rhs, QTensor):
         return serve(op, lhs, rhs, group_sizes, key)
@@ -165,19 +165,10 @@ def _check(lhs: Array, rhs: Array | QTensor, group_sizes: Array, recipe: Recipe)
             f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
-    weights = rhs.qvalue if isinstance(rhs, QTensor) else rhs
     spec = recipe.fwd.rhs
     if isinstance(rhs, QTensor) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
         check_scales("ragged_dot", rhs, (0, 2))
-    pieces.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, QTensor) else {"rhs": rhs}))
-    for name, operand in (("lhs", lhs), ("rhs", weights)):
-        if explicit_sharding(operand) is not None:
-            raise NotImplementedError(
-                f"ragged_dot {name} is split over devices in its type, by an explicit mesh; scales of groups that lie "
-                "on several devices are not implemented there"
-            )
-    if why := unsupported(recipe):
-        raise NotImplementedError(f"recipe {recipe.name!r} has {why}, which ragged_dot does not run")
+    pieces.check_operands("ragged_dot", lhs, rhs, recipe, unsupported(recipe))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxquant.formats.packing import PACKED_DTYPES
 
 _AS_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz")
 """Elements that are stored as uint8, because not every reader of safetensors files has a type for them."""
+_SCALES = ("scale", "outer_scale", "input_scale")
 _OPTIONAL = ("outer_shape", "input_shape", "block", "codec", "float_dtype", "read_as")
 _WIDE = ("int64", "uint64", "float64")
 
@@ -159,21 +160,10 @@ def describe(path: str, leaf: Any) -> Leaf:
     described = Leaf(path, "array", dtype, shape, 0)
     if is_quantized:
         check(leaf, path)
-        shape_of = lambda part: None if part is None else tuple(part.shape)  # noqa: E731
-        described = dataclasses.replace(
-            described,
-            role="quantized",
-            zero_point=leaf.zero_point is not None,
-            outer_shape=shape_of(leaf.outer_scale),
-            input_shape=shape_of(leaf.input_scale),
-            block=leaf.block,
-            codec=leaf.codec,
-            float_dtype=leaf.dtype,
-            read_as=leaf.read_as,
-        )
-        if leaf.codec is None:
-            scale_dtype = _dtype_name(path, leaf.scale)
-            described = dataclasses.replace(described, scale_shape=tuple(leaf.scale.shape), scale_dtype=scale_dtype)
+        own = {name: getattr(leaf, name) for name in ("block", "codec", "read_as")} | {"float_dtype": leaf.dtype}
+        own |= {f"{name.split('_')[0]}_shape": tuple(x.shape) for name, x in leaf.parts.items() if name in _SCALES}
+        own |= {} if leaf.codec else {"scale_dtype": _dtype_name(path, leaf.scale)}
+        described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **own)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
             raise ValueError(f"{array.path} is a single {array.dtype}, which does not pack; give it an axis")

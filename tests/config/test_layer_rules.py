@@ -89,7 +89,6 @@ ON_AQT = {"quantization": "int8", "quant_backend": "aqt"}
 ON_QWIX = {"quantization": "int4", "use_qwix_quantization": True}
 BAD_RULES = [
     ({"path": "(", "recipe": None}, {}, "rule path '(' is not a regular expression: "),
-    ({"path": "a" * 2000, "recipe": None}, {}, "it has 2,000 characters"),
     ({"path": "a", "recipe": "int9"}, {}, "rules[0].recipe 'int9' is not a known recipe; did you mean"),
     ({"path": "a", "recipe": "intmp"}, {}, "rules[0].recipe 'intmp' has no numbers of its own"),
     ({"path": 3, "recipe": None}, {}, "rules[0].path must be str, got 3 (int)"),

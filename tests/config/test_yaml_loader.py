@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from jaxquant.config.loader import MAX_CHARACTERS, load_yaml, parse_overrides
+from jaxquant.config.loader import MAX_BYTES, load_yaml, parse_overrides
 from jaxquant.core.typed import build, to_mapping
 from train.config import TrainConfig
 
@@ -75,19 +75,16 @@ def refused(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-BOMB += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
 TEXTS = {
     "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' is given twice, first on line 1",
     "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' is given twice, first on line 2",
     "a: [1\n": "c.yml line 2: ",
     "a: 1\n---\nb: 2\n": "c.yml line 2: ",
     "- 1\n": "c.yml: top level must be a mapping, got list",
-    BOMB: "line 4: more than 10,000 values, aliases written out",
-    "steps: &a [*a]": "line 1: alias *a stands in what it names",
-    "steps: " + "[" * 10_000: "line 1: nested more than 32 deep",
+    "steps: &a [3]\nseed: *a": "line 2: alias *a is not read; write out what it stands for",
+    "steps: " + "[" * 10_000: "is nested too deep; a config is flatter",
     "seed: 0\nsteps: " + "9" * 5000: "line 2: integer '99999999999999999999'... of 5000 digits",
-    "a: b\n" * MAX_CHARACTERS: "characters; a config has at most 100,000",
+    "a: b\n" * MAX_BYTES: "is larger than 100,000 bytes; a config is smaller",
     "steps: 3\nseed: \x07": "line 2: character 7 is not allowed",
 }
 
@@ -177,7 +174,5 @@ def test_overrides():
         (["steps"], "override 'steps' is not of the form key=value"),
         (["=3"], "override '=3' is not of the form key=value"),
         (["a=3", "a.b=4"], "override 'a.b=4' puts a key under 'a', which has a value already"),
-        (["a." * 10_000 + "a=1"], "nests more than 32 deep"),
-        (["steps=" + "9" * 400], "of 400 digits"),
     ):
         assert message in refused(lambda words=words: parse_overrides(words))

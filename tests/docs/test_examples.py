@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,7 @@ LEARNED = 0.05
 
 
 def load(name: str) -> Any:
-    spec = util.spec_from_file_location(f"examples_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"examples.{name}")
 
 
 FILES = sorted(FOLDER.glob("*.py"))

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import re
 import shutil
-import types
 from pathlib import Path
 
 import gguf
@@ -19,15 +17,13 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
-from jaxquant.export.gguf import gguf_name, read_shape, to_halves, to_neighbours
+from jaxquant.export.gguf import gguf_name, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
 from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import fused_with
-from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import ScaledElements
-from jaxquant.export.vocabulary import of_tokenizer_json
 from jaxquant.formats import codec
 from tests.export.models import SHAPE, source, tensors
 from tests.numerics import LAST_BITS, SCALE_AGAIN
@@ -73,19 +69,6 @@ def test_a_folder_reads_as_it_was_written(written, name):
             np.testing.assert_array_equal(found, weight.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "hf"])
-def test_a_config_says_what_was_written(written, name):
-    config = json.loads((written[0] / name / "config.json").read_text())
-    rules = read_quantization(config)
-    assert all(rules.is_quantized(module) for module in SHAPE.linears())
-    assert not rules.is_quantized("lm_head")
-    assert rules == HfFolder(written[0] / name).quantization
-    if name.startswith("modelopt"):
-        sidecar = json.loads((written[0] / name / "hf_quant_config.json").read_text())
-        alone = read_quantization({}, None, sidecar)
-        assert [alone.spec(module) for module in SHAPE.linears()] == [rules.spec(module) for module in SHAPE.linears()]
-
-
 SHARED = {
     "ct_fp8_static": (".weight_scale", ".input_scale"),
     "ct_nvfp4": (".weight_global_scale", ".input_global_scale"),
@@ -95,13 +78,22 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(("name", "end"), [(name, end) for name, ends in SHARED.items() for end in ends])
-def test_fused_layers_have_equal_scales(written, name, end):
-    read = HfFolder(written[0] / name)
-    for module in SHAPE.linears():
-        assert len({float(read.tensors(other)[end].reshape(())) for other in fused_with(module)}) == 1
-    values = {float(read.tensors(module)[end].reshape(())) for module in SHAPE.linears()}
-    assert len(values) == 8  # of both layers: q, k, v; gate, up; o; down
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "hf"])
+def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(written, name):
+    folder = written[0] / name
+    rules, read = read_quantization(json.loads((folder / "config.json").read_text())), HfFolder(folder)
+    assert all(rules.spec(module) for module in SHAPE.linears())
+    assert rules.spec("lm_head") is None
+    assert rules == read.quantization
+    if name.startswith("modelopt"):
+        sidecar = read_quantization({}, None, json.loads((folder / "hf_quant_config.json").read_text()))
+        assert all(sidecar.spec(module) == rules.spec(module) for module in SHAPE.linears())
+    layers = {module: read.tensors(module) for module in SHAPE.linears()}
+    for end in SHARED.get(name, ()):
+        scales = {module: float(found[end].reshape(())) for module, found in layers.items()}
+        for module in layers:
+            assert {scales[other] for other in fused_with(module)} == {scales[module]}
+        assert len({*scales.values()}) == 8  # of both layers: q, k, v; gate, up; o; down
 
 
 @pytest.mark.parametrize(
@@ -161,47 +153,22 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
     rng = np.random.default_rng(2)
     fp8, nvfp4 = (SCHEMES[name].spec.weight for name in ("fp8_block", "ct_nvfp4"))
 
-    def tensor(shape, counts, block):
+    def tensor(shape, counts, block=None):
         scale = rng.normal(size=counts).astype(np.float32)
         return QTensor(rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn), scale, block=block)
 
-    for shape, counts, block in (
-        ((300, 260), (1, 1), None),
-        ((300, 260), (3, 3), (128, 128)),
-        ((300, 260), (2, 2), (256, 256)),
-        ((256, 512), (2, 1), None),
-        ((100, 60), (1, 1), None),
-    ):
-        given = tensor(shape, counts, block)
+    for given in (tensor((300, 260), (1, 1)), tensor((300, 260), (2, 2), (256, 256)), tensor((256, 512), (2, 1))):
         elements, scale, outer = ScaledElements.of(given, fp8)
-        assert (elements.shape, scale.shape, outer.tolist()) == (shape, tuple(-(-n // 128) for n in shape), 1)
-        expected = np.kron(given.scale, np.ones(given.blocks))[: shape[0], : shape[1]]
-        np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[: shape[0], : shape[1]], expected)
+        assert (elements.shape, outer.tolist()) == (given.shape, 1)
+        rows, columns = given.shape
+        expected = np.kron(given.scale, np.ones(given.blocks))[:rows, :columns]
+        np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[:rows, :columns], expected)
         assert ScaledElements.of(given, nvfp4) is None
-    for shape, counts, block in (
-        ((256, 256), (4, 4), None),
-        ((300, 256), (300, 1), None),
-        ((384, 256), (4, 2), (96, 128)),
-    ):
-        assert ScaledElements.of(tensor(shape, counts, block), fp8) is None
+    for given in (tensor((256, 256), (4, 4)), tensor((384, 256), (4, 2), (96, 128))):
+        assert ScaledElements.of(given, fp8) is None
 
 
-def test_the_container_is_the_librarys(written):
-    """The index lists every tensor, and each is where safetensors' own rules put it."""
-    folder = written[0] / "ct_w4a16"
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert len(files) > 1
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    loaded = {name: SafetensorsFile(folder / name) for name in files}
-    assert sum(file.path.stat().st_size for file in loaded.values()) >= index["metadata"]["total_size"]
-    for tensor, file in index["weight_map"].items():
-        assert tensor in loaded[file]
-        assert not loaded[file][tensor].flags.writeable
-    np.testing.assert_array_equal(loaded[index["weight_map"][f"{Q}.weight_shape"]][f"{Q}.weight_shape"], [256, 256])
-
-
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])
 def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
     rows = {row.tensor: row for row in export(source(), tmp_path / "m.gguf", f"gguf_{kind.lower()}")}
     theirs = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -230,7 +197,7 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
         assert all(np.array_equal(tensor.data, names[tensor.name].data) for tensor in again.tensors)
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("Q4_K", "Q5_0"), ("Q5_K", "Q5_1"), ("Q6_K", "Q8_0"), ("Q4_0", "Q4_0")])
+@pytest.mark.parametrize(("kind", "instead"), [("Q4_K", "Q5_0"), ("Q4_0", "Q4_0")])
 def test_rows_that_no_block_divides_are_written_as_llama_cpp_writes_them(tmp_path, kind, instead):
     shape = LlamaShape(320, 96, 200, 1, 4, 4, 64)  # 96, 200 and 256 columns
     rng = np.random.default_rng(3)
@@ -259,9 +226,8 @@ def test_rows_of_heads_turn_and_turn_back():
 def test_parts_of_a_large_array_are_encoded_alike():
     x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # more than one part, the last one short
     whole = np.asarray(codec("q8_0").encode(x)["blocks"])
-    found = encode_blocks("q8_0", x)["blocks"]
-    np.testing.assert_array_equal(found, whole)
-    np.testing.assert_array_equal(decode_blocks("q8_0", found), np.asarray(codec("q8_0").decode({"blocks": whole})))
+    np.testing.assert_array_equal(encode_blocks("q8_0", x)["blocks"], whole)
+    np.testing.assert_array_equal(decode_blocks("q8_0", whole), np.asarray(codec("q8_0").decode({"blocks": whole})))
 
 
 def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
@@ -278,11 +244,9 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
         with pytest.raises(ValueError, match=r"q_proj.weight has values that are not finite"):
             export(source(read=broken.__getitem__), tmp_path / "a", name)
     for tensor, value, name, dtype, message in (
-        ("model.embed_tokens", 1e5, "hf", "float16", "has the magnitude 100000, too large for float16; export with"),
         ("model.norm", -3.4e38, "ct_int8", "bfloat16", "has the magnitude 3.4e.38, too large for bfloat16; export"),
         ("lm_head", 65520, "gguf_q8_0", "float32", "has the magnitude 65520, too large for the float16 of every GGUF "),
         (Q, 1e5, "gguf_f16", "float32", "100000, too large for the float16 of GGUF type F16; export a Hugging Face fo"),
-        (Q, 1e9, "gguf_q8_0", "float32", "has the magnitude 1e.09, too large for Q8_0; use another format"),
         (Q, -1e9, "gguf_q4_k", "float32", "has the magnitude 1e.09, too large for Q4_K; use another format"),
         (Q, 3e38, "ct_mxfp4", "float32", "has the magnitude 3e.38, too large for ct_mxfp4; use another format"),
     ):
@@ -297,23 +261,6 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     assert set(FORMATS) == {*SCHEMES, *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k"))}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"added_tokens": [{"content": "x"}]}, "KeyError: 'id'"),
-        ({"added_tokens": [{"content": "x", "id": 10**9}]}, "tokens by something else than 0 to"),
-        ({"added_tokens": [{"content": "x", "id": -1}]}, "tokens by something else than 0 to"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": None}}, "TypeError"),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [1]}}, "AttributeError"),
-        ({}, "bos_token_id 7 is none of the 2 tokens"),
-    ],
-)
-def test_a_tokenizer_that_is_none_is_refused_in_words(change, message):
-    data = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        of_tokenizer_json({**data, **change}, 7 if not change else 0, None, None)
-
-
 def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     folder = tmp_path / "hf"
     shutil.copytree(written[0] / "hf", folder)
@@ -326,18 +273,3 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="bias', which a Llama of its config has not"):
         HfFolder(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "tensors", "message"),
-    [
-        ({"llama.attention.head_count": 0}, (), "has 0 attention heads"),
-        ({"llama.rope.dimension_count": 32}, (), "rotates 32 elements of a head alone"),
-        ({}, ("blk.0.attn_q.bias",), "has the tensor blk.0.attn_q.bias"),
-    ],
-)
-def test_a_gguf_that_no_decoder_of_ours_computes_is_refused(change, tensors, message):
-    metadata = {"general.architecture": "llama", "llama.attention.head_count": 4, "llama.embedding_length": 256}
-    file = types.SimpleNamespace(path="x.gguf", metadata={**metadata, **change}, tensors=dict.fromkeys(tensors))
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        read_shape(file)

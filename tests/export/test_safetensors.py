@@ -7,7 +7,8 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from jaxquant.export.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
 
@@ -28,7 +29,7 @@ def entry(dtype="U8", shape=(8,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def test_every_type_comes_back(tmp_path):
+def test_every_type_comes_back_and_the_library_reads_it(tmp_path):
     writer = SafetensorsWriter(tmp_path / "a", len(ARRAYS) + 1, {"format": "pt"})
     for name, array in ARRAYS.items():
         writer.add(name, array)
@@ -40,18 +41,9 @@ def test_every_type_comes_back(tmp_path):
         assert file[name].dtype == array.dtype
         np.testing.assert_array_equal(file[name].view(np.uint8), array.view(np.uint8))
     assert file["empty"].shape == (0, 3)
-    small = SafetensorsFile(write(tmp_path / "b", bytes(range(6)), {"a": entry("F4", (2, 6), (0, 6))}))
-    assert (small.entries["a"].shape, small["a"].tolist()) == ((2, 6), [[0, 1, 2], [3, 4, 5]])
-
-
-def test_the_library_reads_it(tmp_path):
-    writer = SafetensorsWriter(tmp_path / "a", 3, {"format": "pt"})
-    arrays = {name: ARRAYS[name] for name in ("F32", "I64", "U8", "F16")}
-    for name, array in arrays.items():
-        writer.add(name, array)
-    writer.close()
-    found = load_file(tmp_path / "a")
-    assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+    with safe_open(tmp_path / "a", "numpy") as theirs:
+        for name in ("F32", "I64", "U8", "F16"):
+            np.testing.assert_array_equal(theirs.get_tensor(name), ARRAYS[name])
     save_file({"x": ARRAYS["F32"], "y": ARRAYS["BF16"]}, tmp_path / "b")
     file = SafetensorsFile(tmp_path / "b")
     np.testing.assert_array_equal(file["x"], ARRAYS["F32"])
@@ -61,30 +53,18 @@ def test_the_library_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"[]", "invalid type: sequence"),
         (b"[" * 100_000, "invalid JSON"),
-        (b"\xff\xfe", "invalid UTF-8"),
         (b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), "has 'a' twice in its header"),
-        (b'{"__metadata__":{"b":"1","b":"2"},"a":%b}' % json.dumps(entry()).encode(), "has 'b' twice in its header"),
         ({"a": entry() | {"scale": 2.0}}, "tensor 'a' must have dtype, shape and data_offsets, got .*scale"),
-        ({"a": ["U8", [8], [0, 8]]}, r"tensor 'a' must have dtype, shape and data_offsets, got \["),
         ({"a": entry("Q9")}, "unknown variant `Q9`"),
-        ({"a": entry("C64", (1,))}, "of type C64 and shape .* is not read|unknown variant `C64`"),
-        ({"a": entry(shape=(-1, -8))}, "invalid value: integer `-1`"),
         ({"a": entry(shape=(2**40, 2**40))}, "overflow"),
         (
             {"a": entry(shape=(2**60, 0), offsets=(0, 0)), "b": entry()},
             "tensor 'a' of type U8 and shape .* is not read",
         ),
-        (
-            {"a": entry(shape=(0, 2**48, 2**48), offsets=(0, 0)), "b": entry()},
-            "tensor 'a' of type U8 and shape .* is not read",
-        ),
         ({"a": entry(shape=(1,) * 40 + (8,))}, "tensor 'a' of type U8 and shape"),
         ({"a": entry(offsets=(0, 9))}, "invalid shape, data type, or offset"),
         ({"a": entry("F4", (1,), (0, 8))}, "not .* at a byte boundary"),
-        ({"a": entry("F6_E2M3", (2, 2), (0, 3)), "b": entry(shape=(5,), offsets=(3, 8))}, "tensor 'a' of type F6_E2M3"),
-        ({"a": entry("F4", (2, 1), (0, 1)), "b": entry(shape=(7,), offsets=(1, 8))}, "tensor 'a' of type F4"),
         ({"a": entry(), "b": entry()}, "invalid offset for tensor"),
         ({"a": entry(shape=(4,), offsets=(0, 4))}, "not fully covered"),
     ],
@@ -94,10 +74,9 @@ def test_a_header_that_lies_is_refused(tmp_path, header, message):
         SafetensorsFile(write(tmp_path / "a", header=header))
 
 
-@pytest.mark.parametrize("length", [0, 3, 2**40, 2**64 - 1])
-def test_a_length_that_lies_is_refused(tmp_path, length):
-    with pytest.raises(ValueError, match="is not a safetensors file"):
-        SafetensorsFile(write(tmp_path / "a", header={}, length=length))
+def test_a_length_that_lies_is_refused(tmp_path):
     (tmp_path / "b").write_bytes(b"\1\0")
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        SafetensorsFile(tmp_path / "b")
+    lying = [write(tmp_path / str(length), header={}, length=length) for length in (0, 2**40)]
+    for path in (*lying, tmp_path / "b"):
+        with pytest.raises(ValueError, match="not a safetensors file"):
+            SafetensorsFile(path)

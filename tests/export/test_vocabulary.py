@@ -65,7 +65,7 @@ def as_sentencepiece(text, has_prefix):
     return found
 
 
-@pytest.mark.parametrize("name", [*_PRE_TOKENIZERS, "bytes", "prefix", "no prefix"])
+@pytest.mark.parametrize("name", ["llama-bpe", "smollm", "bytes", "prefix", "no prefix"])
 def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
     if name in _PRE_TOKENIZERS:
         reference = made(name)
@@ -104,7 +104,6 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model": "bert"}, NotImplementedError, "tokenizer.ggml.model 'bert' with tokenizer.ggml.pre 'gpt-2'"),
         (
             {"pre": "tekken"},
             NotImplementedError,
@@ -113,7 +112,6 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
         ({"tokens": ["a"]}, ValueError, "tokenizer.ggml is no gpt2 tokenizer"),
         ({"model": "llama"}, ValueError, "tokenizer.ggml is no llama tokenizer (KeyError: 'scores')"),
         ({"model": "llama", "tokens": ["a" * 10**6] * 3, "scores": [0.0] * 3}, ValueError, "has 1000000 characters"),
-        ({"bos_token_id": 9, "add_bos_token": True}, ValueError, "tokenizer.ggml is no gpt2 tokenizer (IndexError"),
     ],
 )
 def test_a_tokenizer_that_is_not_read_is_refused(tmp_path, change, error, message):
@@ -132,9 +130,7 @@ def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
         HfFolder(folder).vocabulary()
     assert HfFolder(folder).source(has_tokenizer=False).vocabulary is None
     for data, message in (
-        (b"IQ== 0\n", "is not a model of SentencePiece"),
         (sentencepiece(1, kind=1), "is not BPE"),
-        (sentencepiece(1, collapses=1), "is not BPE, or it normalizes text"),
         (sentencepiece(1)[:-3], "is not a model of SentencePiece"),
     ):
         (folder / "tokenizer.model").write_bytes(data)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+import jaxquant
 from jaxquant.aot.chips import chip
 from jaxquant.aot.topology import devices
 from jaxquant.kernels.block_quantize import cases as block_cases
@@ -39,6 +40,15 @@ def einsum_program(case, shape):
     return lambda lhs, rhs, scales: einsum.matmul(lhs, rhs, **scales, **options), given
 
 
+def ragged_program(string, shape):
+    """Gradients of a grouped matmul in training, each element where a chip has an instruction for it."""
+    quantized = jaxquant.quantize(lambda w, x, sizes: jax.lax.ragged_dot(x, w.astype(x.dtype), sizes), string)
+    w, x, sizes = shape((4, 256, 256), "float32"), shape((512, 256), "bfloat16"), shape((4,), "int32")
+    state = jax.tree.map(lambda leaf: shape(leaf.shape, leaf.dtype), jax.eval_shape(quantized.init, w, x, sizes))
+    loss = lambda w, state, x, sizes: jnp.square(quantized(w, state, x, sizes).astype("float32")).sum()  # noqa: E731
+    return jax.grad(loss, argnums=(0, 1, 2)), (w, state, x, sizes)
+
+
 def main(*targets):
     for target in targets:
         place = SingleDeviceSharding(devices(chip(target))[0])
@@ -48,7 +58,8 @@ def main(*targets):
 
         cases = [(quantize_program, case) for case in quantize_cases.CASES]
         cases += [(block_program, case) for case in block_cases.CASES]
-        for make, case in [*cases, *((einsum_program, case) for case in (*einsum_cases.CASES, LARGE))]:
+        cases += [(einsum_program, case) for case in (*einsum_cases.CASES, LARGE)]
+        for make, case in [*cases, (ragged_program, "fp8" if target == "v7x" else "int8")]:
             program, given = make(case, shape)
             try:
                 text = jax.jit(program).lower(*given).compile().as_text() or ""

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import os
 import subprocess
 import sys
@@ -12,19 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-import jaxquant
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.block_matmul import cases, gpu, reference
+from jaxquant.kernels.block_matmul import cases, reference
 from jaxquant.kernels.block_matmul.reference import BLOCK
 from jaxquant.ops import block_ragged, block_scaled, dot_general, implementation, ragged_dot
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import choices_made
-from jaxquant.ops.ragged import convert_kernel
 from tests import numerics
 from tests.kernels.interpret_worker import arguments
 from tests.ops.test_block_scaled import matmuls, on, primitives
@@ -78,24 +74,30 @@ def gradients(x, w, name="fp8_block", implementation="pallas", numbers=NUMBERS):
 X, W = (300, 256), (256, 200)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "expected", "why"),
-    [
-        ("NVIDIA H200", {}, (0, 3), "asked for"),
-        ("NVIDIA H200", {"implementation": None}, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
-        ("NVIDIA H200", {"implementation": "xla"}, (3, 0), "asked for"),
-        ("NVIDIA B200", {}, (3, 0), "pallas was asked for; the block_matmul kernel is for Hopper GPUs"),
-        ("NVIDIA H200", {"name": "mxfp8"}, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),
-        ("NVIDIA H200", {"size": 8}, (3, 0), "an operand may be sharded automatically"),
-    ],
-)
-def test_it_runs_where_it_can_run_and_else_the_reason_is_told(kind, options, expected, why):
+KINDS = [
+    ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
+    ("NVIDIA H200", {}, 8, (3, 0), "an operand may be sharded automatically"),
+    ("NVIDIA B200", {}, 1, (3, 0), "pallas was asked for; the block_matmul kernel is for Hopper GPUs"),
+    ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),
+]
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize(("kind", "options", "size", "expected", "why"), KINDS)
+def test_it_runs_where_it_can_run_and_else_the_reason_is_told(
+    monkeypatch, kind, options, size, expected, why, is_ragged
+):
+    monkeypatch.setattr(implementation, "_made", {})
     jax.clear_caches()  # what was traced before notes no choice
-    size = options.get("size", 1)
-    step = functools.partial(gradients, **{name: value for name, value in options.items() if name != "size"})
-    assert matmuls(step, on(kind, *X, size=size), on(kind, *W, dtype="float32", size=size)) == expected
-    reasons = [choice.reason for _, choice in choices_made()]
-    assert any(why in reason for reason in reasons), reasons
+    if is_ragged:
+        shapes = (on(kind, *shape, size=size) for shape in RAGGED)
+        traced = jax.jit(functools.partial(ragged_step, **options)).trace(*shapes)
+        found = tuple(primitives(traced.jaxpr.jaxpr, "ragged_dot_general", block_ragged.NAME).values())
+    else:
+        shapes = on(kind, *X, size=size), on(kind, *W, dtype="float32", size=size)
+        found = matmuls(functools.partial(gradients, **options), *shapes)
+    assert found == expected
+    assert any(why in choice.reason for _, choice in choices_made()), choices_made()
 
 
 @pytest.mark.parametrize(
@@ -123,54 +125,6 @@ def test_the_product_is_that_of_the_dequantized_blocks(x, w, numbers, which):
     assert np.all(np.abs(found - expected) <= numerics.block_bound(int(depth), size))
 
 
-def mapped(x, w):
-    return jax.vmap(gradients, in_axes=(0, None))(x, w)
-
-
-def sharded(x, w):
-    specs = PartitionSpec("x"), PartitionSpec()
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)(x, w)
-
-
-@pytest.mark.parametrize(("warpgroups", "memory"), mosaic_gpu.MEMORY_REGISTERS.items())
-def test_the_threads_of_a_program_ask_for_no_more_registers_than_it_began_with(warpgroups, memory):
-    """With more, ``setmaxnreg`` waits for ever, as 240 of each of two and 32 of the one that loads beyond 3 · 168."""
-    groups = warpgroups + 1
-    began = min(255, 65536 // (128 * groups) // 8 * 8)  # of a thread, as ptxas reports it; one program a multiprocessor
-    multiply = min(256, (512 - memory) // warpgroups // 8 * 8)  # what jax's pipeline asks for
-    assert memory + warpgroups * multiply <= groups * began
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, *X), 1), (sharded, (8 * X[0], X[1]), 8)])
-def test_a_mapped_and_a_sharded_step_call_the_kernel(form, x, size):
-    shapes = on("NVIDIA H200", *x, size=size), on("NVIDIA H200", *W, dtype="float32", size=size)
-    text = jax.jit(form).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert sum("custom_call @mosaic_gpu" in line for line in text.splitlines()) == 3
-    assert text.count("stablehlo.all_reduce") == (form is sharded)  # the weight's gradient is that of all devices
-
-
-@pytest.mark.aot
-def test_a_step_for_an_absent_h200_is_one_of_fp8_matmuls_and_grouped_kernels_are_counted():
-    grouped = [case for case in cases.CASES if case.groups and (mosaic_gpu.NEW or case.lhs_dtype == case.rhs_dtype)]
-
-    def step(x, w, *groups):
-        outs = []
-        for case, given in zip(grouped, groups, strict=True):
-            outs.append(getattr(gpu, case.form)(*given, out_dtype=case.out_dtype))
-        return gradients(x, w), outs
-
-    shapes = [[jax.ShapeDtypeStruct(*each) for each in case.shapes] for case in grouped]
-    x, w = jax.ShapeDtypeStruct(X, jnp.bfloat16), jax.ShapeDtypeStruct(W, jnp.float32)
-    audit = jaxquant.aot.audit(step, x, w, *shapes, target="h200")
-    assert f"All {3 + len(grouped)} matmuls asked for in 8 bits are 8-bit ones." in str(audit)
-    found = sorted((row["kind"], row["flops"]) for row in audit.matmuls if "grouped" in row["kind"])
-    wanted = sorted((f"jaxquant_block_matmul_{case.form}", 2 * math.prod(case.sizes[1:])) for case in grouped)
-    assert [kind for kind, _ in found] == [kind for kind, _ in wanted]
-    assert all(done >= work for (_, done), (_, work) in zip(found, wanted, strict=True))  # of what is filled up, too
-
-
 # -- groups of rows ----------------------------------------------------------------------------------------------------
 
 
@@ -191,19 +145,14 @@ def ragged_step(x, w, **options):
     return ragged_three(x, w, jnp.ones((x.shape[0], w.shape[2])), **options)
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_changes_no_bit(monkeypatch, is_mapped):
+def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_changes_no_bit(monkeypatch):
     keys, rows = jax.random.split(jax.random.key(0), 3), sum(SIZES)
     shapes = (*RAGGED, (RAGGED[0][0], RAGGED[1][2]))
     given = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
     def run(x, w, grad):
-        if not is_mapped or block_ragged.choose is chosen:
-            return jax.jit(functools.partial(ragged_three))(x, w, grad)  # of its own: jit has not traced it
-        pairs = jnp.stack([x, x]), w, jnp.stack([grad, grad])
-        return [each[1] for each in jax.jit(jax.vmap(ragged_three, (0, None, 0)))(*pairs)]
+        return jax.jit(lambda *given: ragged_three(*given))(x, w, grad)  # of its own: jit has not traced it
 
-    chosen = block_ragged.choose
     expected, magnitudes = run(*given), run(*map(jnp.abs, given))
     jax.clear_caches()
     monkeypatch.setattr(block_ragged, "choose", lambda *_: "pallas")
@@ -216,67 +165,3 @@ def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_chan
         assert np.all(np.abs(one - other) <= numerics.block_bound(depth, np.asarray(size)))
     assert not found[0][rows:].any() and not found[1][rows:].any() and not found[2][1].any()  # noqa: PT018
     jax.clear_caches()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "size", "expected", "why"),
-    [
-        ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
-        ("NVIDIA H200", {"implementation": None}, 8, (3, 0), f"{block_ragged.OWN}; an operand may be sharded"),
-        ("NVIDIA B200", {}, 1, (3, 0), "pallas was asked for; the block_matmul kernel is for Hopper GPUs"),
-        ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),
-        ("NVIDIA H200", {"name": "fp8_current"}, 1, (3, 0), "asked for; ragged_dot_general has no kernel"),
-        ("NVIDIA H200", {}, 8, (3, 0), "an operand may be sharded automatically"),
-    ],
-)
-def test_groups_of_rows_run_where_they_can_run_and_else_the_reason_is_told(
-    monkeypatch, kind, options, size, expected, why
-):
-    monkeypatch.setattr(implementation, "_made", {})
-    jax.clear_caches()  # what was traced before notes no choice
-    shapes = (on(kind, *shape, size=size) for shape in RAGGED)
-    found = primitives(
-        jax.jit(functools.partial(ragged_step, **options)).trace(*shapes).jaxpr.jaxpr,
-        "ragged_dot_general",
-        block_ragged.NAME,
-    )
-    assert (found["ragged_dot_general"], found[block_ragged.NAME]) == expected
-    assert any(why in choice.reason for _, choice in choices_made()), choices_made()
-
-
-def ragged_model(params, x):
-    return jax.lax.ragged_dot(x, params["experts"], jnp.array(SIZES)).astype("float32")
-
-
-def quantized_step(params, x):
-    config = {"quantization": "fp8_block", "quant_backend": "native", "implementation": "pallas"}
-    run = jaxquant.quantize(ragged_model, config)
-    return jax.grad(lambda params, x: jnp.square(run(params, {}, x)[0]).sum(), (0, 1))(params, x)
-
-
-def test_coverage_with_a_config_sees_products_in_blocks():
-    """Depths of whole blocks, for the sizes tell whose gradient is which."""
-    x, w = (341, 256), (5, 256, 144)
-    config = {"quantization": "fp8_block", "implementation": "pallas"}
-    found = jaxquant.coverage(quantized_step, {"experts": on("NVIDIA H200", *w)}, on("NVIDIA H200", *x), config=config)
-    found.check()
-    rows = {row.matmul: (row.path, row.operation, row.dtypes.elements) for row in found.rows}
-    assert rows == dict.fromkeys(("fwd", "dlhs", "drhs"), ("experts", "ragged_dot_general", ("float8_e4m3fn",) * 2))
-
-
-def test_converted_weights_of_groups_of_rows_are_served_by_the_kernel():
-    recipe = RECIPES["fp8_block"].recipe
-    assert recipe is not None
-    kernel = convert_kernel(recipe, jnp.ones(RAGGED[1]), {}).astype("bfloat16")
-    run = lambda x: ragged_dot(  # noqa: E731
-        x, kernel, jnp.array(SIZES), recipe=recipe, implementation="pallas"
-    )
-    found = primitives(jax.jit(run).trace(on("NVIDIA H200", *RAGGED[0])).jaxpr.jaxpr, block_ragged.NAME)
-    assert found[block_ragged.NAME] == 1
-
-
-@pytest.mark.aot
-def test_a_step_of_groups_of_rows_for_an_absent_h200_runs_the_kernels():
-    params = {"experts": jax.ShapeDtypeStruct(RAGGED[1], jnp.float32)}
-    audit = jaxquant.aot.audit(quantized_step, params, jax.ShapeDtypeStruct(RAGGED[0], jnp.bfloat16), target="h200")
-    assert audit.counts == {"f8e4m3fn in blocks": 3}

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import jaxquant
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import varying_axes
 from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_matmul import cases as matmul_cases
+from jaxquant.kernels.block_matmul import gpu as matmul_gpu
 from jaxquant.kernels.block_quantize import cases as block_cases
 from jaxquant.kernels.block_quantize import gpu as block_gpu
 from jaxquant.kernels.fp8_einsum import cases as einsum_cases
@@ -21,7 +21,6 @@ from jaxquant.kernels.fp8_einsum import gpu as einsum_gpu
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.quantize import cases as quantize_cases
 from jaxquant.kernels.quantize import gpu as quantize_gpu
-from tests.ops.test_block_scaled import on
 
 M, N = 128, 256
 interpreted = pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
@@ -88,16 +87,19 @@ def test_a_nan_shows_in_the_amax():
     assert jnp.isnan(cast(_cast(E4M3), x, jnp.ones((1, 1)), interpret=True)[2])
 
 
-def test_what_quantize_cannot_do_is_refused_by_name():
-    def refusal(shape=(64, 128), x_dtype="bfloat16", dtype="int8", capability=(0, 0), **options):
-        return quantize_gpu.refusal(shape, x_dtype, dtype=dtype, capability=capability, **options) or ""
+def test_what_the_kernels_cannot_do_is_refused_by_name():
+    cast_refusal = functools.partial(quantize_gpu.refusal, (64, 128), "bfloat16", dtype="int8")
+    assert cast_refusal(capability=(10, 0)) is None
+    assert "compute capability 8.9" in (cast_refusal(capability=(8, 9)) or "")
 
-    for capability in ((9, 0), (10, 0)):
-        assert refusal(capability=capability) == ""
-    told = "the kernel is for Hopper to Blackwell and does not compile for compute capability 8.9"
-    assert refusal(capability=(8, 9)) == told
-    assert "not int4" in refusal(dtype="int4")
-    assert (refusal(interpret=True) == "") == mosaic_gpu.NEW
+    def refusal(lhs=E4M3, rhs=E4M3, depth=128, accumulator="float32", capability=(9, 0)):
+        more: dict[str, Any] = {"out_dtype": "bfloat16", "accumulator": accumulator, "capability": capability}
+        return einsum_gpu.refusal((1, 128, depth), (1, 128, depth), lhs, rhs, **more) or ""
+
+    assert refusal() == refusal("int8", "int8", accumulator="int32") == ""
+    assert "compute capability 10.0" in refusal(capability=(10, 0))
+    assert "which do not divide 128×128×100" in refusal(depth=100)
+    assert "not int8 with float8_e4m3fn" in refusal("int8")
 
 
 @interpreted
@@ -113,18 +115,7 @@ def test_matmul_is_its_reference_to_the_bit(case):
     equal_bits(found, product(case, reference.matmul, lhs, rhs, *scales))
 
 
-def test_what_matmul_cannot_do_is_refused_by_name():
-    def refusal(lhs=E4M3, rhs=E4M3, sizes=(1, 128, 128, 128), out_dtype="bfloat16", accumulator="float32", **options):
-        B, M, N, K = sizes
-        more: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": (9, 0)} | options
-        return einsum_gpu.refusal((B, M, K), (B, N, K), lhs, rhs, **more) or ""
-
-    assert refusal() == ""
-    assert refusal("int8", "int8", accumulator="int32") == ""
-    assert refusal(capability=(10, 0)) == ("the kernel is for Hopper and does not compile for compute capability 10.0")
-    assert "which do not divide 128×128×100" in refusal(sizes=(1, 128, 128, 100))
-    assert "not int8 with float8_e4m3fn" in refusal("int8")
-    assert "does not add int8 in float32" in refusal("int8", "int8")
+GROUPED = ("block_matmul_grouped", "block_matmul_grouped_drhs")
 
 
 def compiled(step, *shapes, target):
@@ -132,22 +123,7 @@ def compiled(step, *shapes, target):
     audit = jaxquant.aot.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target)
     names = [row["kernel"].replace(" ", "_") for row in audit.kernels for _ in range(row["times"])]
     names += [row["kind"] for row in audit.matmuls]
-    return tuple(names.count(f"jaxquant_{name}") for name in ("quantize", "fp8_einsum", "block_quantize"))
-
-
-def test_results_inside_shard_map_vary_along_the_axes_of_the_operands():
-    x = on("NVIDIA H200", 2 * M, N, size=2)
-    left = on("NVIDIA H200", 1, M, N, dtype=E4M3, size=2)
-
-    def run(x, left):
-        made = quantize_gpu.quantize(x, jnp.ones((1, 1)), dtype=E4M3, transposed=True)
-        product = einsum_gpu.matmul(left, made.q[None], jnp.ones(1), out_dtype="bfloat16", accumulator="float32")
-        assert [varying_axes(each) for each in (*made, product) if each is not None] == [{"x"}] * 4
-        return product
-
-    specs = PartitionSpec("x"), PartitionSpec()
-    mesh = jax.typeof(x).sharding.mesh
-    jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]), x, left)
+    return tuple(names.count(f"jaxquant_{name}") for name in ("quantize", "fp8_einsum", "block_quantize", *GROUPED))
 
 
 @pytest.mark.aot
@@ -161,16 +137,24 @@ def test_kernels_compile_for_an_absent_h200():
     blocks = block_cases.CASES[3:5]
     shapes += [[jax.ShapeDtypeStruct(each.shape, each.x_dtype)] for each in blocks]
 
+    grouped = [each for each in matmul_cases.CASES if each.groups]
+    grouped = [each for each in grouped if mosaic_gpu.NEW or each.lhs_dtype == each.rhs_dtype]
+    shapes += [[jax.ShapeDtypeStruct(*shape) for shape in each.shapes] for each in grouped]
+
     def step(shapes):
         calls = [functools.partial(cast, each) for each in casts]
         calls += [functools.partial(product, each, einsum_gpu.matmul) for each in products]
         calls += [functools.partial(block_gpu.block_quantize, casts=each.casts) for each in blocks]
+        calls += [functools.partial(getattr(matmul_gpu, each.form), out_dtype=each.out_dtype) for each in grouped]
         return [call(*each) for call, each in zip(calls, shapes, strict=True)]
 
-    assert compiled(step, shapes, target="h200") == (len(casts), len(products), len(blocks))
-
-
-@pytest.mark.aot
-def test_quantize_compiles_for_an_absent_b200():
+    forms = [each.form for each in grouped]
+    wanted = (
+        len(casts),
+        len(products),
+        len(blocks),
+        *(forms.count(name.removeprefix("block_matmul_")) for name in GROUPED),
+    )
+    assert compiled(step, shapes, target="h200") == wanted
     x, scale = jax.ShapeDtypeStruct((M, N), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    assert compiled(functools.partial(cast, CASTS[0]), x, scale, target="b200") == (1, 0, 0)
+    assert compiled(functools.partial(cast, CASTS[0]), x, scale, target="b200") == (1, 0, 0, 0, 0)

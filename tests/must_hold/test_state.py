@@ -123,7 +123,7 @@ def check_accumulation(how: str) -> None:
     def micro(v, x, weight):
         return (weight * model.apply(v, x)).sum()
 
-    grad = jax.jit(jax.grad(micro))
+    grad, whole = jax.jit(jax.grad(micro)), jax.jit(jax.grad(loss))
     expected, params = PythonLoop(), variables["params"]
     big, accumulated = variables, variables
     tx = optax.MultiSteps(optax.sgd(0.0), 3)
@@ -134,7 +134,7 @@ def check_accumulation(how: str) -> None:
     for step in range(3):
         xs = inputs(step)
         expected.step(input=[amax(x) for x in xs], kernel=[amax(kernel_of(variables))] * 3, output_grad=WEIGHTS)
-        big = state.merge(params, state.update(big[OWG], jax.grad(loss)(big, xs)[OWG]))
+        big = state.merge(params, state.update(big[OWG], whole(big, xs)[OWG]))
         if how in ("accumulate", "sum", "mean"):
             seen = [grad(accumulated, x, weight)[OWG] for x, weight in zip(xs, WEIGHTS, strict=True)]
             if how == "accumulate":

@@ -110,7 +110,7 @@ def test_coverage_and_report_name_the_composition_and_its_dtypes():
     step = jax.grad(lambda p, x: jnp.sum(quantized(p, {}, x).astype(jnp.float32) ** 2), (0, 1))
     found = jaxquant.coverage(step, params, x, config={"quantization": composition})
     found.check()
-    assert {row.matmul: (row.lhs_dtype, row.rhs_dtype) for row in found.rows} == {
+    assert {row.matmul: (str(row.dtypes.lhs), str(row.dtypes.rhs)) for row in found.rows} == {
         "fwd": ("float8_e4m3fn", "float8_e4m3fn"),
         "dlhs": ("int8", "int8"),
         "drhs": ("float32", "float32"),

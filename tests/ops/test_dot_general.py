@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general, initial_state
@@ -276,7 +276,7 @@ def test_a_served_row_has_the_bits_of_a_trained_one(name, dtype, monkeypatch):
     """With any number of rows: one, up to half a tile, more. Also where a single row is made two."""
     (x, w), spec = tilted(dtype), LONE[name]
     recipe = Recipe("lone", fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
-    kernel = ConvertedKernel(jax.jit(lambda w: quantize(w, spec, (0,)))(w), dtype)
+    kernel = jax.jit(lambda w: quantize(w, spec, (0,)).astype(dtype))(w)
     product = jax.jit(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe))
     for is_padded in (False, True):
         for rows in (1,) if is_padded else (0, 1, 8, 64):

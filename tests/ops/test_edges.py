@@ -97,8 +97,7 @@ def converted(recipe, w):
     state = initial_state(recipe)
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(4.0)
-    kernel = load("native").quantize_weight("dot_general", recipe, w, (0,), state)
-    return kernel.astype(w.dtype.name)
+    return load("native").quantize_weight("dot_general", recipe, w, (0,), state).astype(w.dtype.name)
 
 
 @pytest.mark.parametrize("name", ["int8w", "fp8", "fp8_block", "nvfp4"])

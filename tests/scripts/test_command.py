@@ -11,15 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxquant import RECIPES
+from jaxquant import RECIPES, terminal
 from jaxquant.__main__ import main
 from jaxquant.aot.command import print_and_write
 from train.__main__ import COMMANDS
+from train.__main__ import main as train
 
 ROOT = Path(__file__).parents[2]
-CI = Path(__file__).parents[2] / "configs/models/ci.yml"
+CI = ROOT / "configs/models/ci.yml"
 
 
 def test_strings_and_explain_print_what_the_table_says(capsys):
@@ -29,44 +32,55 @@ def test_strings_and_explain_print_what_the_table_says(capsys):
     assert "the largest amax of the last 1024 steps, times 2^1;" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["explain", "fp9"], "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
-        (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
-        (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
-        (["coverage", "absent.yml"], "absent.yml"),
-        (["coverage", str(CI), "--program", "train.absent:step"], "No module named 'train.absent'"),
-        (["coverage", str(CI), "--program", "train.audit:absent"], "train.audit has no function 'absent'"),
-    ],
-)
-def test_what_cannot_be_is_a_sentence(words, message, capsys):
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert message in err
-    assert err.count("\n") == 1
+REFUSED = [
+    (["explain", "fp9"], "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
+    (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
+    (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
+    (["coverage", "absent.yml"], "absent.yml"),
+    (["coverage", str(CI), "--program", "train.absent:step"], "No module named 'train.absent'"),
+    (["coverage", str(CI), "--program", "train.audit:absent"], "train.audit has no function 'absent'"),
+]
 
 
-def test_coverage_of_a_configuration(capsys):
-    assert main(["coverage", str(CI), "--check", "quantization=fp8"]) == 0
-    out = capsys.readouterr().out
-    assert "layers/mlp/wo" in out
-    assert out.splitlines()[-1].startswith("42 of 57 matmuls in at most 8 bits")
-    assert main(["coverage", str(CI), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["summary"].startswith("0 of 57 matmuls in at most 8 bits")
+def test_what_cannot_be_is_a_sentence(capsys):
+    for words, message in REFUSED:
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)
 
 
-def test_coverage_that_is_not_as_asked_is_status_1(capsys, monkeypatch):
-    """A program that trains in float though its configuration says fp8."""
-    from train import audit
+INTERRUPTED = {
+    "train.conversion.convert_run": ["convert", "a", "--out", "b"],
+    "train.cli.open_served": ["serve", "a", "--prompt", "b"],
+    "train.serving.contenders": ["evaluate", "a"],
+    "train.__main__.read_config": ["a.yml"],
+}
 
-    program = audit.program
-    monkeypatch.setattr(audit, "program", lambda path, words, devices: program(path, [], devices))
-    assert main(["coverage", str(CI), "quantization=fp8"]) == 0
-    assert main(["coverage", str(CI), "quantization=fp8", "--check"]) == 1
-    assert "strict: layers/self_attention/query fwd: float8_e4m3fn" in capsys.readouterr().err
+
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_neither_ctrl_c_nor_a_closed_output_is_a_traceback(place, monkeypatch, capsys):
+    def ended_by(error):
+        monkeypatch.setattr(place, lambda *_, **__: (_ for _ in ()).throw(error))
+        return train(INTERRUPTED[place])
+
+    assert ended_by(KeyboardInterrupt) == terminal.INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # no file that could be closed for the tests after this
+    assert ended_by(BrokenPipeError) == 1
+
+
+def program(path, words, devices):
+    """A step that trains in float, whatever its configuration says."""
+    w = jax.ShapeDtypeStruct((8, 8), "float32")
+    loss = lambda p, x: jnp.tanh(x @ p["first"]["w"] @ p["last"]["w"]).sum()  # noqa: E731
+    return jax.jit(jax.grad(loss)), ({"first": {"w": w}, "last": {"w": w}}, w)
+
+
+def test_coverage_that_is_not_as_asked_is_status_1(capsys):
+    words = ["coverage", str(CI), "quantization=fp8", "--program", "tests.scripts.test_command:program"]
+    assert main(words) == 0
+    assert main([*words, "--check"]) == 1
+    assert "error: strict: first fwd: float8_e4m3fn" in capsys.readouterr().err
 
 
 SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
@@ -103,12 +117,13 @@ def test_an_output_of_ascii_alone_takes_every_table(monkeypatch, tmp_path):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert main(["strings"]) == 0
+    print("naïve – ✓")
     assert all(main(["explain", string]) == 0 for string in RECIPES)
-    assert main(["coverage", str(CI), "quantization=fp8_current"]) == 0
+    assert main(["coverage", str(CI), "--check", "quantization=fp8"]) == 0
+    print()
     assert print_and_write("| a × b |\n| --- |\n| ≤ 8 |", "{}", str(tmp_path), "audit") == 0
     assert (tmp_path / "audit.md").read_text(encoding="utf-8").startswith("| a × b |")
     sys.stdout.flush()
     text = raw.getvalue().decode("ascii")
-    assert "int8 x int8" in text
-    assert "e4m3 x e5m2" in text
-    assert r"\u2264 8" in text
+    shown = ("int8 x int8", "layers/mlp/wo", "e4m3 x e5m2", "42 of 57 matmuls in at most 8 bits")
+    assert [part for part in (r"na\xefve \u2013 \u2713", *shown, r"\u2264 8") if part not in text] == []

@@ -77,45 +77,32 @@ def test_only_the_factors_of_a_tuned_model_are_trained():
     assert op_state(model)["input_amax_history"][0] == recorded(jnp.abs(XS[0]).max())
 
 
-def test_a_float_model_passes_through_the_same_loop():
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    assert step(model, optimizer, XS[0]) > step(model, optimizer, XS[0])
+def two_layers():
+    return maybe_quantize_model(nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))), FP8, XS[0])
 
 
-def test_gradients_without_the_state_are_an_error_and_change_nothing():
-    model, optimizer = setup()
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    with state.frozen():
-        grads = nnx.grad(loss)(model, XS[0])
-    with pytest.raises(ValueError, match=r"'layers/0'; differentiate with jaxquant.state.value_and_grad"):
-        state.apply_gradients(model, optimizer, grads)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
-
-
-def test_an_optimizer_of_quant_state_is_an_error_that_names_its_filter():
-    model, _ = setup()
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=(nnx.Param, state.QuantState))
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    with pytest.raises(ValueError, match=r"updates quant state, as at 'layers/0', which is no parameter; .*wrt=nnx"):
-        state.apply_gradients(model, optimizer, state.grad(loss)(model, XS[0]))
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
-
-
-def test_a_gradient_of_some_layers_by_hand_names_the_others_and_changes_nothing():
-    model = maybe_quantize_model(nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))), FP8, XS[0])
+def test_gradients_and_optimizers_that_do_not_fit_are_an_error_and_change_nothing():
+    (model, optimizer), two = setup(), two_layers()
+    with_state = nnx.Optimizer(model, optax.sgd(0.1), wrt=(nnx.Param, state.QuantState))
     last = nnx.All(nnx.Any(*(nnx.Param, state.QuantState)), nnx.PathContains(1))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.All(nnx.Param, nnx.PathContains(1)))
+    of_last = nnx.Optimizer(two, optax.sgd(0.1), wrt=nnx.All(nnx.Param, nnx.PathContains(1)))
+    with state.frozen():
+        without = nnx.grad(loss)(model, XS[0])
     with state.by_hand():
-        grads = nnx.grad(loss, argnums=nnx.DiffState(0, last))(model, XS[0])
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    with pytest.raises(ValueError, match=r"differ at 'layers/0/quant_kernel/\w+'; .*the whole"):
-        state.apply_gradients(model, optimizer, grads)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
+        some = nnx.grad(loss, argnums=nnx.DiffState(0, last))(two, XS[0])
+    for each, opt, grads, message in (
+        (model, optimizer, without, r"'layers/0'; differentiate with jaxquant.state.value_and_grad"),
+        (model, with_state, state.grad(loss)(model, XS[0]), r"updates quant state, as at 'layers/0', .*; .*wrt=nnx"),
+        (two, of_last, some, r"differ at 'layers/0/quant_kernel/\w+'; .*the whole"),
+    ):
+        before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(each)))
+        with pytest.raises(ValueError, match=message):
+            state.apply_gradients(each, opt, grads)
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(each)), before)
 
 
 def test_training_some_layers_advances_the_state_of_all():
-    model = maybe_quantize_model(nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))), FP8, XS[0])
+    model = two_layers()
     first = nnx.All(nnx.Param, nnx.PathContains(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=first)
     kernels = [np.asarray(layer.kernel[...]) for layer in model.layers]
@@ -146,13 +133,8 @@ def test_a_gradient_taken_by_hand_is_asked_what_becomes_of_the_state():
 def test_a_gradient_of_an_input_is_told_of_frozen_first():
     model, _ = setup()
     saliency = jax.grad(lambda x: loss(model, x))
-    match = (
-        r"is of neither its kernel nor the state, .*; where the model is not being trained, call it under .*frozen\(\)"
-    )
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=r"neither its kernel nor the state, .*; .*, call it under .*frozen\(\)"):
         saliency(XS[0])
-    with pytest.raises(ValueError, match=match):
-        jax.jvp(lambda x: loss(model, x), (XS[0],), (XS[0],))
     with state.frozen():
         assert saliency(XS[0]).any()
 
@@ -179,14 +161,13 @@ def test_the_base_of_lora_is_not_taken_for_a_teacher():
         nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, XS[0])
 
 
-@pytest.mark.parametrize("biggest_comes", ["before", "after"])
-def test_advancing_between_micro_batches_loses_nothing(biggest_comes):
-    model, _ = setup()
-    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.0), 3), wrt=nnx.Param)
-    first, second = (XS[1], XS[0]) if biggest_comes == "before" else (XS[0], XS[1])
-    step(model, optimizer, first)
-    assert op_state(model)["input_amax_bins"].any()
-    state.advance(model, state.grad(loss)(model, second))
-    new = op_state(model)
-    np.testing.assert_array_equal(new["input_amax_history"], [recorded(jnp.abs(XS[1]).max()), 0, 0, 0])
-    assert not new["input_amax_bins"].any()
+def test_advancing_between_micro_batches_loses_nothing():
+    for first, second in ((XS[1], XS[0]), (XS[0], XS[1])):
+        model, _ = setup()
+        optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.0), 3), wrt=nnx.Param)
+        step(model, optimizer, first)
+        assert op_state(model)["input_amax_bins"].any()
+        state.advance(model, state.grad(loss)(model, second))
+        new = op_state(model)
+        np.testing.assert_array_equal(new["input_amax_history"], [recorded(jnp.abs(XS[1]).max()), 0, 0, 0])
+        assert not new["input_amax_bins"].any()

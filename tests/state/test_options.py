@@ -19,16 +19,11 @@ from tests import numerics
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 CONFIG = {"quantization": "fp8", "amax_history_length": 4}
-OPTIONS = [
-    {"jax_enable_x64": True},
-    {"jax_numpy_dtype_promotion": "strict"},
-    {"jax_debug_nans": True},
-    {"jax_numpy_rank_promotion": "raise"},
-    {"jax_check_tracer_leaks": True},
-]
 RANK = {"jax_numpy_rank_promotion": "raise"}
 STRICT = RANK | {"jax_numpy_dtype_promotion": "strict"}
-BACKENDS = [(name, backend) for name, row in RECIPES.items() if row.recipe for backend in row.backends]
+OPTIONS = [{"jax_enable_x64": True}, STRICT | {"jax_debug_nans": True, "jax_check_tracer_leaks": True}]
+STRINGS = ["int8", "int8w", "fp8", "fp8_block", "mxfp8", "nvfp4", "ggml_q4_0"]
+BACKENDS = [*((string, "native") for string in STRINGS), ("int8", "aqt"), ("fp8_e4m3", "qwix")]
 
 
 @contextlib.contextmanager
@@ -44,9 +39,9 @@ def configured(options):
             jax.config.update(name, value)
 
 
-def linen(config=CONFIG):
+def linen():
     """Two micro-batches and an update, three times."""
-    model = maybe_quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), config, X)
+    model = maybe_quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), CONFIG, X)
     variables = model.init(jax.random.key(0), X)
     optimizer = state.Optimizer(optax.sgd(1e-2))
     opt_state = optimizer.init(variables)
@@ -60,10 +55,6 @@ def linen(config=CONFIG):
     for factor in (1, 9, 0.1):
         variables, opt_state = step(variables, opt_state, X * np.float32(factor))
     return variables
-
-
-def in_flax_mode():
-    return linen(CONFIG | {"amax_init": "flax"})
 
 
 def of_nnx():
@@ -82,11 +73,11 @@ def of_nnx():
 
 @pytest.fixture(scope="module")
 def expected():
-    return {run: run() for run in (linen, in_flax_mode, of_nnx)}
+    return {run: run() for run in (linen, of_nnx)}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
-@pytest.mark.parametrize("run", [linen, in_flax_mode, of_nnx])
+@pytest.mark.parametrize("options", OPTIONS, ids=["x64", "strict"])
+@pytest.mark.parametrize("run", [linen, of_nnx])
 def test_a_training_step_is_the_same_under_options_of_jax(run, options, expected):
     with configured(options):
         found = run()
@@ -95,7 +86,7 @@ def test_a_training_step_is_the_same_under_options_of_jax(run, options, expected
 
 
 @pytest.mark.parametrize(("name", "backend"), BACKENDS)
-def test_every_string_trains_and_serves_without_promotions(name, backend):
+def test_strings_train_and_serve_without_promotions(name, backend):
     """Traced only: promotions depend on shapes and dtypes."""
     x, model, config = jnp.ones((2, 4, 256)), nn.Dense(256), {"quantization": name, "quant_backend": backend}
     quantized = maybe_quantize_model(model, config, x)
@@ -113,7 +104,7 @@ def test_every_string_trains_and_serves_without_promotions(name, backend):
     assert (grads["kernel"].shape, out.shape) == ((256, 256), x.shape)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_delayed", "fp8", "fp8_current"])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_gradient_under_a_transfer_guard_and_without_jit(name):
     x, w = jax.device_put((X, X.T))
     recipe = RECIPES[name].recipe

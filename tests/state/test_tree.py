@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training import train_state
 
 from jaxquant import state
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core import delayed
-from jaxquant.core.recipe import DelayedSpec
 from jaxquant.ops import dot_general, initial_state
 from jaxquant.state.table import make_state
 from tests.states import recorded
@@ -59,37 +58,17 @@ def test_trees_that_differ_are_refused_where_they_do():
                 combine(start, other)
 
 
-@pytest.mark.parametrize("mode", ["warmup", "flax"])
-def test_micro_batches_are_accumulated_in_any_order(mode):
-    spec = DelayedSpec(4, amax_init=mode)
-    own = delayed.initial_state(spec) | {"amax_history": jnp.arange(4.0)}
-    start = make_state({"layer/input": own})
-    seen = [
-        make_state({"layer/input": delayed.observe(own, own["scale"], jnp.float32(amax), spec)})
-        for amax in (1.01, 1.12, 0.5)
-    ]
-    for order in (seen, seen[::-1]):
-        total = state.no_observation(start)
-        for each in order:
-            total = state.accumulate(total, each)
-        history = state.rows_of(state.update(start, total))["layer/input"]["amax_history"]
-        newest = np.float32(1.12) if mode == "flax" else recorded(1.12)
-        np.testing.assert_array_equal(history, [newest, 2.0, 3.0, 0.0])
-
-
-def test_names_that_stay_keep_an_alias():
-    assert state.nnx.Gradients(1, 2).seen == state.nnx.Gradients(1, 2).observation == 2
-    assert state.optimizer.OptimizerState(1, 2).seen == state.optimizer.OptimizerState(1, 2).observation == 2
-
-
-def test_frozen_dicts_come_out_as_dicts():
-    frozen = flax.core.freeze({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"a": tables(op=START)}})
-    _, quant = state.split(frozen)
-    assert jax.tree.structure(quant) == jax.tree.structure(state.update(quant, state.no_observation(quant)))
-
-
 def test_variables_that_are_not_split_are_refused():
     with pytest.raises(ValueError, match=r"collections \['cache'\] beside"):
         state.split({"params": {}, "cache": {}})
     with pytest.raises(ValueError, match=r"no collection 'params', only .*; pass all that model.init returned,"):
         state.split({"cache": {}})
+
+
+def test_an_optimizer_state_of_another_make_is_refused():
+    variables = {"params": {"kernel": jnp.ones((2, 2))}}
+    make = {"apply_fn": jnp.dot, "params": variables, "tx": optax.sgd(0.1)}
+    theirs, ours = train_state.TrainState.create(**make), state.TrainState.create(**make)
+    assert int(ours.apply_gradients(grads=variables).step) == 1
+    with pytest.raises(TypeError, match=r"must be an OptimizerState, got tuple; make the state with TrainState.create"):
+        ours.replace(opt_state=theirs.opt_state).apply_gradients(grads=variables)

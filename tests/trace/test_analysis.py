@@ -1,4 +1,4 @@
-"""Which contractions are layers, and why the others are not; nothing is computed."""
+"""Names of leaves and layers, which contractions are layers, and why the others are not; nothing is computed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant.trace import paths
 from tests.states import nested
 from tests.trace.functions import CURRENT, FP8, layers, shape
 
@@ -41,78 +42,65 @@ def test_a_weight_that_the_function_closes_over_is_told():
         jaxquant.quantize(lambda p, x: x @ weight * p["b"], CURRENT).init({"b": shape(8)}, X)
 
 
-@pytest.mark.parametrize("merged", ["kernel + a @ b", "normed", "stopped"])
-def test_weights_made_of_several_parameters_stay_their_layer(merged):
+def constant(p, x):
+    return jax.lax.scan(lambda c, _: ((jnp.tanh(c[0] @ c[1]), c[1]), None), (x, p["w"]), None, length=3)[0][0]
+
+
+def fast(p, x):
+    def body(c, _):
+        y = c[0] @ c[1]
+        return (jnp.tanh(y), c[1] + c[0].T @ y), None
+
+    return jax.lax.scan(body, (x, p["w"]), None, length=3)[0][0] @ p["out"]
+
+
+def learned_queries(again):
+    """Queries with a bias or another layer on them: their scores are no layer of these."""
+
     def fn(p, x):
-        p = p["l"]
-        weight = {
-            "kernel + a @ b": lambda: p["kernel"] + p["a"] @ p["b"],
-            "normed": lambda: p["kernel"] / jnp.linalg.norm(p["kernel"], axis=0) * p["g"],
-            "stopped": lambda: jax.lax.stop_gradient(p["kernel"]),
-        }[merged]()
-        return x @ weight + p["g"]
+        y = p["q"] @ p["wq"]
+        return jax.nn.softmax((y @ p["again"] if again else y + p["b"]) @ (x @ p["wk"]).T) @ x @ p["out"]
 
-    p = {"l": {"kernel": SQUARE, "a": shape(8, 2), "b": shape(2, 8), "g": shape(8)}}
-    assert layers(fn, p, X) == {"l": QUANTIZED}
+    return fn
 
 
-@pytest.mark.parametrize("made", ["biased", "multiplied again"])
-def test_what_is_made_of_a_product_of_two_parameters_is_no_weight(made):
-    """Learned queries with a bias, a norm's scale or another layer on them: their scores are no layer of these."""
-
-    def learned_queries(p, x):
-        y = p["queries"] @ p["wq"]
-        y = y + p["b"] if made == "biased" else y @ p["again"]
-        return jax.nn.softmax(y @ (x @ p["wk"]).T) @ x @ p["out"]
-
-    p = {"queries": shape(2, 8), "b": shape(8)} | dict.fromkeys(("wq", "wk", "again", "out"), SQUARE)
-    assert layers(learned_queries, p, X) == {"wk": QUANTIZED, "out": QUANTIZED}
+@pytest.mark.parametrize(
+    ("fn", "found"),
+    [
+        (lambda p, x: x @ (p["w"] + p["a"] @ p["c"]), "w"),
+        (lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0) * p["b"]), "w"),
+        (lambda p, x: x @ jax.lax.stop_gradient(p["w"]), "w"),
+        (lambda p, x: x @ p["w"][np.array([1, 0, 2, 3, 4, 5, 6, 7])], "w"),  # experts that are picked by constants
+        (learned_queries(True), "wk out"),
+        (learned_queries(False), "wk out"),
+        (constant, "w"),
+        (fast, "out"),  # the data changes the other one
+    ],
+)
+def test_which_weights_are_made_of_parameters(fn, found):
+    p = {"a": shape(8, 2), "c": shape(2, 8), "b": shape(8), "q": shape(2, 8)}
+    p |= dict.fromkeys(("w", "wq", "wk", "again", "out"), SQUARE)
+    assert [row.path for row in jaxquant.quantize(fn, CURRENT).report(p, X).quantized] == found.split()
 
 
 def test_state_is_stacked_over_the_scans_that_slice_the_weight():
-    def fn(p, x):  # a is sliced twice, b by the outer loop, c by none
+    def fn(p, x):  # a is sliced twice, b by the outer loop and used as a whole, c by none, d is picked by a counter
         def outer(h, slices):
             def inner(h, a):
                 return jnp.tanh(h @ a + h @ slices["b"]) + h @ p["c"]["kernel"], None
 
             return jax.lax.scan(inner, h, slices["a"], reverse=True)[0], None
 
-        return jax.lax.scan(outer, x, {"a": p["a"]["kernel"], "b": p["b"]["kernel"]})[0]
+        x = jax.lax.scan(outer, x, {"a": p["a"]["kernel"], "b": p["b"]["kernel"]})[0] @ p["b"]["kernel"][0]
+        picked = lambda h, i: (h @ jax.lax.dynamic_index_in_dim(p["d"]["kernel"], i, keepdims=False), None)  # noqa: E731
+        return jax.lax.scan(picked, x, jnp.arange(2))[0]
 
-    p = {"a": {"kernel": shape(2, 3, 8, 8)}, "b": {"kernel": shape(2, 8, 8)}, "c": {"kernel": SQUARE}}
+    sizes = {"a": (2, 3, 8, 8), "b": (2, 8, 8), "c": (8, 8), "d": (2, 8, 8)}
+    p = {name: {"kernel": shape(*size)} for name, size in sizes.items()}
     state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, p, X)
-    assert {name: value["input_scale"].shape for name, value in nested(state).items()} == {
-        "a": (2, 3, 1),
-        "b": (2, 1),
-        "c": (1,),
-    }
-
-
-def test_a_weight_in_the_carry_is_one_weight_until_data_changes_it():
-    def constant(p, x):
-        return jax.lax.scan(lambda c, _: ((jnp.tanh(c[0] @ c[1]), c[1]), None), (x, p["w"]), None, length=3)[0][0]
-
-    def fast(p, x):
-        def body(c, _):
-            y = c[0] @ c[1]
-            return (jnp.tanh(y), c[1] + c[0].T @ y), None
-
-        return jax.lax.scan(body, (x, p["w"]), None, length=3)[0][0] @ p["out"]["kernel"]
-
-    p = {"w": SQUARE, "out": {"kernel": SQUARE}}
-    assert layers(constant, p, X) == {"w": QUANTIZED}
-    assert layers(fast, p, X) == {"out": QUANTIZED}
-
-
-def test_stacked_weights_indexed_by_a_counter_share_one_state():
-    def fn(p, x):
-        def body(c, i):
-            return jnp.tanh(c @ jax.lax.dynamic_index_in_dim(p["layers"]["kernel"], i, keepdims=False)), None
-
-        return jax.lax.scan(body, x, jnp.arange(4))[0]
-
-    state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, {"layers": {"kernel": shape(4, 8, 8)}}, X)
-    assert nested(state)["layers"]["kernel_scale"].shape == (1,)
+    found = {name: fields["scale"].shape for name, fields in jaxquant.state.rows_of(state).items() if "input" in name}
+    wanted = {"a": (2, 3, 1), "b/2": (2, 1), "b/whole": (1,), "c": (1,), "d": (1,)}
+    assert found == {f"{name}/input": size for name, size in wanted.items()}
 
 
 def test_a_path_is_not_an_identity():
@@ -123,35 +111,8 @@ def test_a_path_is_not_an_identity():
         return x @ fuse(("ii", "if")) + h @ fuse(("hi", "hf"))
 
     p = {"cell": {name: {"kernel": SQUARE} for name in ("ii", "if", "hi", "hf")}}
-    assert layers(cell, p, X, X) == {"cell": QUANTIZED}
     state = jax.eval_shape(jaxquant.quantize(cell, FP8).init, p, X, X)
     assert set(nested(state)["cell"]) == {"if_kernel+ii_kernel", "hf_kernel+hi_kernel"}
-
-
-def test_one_parameter_in_two_layouts_has_two_states():
-    def both(p, x):
-        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["a"]["kernel"])[0]
-        return x @ p["a"]["kernel"][0]
-
-    state = jax.eval_shape(jaxquant.quantize(both, FP8).init, {"a": {"kernel": shape(3, 8, 8)}}, X)
-    assert {name: value["input_scale"].shape for name, value in nested(state)["a"].items()} == {
-        "3": (3, 1),
-        "whole": (1,),
-    }
-
-
-def test_a_weight_that_data_was_added_to_is_named():
-    fn = lambda p, x, z: x @ p["w"].at[1:3].subtract(z[1:3]) + x @ p["v"]  # noqa: E731
-    rows = jaxquant.quantize(fn, FP8).report({"w": SQUARE, "v": SQUARE}, X, SQUARE)
-    assert {row.reason for row in rows if row.recipe is None} == {
-        "no operand is made of parameters alone (made of 'w' and data)"
-    }
-
-
-def test_two_parameters_of_one_path_are_refused():
-    fn = lambda p, x: x @ p["a/b"]["w"] + x @ p["a"]["b"]["w"]  # noqa: E731
-    with pytest.raises(ValueError, match="two parameters have the path 'a/b/w'; rename one"):
-        jaxquant.quantize(fn, FP8).init({"a/b": {"w": SQUARE}, "a": {"b": {"w": SQUARE}}}, X)
 
 
 HEAD, ROUTER = "output head", "router"
@@ -193,21 +154,6 @@ def test_heads_and_routers_by_structure(fn, a, b):
     assert found["b"].startswith(b)
 
 
-def test_heads_and_routers_in_a_loop():
-    def fn(p, x):
-        def body(h, w):
-            chosen, _ = jax.lax.top_k(h @ w["choice"], 2)
-            return h + jnp.tanh(h @ w["up"]) * chosen[:, :1], None
-
-        return jax.nn.log_softmax(jax.lax.scan(body, x, p["layers"])[0] @ p["out"])
-
-    p = {"layers": {"choice": shape(3, 8, 4), "up": shape(3, 8, 8)}, "out": shape(8, 5)}
-    found = layers(fn, p, X)
-    assert found["layers/up"] == QUANTIZED
-    assert found["layers/choice"].startswith(ROUTER)
-    assert found["out"].startswith(HEAD)
-
-
 def _of_groups(scores, bias):
     """Choose experts as DeepSeek-V3 and Kimi K2 do: a bias, the best groups by their two best, the best in these."""
     biased = jax.nn.sigmoid(scores.astype("float32")) + bias
@@ -221,7 +167,6 @@ def _of_groups(scores, bias):
     [
         _of_groups,
         lambda scores, bias: jax.jit(lambda s: jnp.argsort(-s, axis=-1)[:, :8])(scores),
-        lambda scores, bias: jnp.argmax(scores + bias, -1)[:, None],
         lambda scores, bias: jax.lax.approx_max_k(scores, 8)[1],
     ],
 )
@@ -243,7 +188,7 @@ def test_a_rule_comes_before_structure():
     assert found == {"a": QUANTIZED, "b": "fp8"}
 
 
-def test_a_tied_embedding_stays_float_and_experts_picked_by_constants_do_not():
+def test_a_tied_embedding_stays_float():
     def tied(p, tokens):
         x = p["emb"]["embedding"][tokens]
         return x @ p["d"]["kernel"] @ p["emb"]["embedding"].T
@@ -252,5 +197,21 @@ def test_a_tied_embedding_stays_float_and_experts_picked_by_constants_do_not():
     found = layers(jax.jit(tied), p, shape(5, dtype="int32"))
     assert found["d"] == QUANTIZED
     assert found["emb"].startswith("tied embedding")
-    permuted = lambda p, x: x @ p["d"]["kernel"][np.array([1, 0, 2, 3, 4, 5, 6, 7])]  # noqa: E731
-    assert layers(permuted, {"d": {"kernel": SQUARE}}, X) == {"d": QUANTIZED}
+
+
+def test_generic_names_are_left_out():
+    cases = {
+        "dense/bias dense": {"dense": {"kernel": 0, "bias": 0}},
+        "moe/wi_0 moe/wo": {"moe": {"wi_0": 0, "wo": 0}},
+        "kernel": {"kernel": 0},
+        "attention/key attention/value": {"attention": {"key": 0, "value": 0}},
+        "dense": {"dense": {"value": 0}},
+    }
+    for names, tree in cases.items():
+        assert ["/".join(name) for name in paths.layer_names(paths.leaf_names(tree))] == names.split()
+
+
+def test_the_path_of_several_leaves_is_what_they_share():
+    assert paths.layer_path([("a", "q"), ("a", "k")]) == "a"
+    assert paths.layer_path([("a", "q"), ("b", "q")]) == "a/q+b/q"
+    assert paths.layer_path([("a", "q"), ("a", "q")]) == "a/q"

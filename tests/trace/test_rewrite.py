@@ -5,14 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
-from jaxquant import ops
-from jaxquant.config.recipes import lookup
-from jaxquant.core.qtensor import QTensor
 from tests.lowering import equations
 from tests.states import recorded
 from tests.trace.functions import CURRENT, FP8, float8_dots, normal, primitives, shape
@@ -77,19 +73,6 @@ def test_cond_while_and_fori():
     assert {"cond", "while", "scan"} <= set(primitives(jaxpr.jaxpr))
 
 
-def test_on_tpus_a_scan_rounds_a_float32_weight_before_its_cast():
-    fn = jaxquant.quantize(lambda p, x: jax.lax.scan(lambda h, w: (h @ w.astype(h.dtype), None), x, p)[0], CURRENT)
-
-    def rounded(platform):
-        device = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
-        place = NamedSharding(AbstractMesh((2,), ("x",), abstract_device=device), P())
-        w = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32, sharding=place)
-        x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16, sharding=place)
-        return primitives(jax.make_jaxpr(fn)(w, {}, x).jaxpr).count("reduce_precision")
-
-    assert rounded("tpu") == rounded("gpu") + 1
-
-
 def test_equations_that_differ_in_a_sign_an_order_or_a_repeat_stay_apart():
     def parts(x, y):
         return x * 0.0, x * -0.0, x - y, y - x, x - x, x**2, x**3, x.astype(jnp.float16), x.astype(jnp.bfloat16)
@@ -115,52 +98,20 @@ def test_a_jitted_function_shared_with_a_float_caller_stays_apart():
     assert str(jax.make_jaxpr(inner)(X, p["w"])) == str(before)
 
 
-def test_shardings_of_an_inner_jit_are_kept():
+def test_shard_map_inside_and_around():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
-    place = jax.NamedSharding(mesh, P("d"))
-    fn = lambda p, x: jax.jit(lambda x: x @ p["w"], in_shardings=place, out_shardings=place)(x)  # noqa: E731
-    jaxpr, dots = trace(fn, {"w": shape(8, 8)}, X)
-    assert dots == 1
-    jits = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.params.get("out_shardings") == (place,)]
-    assert [eqn.params["in_shardings"].count(place) for eqn in jits] == [1]
-
-
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_shard_map(is_inside):
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
-    layer = lambda w, x: jax.lax.psum(x @ w, "d")  # noqa: E731
-    params, x = {"w": {"kernel": normal(0, 8, 8)}}, normal(1, 6, 8)
-    if is_inside:
-        specs = {"in_specs": (P("d"), P(None, "d")), "out_specs": P()}
-        q = jaxquant.quantize(lambda p, x: jax.shard_map(layer, mesh=mesh, **specs)(p["w"]["kernel"], x), FP8)
-        state, called = q.init(params, x), q
-    else:
-        q = jaxquant.quantize(lambda p, x: layer(p["w"]["kernel"], x), FP8)
-        specs = {"in_specs": (P("d"), P(None, "d")), "out_specs": P()}
-        state = jax.shard_map(q.init, mesh=mesh, **specs)(params, x)
-        called = jax.shard_map(q, mesh=mesh, in_specs=(P("d"), P(), P(None, "d")), out_specs=P())
-    plain = jaxquant.quantize(lambda p, x: x @ p["w"]["kernel"], FP8)
-    steps = [
+    params, x, specs = {"w": {"kernel": normal(0, 8, 8)}}, normal(1, 6, 8), (P("d"), P(None, "d"))
+    layer = lambda p, x: jax.lax.psum(x @ p["w"]["kernel"], "d")  # noqa: E731
+    inside = jaxquant.quantize(jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P()), FP8)
+    q = jaxquant.quantize(layer, FP8)
+    state = jax.shard_map(q.init, mesh=mesh, in_specs=specs, out_specs=P())(params, x)
+    around = jax.shard_map(q, mesh=mesh, in_specs=(P("d"), P(), P(None, "d")), out_specs=P())
+    plain, *others = (
         jax.jit(jax.value_and_grad(lambda p, s, fn=fn: jnp.sum(fn(p, s, x) ** 2), argnums=(0, 1)))(params, state)
-        for fn in (plain, called)
-    ]
-    for one, other in zip(*map(jax.tree.leaves, steps), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_weight_first_and_batch_axes_anywhere_are_what_the_op_computes():
-    """Against ``ops.dot_general`` called by hand on each expert."""
-    recipe = lookup("fp8_current").recipe
-    w, x = normal(0, 8, 3, 5), normal(1, 6, 3, 8)
-
-    def fn(p, x):  # weight first, batch axis in the middle of both
-        return jax.lax.dot_general(p["w"], x, (((0,), (2,)), ((1,), (1,))))
-
-    found = jaxquant.quantize(fn, CURRENT)({"w": w}, {}, x)
-    for expert in range(3):
-        numbers = (((1,), (0,)), ((), ()))
-        expected = ops.dot_general(x[:, expert], w[:, expert], numbers, recipe=recipe).T
-        np.testing.assert_array_equal(found[expert], expected)
+        for fn in (jaxquant.quantize(lambda p, x: x @ p["w"]["kernel"], FP8), inside, around)
+    )
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(plain), jax.tree.leaves(other))
 
 
 def test_experts_record_their_own_amax():
@@ -174,54 +125,20 @@ def test_experts_record_their_own_amax():
         np.testing.assert_array_equal(history[:, 0], recorded(jnp.max(jnp.abs(operand), (1, 2))))
 
 
-def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside():
-    """On a mesh of one device, whose partition specs split nothing; trained, and served to the same bits."""
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
-    params = {"experts": normal(0, 3, 8, 6), "filter": {"kernel": normal(1, 3, 6, 4)}}
-    x = normal(2, 2, 10, 8)
+def test_an_axis_that_is_split_has_experts_alone():
+    """Each expert in parts would need scales of parts."""
 
-    def plain(p, x):
-        rows = jax.lax.ragged_dot(x.reshape(-1, 8), p["experts"], jnp.array([9, 6, 3]))
-        rows = jnp.tanh(rows).reshape(2, 10, 6)
-        return jax.lax.conv_general_dilated(
-            rows, p["filter"]["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    def reason(of_experts, *size):
+        sharded = jax.shard_map(
+            lambda w, x: jnp.einsum("etk,ekn->etn", x, of_experts(w)),
+            mesh=AbstractMesh((2,), ("b",), (AxisType.Auto,)),
+            in_specs=(P("b"), P("b") if len(size) == 3 else P(None, None, "b")),
+            out_specs=P("b"),
+            check_vma=False,
         )
+        (row,) = jaxquant.quantize(lambda p, x: sharded(p["w"], x), FP8).report({"w": shape(*size)}, shape(4, 3, 32))
+        return row.recipe or row.reason
 
-    specs = ({"experts": P("d"), "filter": {"kernel": P(None, None, "d")}}, P("d"))
-    sharded = jax.shard_map(plain, mesh=mesh, in_specs=specs, out_specs=P("d"))
-    inside, outside = (jaxquant.quantize(fn, FP8) for fn in (sharded, plain))
-    state = outside.init(params, x)
-    assert len(inside.report(params, x).quantized) == 2
-    loss = lambda q: jax.jit(jax.value_and_grad(lambda p, s: jnp.sum(q(p, s, x) ** 2), argnums=(0, 1)))  # noqa: E731
-    jax.tree.map(np.testing.assert_array_equal, loss(inside)(params, state), loss(outside)(params, state))
-    state = jaxquant.state.update(state, loss(outside)(params, state)[1][1])
-    served = inside.convert(params, state, x)
-    assert isinstance(served["experts"], QTensor)
-    np.testing.assert_array_equal(jax.jit(inside)(served, state, x), jax.jit(inside)(params, state, x))
-
-
-@pytest.mark.parametrize(
-    ("shape", "of_experts", "recipe"),
-    [
-        ((4, 32, 16), lambda w: w, "fp8"),
-        ((128, 16), lambda w: w.reshape(-1, 4, 16).swapaxes(0, 1), None),
-    ],
-    ids=["experts", "each expert in parts"],
-)
-def test_an_axis_that_is_split_has_experts_alone(shape, of_experts, recipe):
-    def inside(w, x):
-        return jnp.einsum("etk,ekn->etn", x, of_experts(w))
-
-    spec = P("b") if recipe or len(shape) == 3 else P(None, None, "b")
-    sharded = jax.shard_map(
-        inside,
-        mesh=AbstractMesh((2,), ("b",), (AxisType.Auto,)),
-        in_specs=(P("b"), spec),
-        out_specs=P("b"),
-        check_vma=False,
-    )
-    q = jaxquant.quantize(lambda p, x: sharded(p["w"], x), FP8)
-    x = jax.ShapeDtypeStruct((4, 3, 32), jnp.float32)
-    (row,) = q.report({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, x).rows
-    assert row.recipe == recipe
-    assert bool(recipe) or row.reason == "its weight has batch axes and is split over devices by a shard_map"
+    assert reason(lambda w: w, 4, 32, 16) == "fp8"
+    parts = lambda w: w.reshape(-1, 4, 16).swapaxes(0, 1)  # noqa: E731
+    assert reason(parts, 128, 16) == "its weight has batch axes and is split over devices by a shard_map"

@@ -7,21 +7,29 @@ import fcntl
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jaxquant.config.loader import load_yaml
-from jaxquant.core.typed import build
+from jaxquant.core.typed import build, to_mapping
 from tests.conftest import optimize_little
+from tests.train.mesh_worker import PATIENT
 from train.config import TrainConfig
 from train.loop import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 CI_CONFIG = ROOT / "configs/models/ci.yml"
 STEPS = 24
+LIMIT_S = 600
+"""Longest that a run may take on a machine with other work; on an idle one it takes 15 to 30."""
 
 
 @pytest.fixture(scope="session")
@@ -111,3 +119,43 @@ def read_losses(run_dir: Path) -> dict[int, float]:
     pairs = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert len(pairs) == len(dict(pairs)), "a step stands twice in metrics.jsonl"
     return dict(pairs)
+
+
+def start(config: TrainConfig, run_dir: Path, devices: int = 1, processes: int = 1) -> list[subprocess.Popen[bytes]]:
+    """Start the command in processes that share the devices; their output goes to files beside the run."""
+    file = run_dir.parent / "config.yml"
+    file.write_text(yaml.safe_dump(to_mapping(config)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = f"{PATIENT} --xla_force_host_platform_device_count={devices // processes}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    started = []
+    for index in range(processes):
+        words = [sys.executable, "-m", "train", str(file), f"run_dir={run_dir}"]
+        if processes > 1:
+            words += [f"--coordinator-address={address}", f"--num-processes={processes}", f"--process-id={index}"]
+        with (run_dir.parent / f"{index}.log").open("w") as out:
+            started.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT))
+    return started
+
+
+def wait_for_step(started: list[subprocess.Popen[bytes]], run_dir: Path, step: int) -> None:
+    deadline, path = time.monotonic() + LIMIT_S, run_dir / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < step:
+        if time.monotonic() > deadline or any(process.poll() is not None for process in started):
+            finish(started, run_dir)
+            raise AssertionError(f"no step {step}: {(run_dir.parent / '0.log').read_text()}")
+        time.sleep(0.005)
+
+
+def finish(started: list[subprocess.Popen[bytes]], run_dir: Path) -> list[str]:
+    """Wait for the end of all processes and return what each wrote; they must exit with 0."""
+    try:
+        codes = [process.wait(LIMIT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    written = [(run_dir.parent / f"{index}.log").read_text() for index in range(len(started))]
+    assert not any(codes), written
+    return written

@@ -3,11 +3,10 @@
     python -m tests.train.mesh_worker DUMP '{"NAME": [CONFIG ON THE MESH, CONFIG ON ONE DEVICE], ...}'
 
 prints {NAME: {single, steps, differing, gathers, others}} as JSON. A configuration is trained on one device; from
-each state on the way, its next step is made by the mesh and by controls, which are one device again with the model's
-hidden units numbered differently (``renumber.py``).
+each state on the way, the mesh makes the next step too.
 
 - single: loss of each step on one device.
-- steps: quantity -> for the mesh and each control, for each step, how far it is from the one device (``compare``).
+- steps: quantity -> for each step, how far the mesh is from the one device (``compare``).
 - differing: leaves of which two devices hold different values of the same part, after any step.
 - gathers, others: the collectives that the partitioner put in, as (type, shape) of their results.
 """
@@ -24,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS = 25
-CONTROLS = 1
+STEPS = 12
 # The CPU's collectives end a process that waits for another device for 40 s, as on a machine with other work.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 COLLECTIVE = re.compile(r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)\(")
@@ -86,53 +84,36 @@ def compare(found: Any, metrics: Any, single: Any, single_metrics: Any, before: 
 
 
 def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
-    """Train on one device, and repeat each step on the mesh and renumbered."""
+    """Train on one device, and repeat each step on the mesh."""
     import jax
 
-    from tests.train.renumber import Numbering
     from train.data import make_iterators
     from train.step import build
 
     data = make_iterators(config, config.batch_size)
-    batches = [next(data.train) for _ in range(STEPS)]
     mesh = build(config, data.vocab_size)
     one = build(single_config, data.vocab_size, jax.devices()[:1])
-    blocks = mesh.mesh.shape["data"] * mesh.mesh.shape["fsdp"]
-    numberings = [Numbering.random(config, seed, blocks) for seed in range(CONTROLS)]
     bad: set[str] = set()
 
     def step(program: Any, state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
-        state, metrics = program.step(state, batch, np.bool_(True))
+        placed = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state))
+        after, metrics = program.step(placed, batch, np.bool_(True))
         if program is mesh:
-            bad.update(differing(state))
-        return state, {name: float(value) for name, value in metrics.items()}
+            bad.update(differing(after))
+        return jax.tree.map(np.array, after), {name: float(value) for name, value in metrics.items()}
 
-    def place(program: Any, state: Any) -> Any:
-        return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state))
-
-    def host(state: Any) -> Any:
-        return jax.tree.map(np.array, state)
-
-    def distances(result: tuple[Any, Any], single: tuple[Any, Any], before: Any) -> dict[str, float]:
-        return compare(result[0], result[1], *single, before, config.adam_b1)
-
-    state = host(one.init())
+    state = jax.tree.map(np.array, one.init())
     single, steps = [], []
-    for batch in batches:
-        after, metrics = step(one, place(one, state), batch)
-        after = host(after)
-        runs = [step(mesh, place(mesh, state), batch)]
-        for numbering in numberings:
-            moved, moved_metrics = step(one, place(one, numbering.state(state)), numbering.batch(batch))
-            runs.append((numbering.undo(host(moved)), moved_metrics))
-        steps.append([distances((host(run), values), (after, metrics), state) for run, values in runs])
+    for _ in range(STEPS):
+        batch = next(data.train)
+        (after, metrics), found = step(one, state, batch), step(mesh, state, batch)
+        steps.append(compare(*found, after, metrics, state, config.adam_b1))
         single.append(metrics["loss"])
         state = after
-
     found = collectives(dump)
     return {
         "single": single,
-        "steps": {name: [[run[name] for run in runs] for runs in zip(*steps, strict=True)] for name in steps[0][0]},
+        "steps": {name: [each[name] for each in steps] for name in steps[0]},
         "differing": sorted(bad),
         "gathers": found["all-gather"],
         "others": found["other"],

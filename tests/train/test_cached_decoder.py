@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.serving import kv_cache
 from tests.numerics import CACHED_LOGITS
 from tests.train.decoder import SHAPE, TOKENS, made
 from tests.train.test_experts import DEEPSEEK
@@ -19,7 +18,6 @@ from train.model import empty_cache
 LENGTH = 16
 RNGS = {"quant": jax.random.key(1)}
 SCHEMES = [
-    ({"quantization": ""}, {}),
     ({"quantization": ""}, {"scan_layers": False, "logits_via_embedding": False, "remat_policy": "full"}),
     ({"quantization": "int8", "quant_backend": "native"}, {}),
     ({"quantization": "fp8"}, {"scan_layers": False}),
@@ -31,13 +29,13 @@ IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unsca
 class Cached:
     """A decoder, its parameters, and a jitted step through its cache."""
 
-    def __init__(self, fields, shape, **cache):
+    def __init__(self, fields, shape):
         self.shape = dataclasses.replace(SHAPE, **shape)
         self.model = made(self.shape, **fields)
         self.params, self.quant_state = jax.jit(self.model.init)(jax.random.key(0))
         if fields["quantization"] == "fp8":  # without a history a scale is that of the call's own tokens
             self.quant_state = jaxquant.state.update(self.quant_state, self._seen())
-        self.cache = empty_cache(self.shape, len(TOKENS), LENGTH, **cache)
+        self.cache = empty_cache(self.shape, len(TOKENS), LENGTH)
         self._step = jax.jit(
             lambda cache, tokens, segments, positions: self.model.apply(
                 self.params, self.quant_state, tokens, segments, positions, rngs=RNGS, cache=cache
@@ -74,16 +72,5 @@ def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
         logits, _ = decoder.run(cuts)
         np.testing.assert_allclose(logits, whole, rtol=0, atol=bound)
         np.testing.assert_array_equal(logits.argmax(-1), whole.argmax(-1))
-
-
-def test_a_cache_needs_positions():
-    decoder = Cached({"quantization": ""}, {})
     with pytest.raises(ValueError, match="positions of tokens that go into a KV cache must be given"):
         decoder.model.apply(decoder.params, decoder.quant_state, TOKENS, rngs=RNGS, cache=decoder.cache)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_cache_of_a_decoder_takes_its_dtype_where_it_is_not_quantized(dtype):
-    cache = empty_cache(dataclasses.replace(SHAPE, dtype=dtype), 2, LENGTH)
-    assert cache.key.dtype.name == dtype
-    assert kv_cache.nbytes(cache) == 2 * 2 * 2 * LENGTH * 2 * 16 * jnp.dtype(dtype).itemsize

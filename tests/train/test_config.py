@@ -12,9 +12,8 @@ import pytest
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
-from train import loop
 from train.__main__ import main, read_config
-from train.config import RUN_CONTROL, TrainConfig
+from train.config import TrainConfig
 from train.model import Decoder
 from train.step import model_config
 
@@ -23,14 +22,8 @@ def test_base_file_has_every_field_at_its_default():
     mapping = load_yaml(ROOT / "configs/base.yml")
     assert build(TrainConfig, mapping) == TrainConfig()
     assert set(mapping) == {field.name for field in dataclasses.fields(TrainConfig)}
-
-
-SHIPPED = [ROOT / "configs/quickstart.yml", *sorted((ROOT / "configs/models").glob("*.yml"))]
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_configs_are_valid(path: Path):
-    build(TrainConfig, load_yaml(path))
+    for path in (ROOT / "configs/models").glob("*.yml"):
+        build(TrainConfig, load_yaml(path))
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("1b", 1_235_814_400), ("llama3-8b", 8_030_261_248)])
@@ -39,10 +32,6 @@ def test_large_shapes_have_their_models_parameters(name, parameters):
     model = Decoder(model_config(config, 128256))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameters
-
-
-def test_run_control_names_fields():
-    assert {field.name for field in dataclasses.fields(TrainConfig)} >= RUN_CONTROL
 
 
 def test_run_dir_is_named_after_config_and_quantization():
@@ -56,17 +45,10 @@ def test_run_dir_is_named_after_config_and_quantization():
     ("word", "message"),
     [
         ("stepz=3", "stepz"),
-        ("steps=many", "steps"),
         ("steps=0", "steps must be at least 1, got 0"),
         ("quantization=int9", "int8"),
-        ("dtype=float16", "dtype"),
-        ("framework=linnen", "must be one of 'linen', 'nnx', got 'linnen'; did you mean 'linen'?"),
-        (
-            "framework=nnx",
-            "is not built by this program; leave framework out, and see examples/nnx_loop.py",
-        ),
+        ("framework=nnx", "is not built by this program; leave framework out, and see examples/nnx_loop.py"),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
-        ("head_dim=15", "head_dim must be even"),
         ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
         ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),
         ("dataset_path=/nonexistent", "/nonexistent"),
@@ -79,43 +61,24 @@ def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_file_is_refused(capsys):
-    assert main(["nowhere.yml"]) == 2
-    assert "nowhere.yml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("policy", ["full", "dots", "matmuls"])
-def test_activations_saved_in_fp8_need_a_policy_that_saves_them(policy):
+def test_remat_policies_need_what_they_keep():
     for kept in ("none", "quantized"):
         TrainConfig(quantization="fp8", quant_backend="native", remat_policy=kept, saved_activations="fp8")
-    with pytest.raises(ValueError, match=f"saved_activations 'fp8' is of .* remat_policy '{policy}' computes"):
-        TrainConfig(remat_policy=policy, saved_activations="fp8")
-
-
-def test_the_quantized_remat_policy_needs_the_native_backend():
-    TrainConfig(quantization="int8", remat_policy="quantized")
+    with pytest.raises(ValueError, match=r"saved_activations 'fp8' is of .* remat_policy 'matmuls' computes"):
+        TrainConfig(remat_policy="matmuls", saved_activations="fp8")
     for fields in ({}, {"quantization": "int8", "quant_backend": "aqt"}, {"quantization": "aqt_fp8"}):
         with pytest.raises(ValueError, match="remat_policy 'quantized' keeps what the native backend saves"):
             TrainConfig(remat_policy="quantized", **fields)
 
 
-COMMANDS = ([str(ROOT / "configs/models/ci.yml")], ["serve", "x", "--prompt", "a"])
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_a_platform_that_is_not_there_is_one_sentence(words: list[str], monkeypatch, capsys):
+def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, capsys):
     """The plug-in of a machine without GPUs ends in an assertion without a word."""
     for error in (RuntimeError("Unable to initialize backend 'cuda': no driver\nmore"), AssertionError()):
         monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
-        assert main(words) == 2
+        assert main(["serve", "x", "--prompt", "a"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: JAX_PLATFORMS=cpu names no platform that JAX can start here (")
         assert line.endswith("); install its plug-in and driver, or set JAX_PLATFORMS=cpu")
-
-
-def test_versions_are_those_of_what_is_installed(monkeypatch):
-    monkeypatch.setattr(loop, "PACKAGES", ("jax", "nobody-has-this"))
-    assert loop.versions() == {"jax": jax.__version__}
 
 
 def test_the_config_of_a_run_goes_on_with_that_run(tmp_path: Path):

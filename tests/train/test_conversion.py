@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -33,41 +34,32 @@ from train.sums import DATA, seal, write_checkpoint_sums
 
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]
-SCHEMES = {
-    "fp8": ("native", "float8_e4m3fn"),
-    "int8": ("aqt", "int8"),
-    "fp8_full": ("qwix", "float8_e4m3fn"),
-}
-NAMES = ["fp8", "int8", pytest.param("fp8_full", marks=pytest.mark.slow)]
+SCHEMES = {"fp8": ("native", "float8_e4m3fn"), "int8": ("aqt", "int8")}
 Logits = Callable[[Served], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A run, the folder that it was converted to, and what the conversion said of it."""
-
-    run: Path
-    out: Path
-    made: Conversion
-    said: list[str]
 
 
 @pytest.fixture(scope="module")
 def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return name of a scheme -> folder of a run with it.
+    """Return name of a scheme -> folder of a run with it; int8 has no quant state, so nothing is trained for it."""
 
-    Without quant state it is the unquantized run under another configuration: nothing is trained for it alone.
-    """
-    folders: dict[str, Path] = {}
-
+    @functools.cache
     def get(name: str) -> Path:
-        if name in ("", "fp8"):
+        if name != "int8":
             return finished(name)
-        if name not in folders:
-            folder = tmp_path_factory.mktemp("run") / "run"
-            fields = {"quantization": name, "quant_backend": SCHEMES[name][0]}
-            folders[name] = configured(finished(""), folder, **fields)
-        return folders[name]
+        folder = tmp_path_factory.mktemp("run") / "run"
+        return configured(finished(""), folder, quantization=name, quant_backend=SCHEMES[name][0])
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def converted(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Conversion]]:
+    """Return name of a scheme -> folder of its converted run, and what was made."""
+
+    @functools.cache
+    def get(name: str) -> tuple[Path, Conversion]:
+        out = tmp_path_factory.mktemp("converted") / "out"
+        return out, convert_run(runs(name), out, say=lambda text: None)
 
     return get
 
@@ -84,20 +76,6 @@ def configured(run: Path, folder: Path, **fields: Any) -> Path:
         write_checkpoint_sums(checkpoint)
         seal(checkpoint)
     return folder
-
-
-@pytest.fixture(scope="module")
-def converted(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """Return name of a scheme -> its converted run, made once."""
-    cases: dict[str, Case] = {}
-
-    def get(name: str) -> Case:
-        if name not in cases:
-            run, out, said = runs(name), tmp_path_factory.mktemp("converted") / "out", []
-            cases[name] = Case(run, out, convert_run(run, out, say=said.append), said)
-        return cases[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")
@@ -121,52 +99,35 @@ def at(tree: Any, path: str) -> Any:
     return tree
 
 
-def require(backend: str) -> None:
-    if backend != "native":
-        pytest.importorskip(backend)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_served_from_disk_is_what_was_trained(name: str, converted: Any, logits: Logits):
-    backend, _ = SCHEMES[name]
-    require(backend)
-    case = converted(name)
-    trained, served = open_served(case.run), open_served(case.out)
-    assert served.config.resolved_backend == backend
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_served_from_disk_is_what_was_trained(name: str, runs: Any, converted: Any, logits: Logits):
+    (backend, dtype), (out, made) = SCHEMES[name], converted(name)
+    trained, served = open_served(runs(name)), open_served(out)
     assert served.config == dataclasses.replace(trained.config, checkpoint_is_quantized=True)
-    assert served.step == trained.step == case.made.step
+    assert served.config.resolved_backend == backend
+    assert served.step == trained.step == made.step
     assert served.quant_state == {}
     np.testing.assert_array_equal(logits(trained), logits(served))
-    off = contenders(case.run, [])["float"]
+    off = contenders(runs(name), [])["float"]
     assert (logits(off) != logits(served)).any()  # so it is the quantized model that both are
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_tree_is_that_of_jaxquant_convert(name: str, converted: Any):
-    backend, dtype = SCHEMES[name]
-    require(backend)
-    case = converted(name)
-    trained = open_served(case.run)
-    tokens = jnp.zeros((1, 32), jnp.int32)
+    # The tree is that of jaxquant.convert.
     variables = quantization_state.merge(trained.params, trained.quant_state)
+    tokens = jnp.zeros((1, 32), jnp.int32)
     expected = jaxquant.convert(variables, trained.config, tokens, model=Decoder(trained.shape))["params"]
-    found = serving.load(case.out)
-    assert_same(found.params, expected)
-    assert found.extra["step"] == trained.step
+    found = serving.load(out).params
+    assert_same(found, expected)
+    assert jax.tree.structure(converted_shapes(trained.config, trained.shape, tokens)) == jax.tree.structure(found)
     floats = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
-    assert case.made.bytes_bf16 == 2 * floats
-    held = jax.tree.leaves(found.params, is_leaf=is_tensor)
-    assert case.made.bytes_quantized == sum(tree_bytes(leaf) if is_tensor(leaf) else leaf.nbytes for leaf in held)
-    shapes = converted_shapes(trained.config, trained.shape, tokens)
-    assert jax.tree.structure(shapes) == jax.tree.structure(found.params)
+    assert made.bytes_bf16 == 2 * floats
+    held = jax.tree.leaves(found, is_leaf=is_tensor)
+    assert made.bytes_quantized == sum(tree_bytes(leaf) if is_tensor(leaf) else leaf.nbytes for leaf in held)
     for path in KERNELS:
-        layer = at(found.params, path)
+        layer = at(found, path)
         assert layer["kernel"].qvalue.dtype == dtype
         scale = layer["kernel"].input_scale
         assert (scale is not None) == (trained.quant_state != {})
         assert scale is None or (scale > 0).all()
-    assert set(case.made.layers) == set(KERNELS)
-    assert set(case.made.layers.values()) == {trained.config.quantization}
+    assert made.layers == dict.fromkeys(KERNELS, trained.config.quantization)
 
 
 def test_bfloat16_embeddings_are_written_as_they_are_read(runs: Any, tmp_path: Path, logits: Logits):
@@ -182,27 +143,19 @@ def test_bfloat16_embeddings_are_written_as_they_are_read(runs: Any, tmp_path: P
 # Post-training.
 
 
-@pytest.mark.parametrize(("string", "dtype"), [("int4w", "int4"), ("fp8", "float8_e4m3fn")])
-def test_an_unquantized_run_is_converted_after_training(
-    string: str, dtype: str, runs: Any, tmp_path: Path, logits: Logits, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_unquantized_run_is_converted_after_training(runs: Any, tmp_path: Path, logits: Logits):
     said: list[str] = []
-    monkeypatch.setattr("train.conversion.CALIBRATION_BATCHES", 3)
-    made = convert_run(runs(""), tmp_path / "out", {"quantization": string}, say=said.append)
-    served, float_ = open_served(tmp_path / "out"), open_served(runs(""))
-    assert made.config.quantization == string
+    convert_run(runs(""), tmp_path / "out", {"quantization": "fp8"}, say=said.append)
     # More than the run's eval_batches, which is 2.
-    assert sum(text.startswith("calibrating fp8: batch ") for text in said) == (3 if string == "fp8" else 0)
+    assert sum(text.startswith("calibrating fp8: batch ") for text in said) > 2
+    served = open_served(tmp_path / "out")
     for path in KERNELS:
         layer = at(served.params, path)
-        assert layer["kernel"].qvalue.dtype == dtype
-        scale = layer["kernel"].input_scale
-        assert (scale is not None) == (string == "fp8")
-        assert scale is None or (np.asarray(scale) > 0).all()
+        assert layer["kernel"].qvalue.dtype == "float8_e4m3fn"
+        assert (np.asarray(layer["kernel"].input_scale) > 0).all()
     # Served is the float model with quantized layers: nearer to it than 0 is, and not the same.
-    exact, found = logits(float_), logits(served)
-    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-    assert 0 < error < 1
+    exact, found = logits(open_served(runs(""))), logits(served)
+    assert 0 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 1
 
 
 def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_path: Path, logits: Logits):
@@ -223,100 +176,57 @@ def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_p
 
 def test_served_config_replaces_all_or_lays_over():
     config = TrainConfig(quantization="fp8", amax_init="flax", rules=[{"path": ".*wo", "recipe": None}])
-    over = served_config(config, {"quant_backend": "native"})
+    over, anew = served_config(config, {"quant_backend": "native"}), served_config(config, {"quantization": "int8w"})
     assert (over.quantization, over.amax_init, over.rules) == ("fp8", "flax", config.rules)
-    anew = served_config(config, {"quantization": "int8w"})
     assert (anew.quantization, anew.amax_init, anew.rules) == ("int8w", TrainConfig().amax_init, TrainConfig().rules)
-    assert served_config(config, {}) == config
-    with pytest.raises(ValueError, match=r"^steps is no field of the quantization; a conversion changes quantization_"):
-        served_config(config, {"steps": 3})
-
-
-def test_a_step_is_chosen(runs: Any, tmp_path: Path):
-    made = convert_run(runs("fp8"), tmp_path / "out", step=STEPS - 3, say=lambda text: None)
-    assert (made.step, open_served(tmp_path / "out").step) == (STEPS - 3, STEPS - 3)
-
-
-# What is refused.
 
 
 def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["convert", str(runs("fp8")), "--out", str(tmp_path / "out")]) == 0
+    runs(""), runs("fp8")
+    capsys.readouterr()  # of their training
+    for run, words, message in (
+        ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
+        ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
+        ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
+        ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
+    ):
+        folder = str(runs(run))
+        capsys.readouterr()  # of a run that this test is the first to ask for
+        assert main(["convert", folder, "--out", str(tmp_path / "out"), *words]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)
+        assert not (tmp_path / "out").exists()
+    assert main(["convert", str(runs("fp8")), "--out", str(tmp_path / "out"), "--step", str(STEPS - 3)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert [line for line in out.splitlines() if line.startswith("converted ")][-1].startswith("converted 11 of 11: ")
-    assert f"{tmp_path}/out: step {STEPS} of {runs('fp8')} in fp8 on native, 7 kernels converted." in out
-    assert open_served(tmp_path / "out").config.quantization == "fp8"
+    assert f"{tmp_path}/out: step {STEPS - 3} of {runs('fp8')} in fp8 on native, 7 kernels converted." in out
+    assert open_served(tmp_path / "out").step == STEPS - 3
 
 
-@pytest.mark.parametrize(
-    ("run", "words", "message"),
-    [
-        ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
-        ("", ["quantization=int7"], "int7"),
-        ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
-        ("", ["banana"], "banana"),
-        ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
-        ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
-    ],
-)
-def test_command_refuses(run: str, words: list[str], message: str, runs: Any, tmp_path: Path, capsys: Any):
-    folder = str(runs(run))
-    capsys.readouterr()  # of a run that this test is the first to ask for
-    assert main(["convert", folder, "--out", str(tmp_path / "out"), *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)
-    assert not (tmp_path / "out").exists()
-
-
-def resaved(case: Case, folder: Path, change: Callable[[dict[str, Any]], Any], **train_fields: Any) -> Path:
-    """Write a converted checkpoint anew with another tree, or another configuration."""
-    found = serving.load(case.out)
-    tree = jax.tree.map(lambda leaf: leaf, found.params, is_leaf=is_tensor)
-    change(tree)
-    extra = dict(found.extra)
-    extra["train"] = extra["train"] | train_fields
-    serving.save(folder, tree, found.config, extra=extra)
-    return folder
-
-
-def _keep(tree: Any) -> None:
-    del tree
-
-
-def _drop_leaf(tree: Any) -> None:
-    del tree["layers"]["mlp"]["wo"]
-
-
-MISFITS: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {
-    "missing leaf": (_drop_leaf, {}, ("layers/mlp/wo/kernel",)),
-    "wider decoder": (_keep, {"mlp_dim": 96}, ("layers/mlp/wi_0/kernel", "(2, 32, 64)", "(2, 32, 96)")),
-    "layers not scanned": (_keep, {"scan_layers": False}, ("layers/mlp/wi_0/kernel", "layers_0/mlp/wi_0/kernel")),
-    "another recipe": (_keep, {"quantization": "int8w"}, ("layers/mlp/wo/kernel", "float8_e4m3fn", "int8")),
-}
-
-
-@pytest.mark.parametrize("misfit", MISFITS)
-def test_a_checkpoint_that_does_not_fit_its_decoder_names_both_sides(misfit: str, converted: Any, tmp_path: Path):
-    change, fields, named = MISFITS[misfit]
-    folder = resaved(converted("fp8"), tmp_path / "out", change, **fields)
-    with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
-        open_served(folder)
-    for text in named:
-        assert text in str(caught.value), str(caught.value)
+def test_a_checkpoint_that_does_not_fit_its_decoder_names_both_sides(converted: Any, tmp_path: Path):
+    found = serving.load(converted("fp8")[0])
+    for number, (fields, named) in enumerate(
+        (
+            ({"mlp_dim": 96}, ("layers/mlp/wi_0/kernel", "(2, 32, 64)", "(2, 32, 96)")),
+            ({"scan_layers": False}, ("layers/mlp/wi_0/kernel", "layers_0/mlp/wi_0/kernel")),
+            ({"quantization": "int8w"}, ("layers/mlp/wo/kernel", "float8_e4m3fn", "int8")),
+        )
+    ):
+        folder = tmp_path / str(number)
+        serving.save(folder, found.params, found.config, extra=found.extra | {"train": found.extra["train"] | fields})
+        with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
+            open_served(folder)
+        assert all(text in str(caught.value) for text in named)
+    serving.save(tmp_path / "plain", found.params, {"quantization": "fp8"})
+    with pytest.raises(ValueError, match=r"plain holds no decoder of a training run; load it with jaxquant\.s"):
+        open_served(tmp_path / "plain")
 
 
 def test_overrides_of_a_converted_checkpoint(converted: Any, tmp_path: Path):
-    out = converted("fp8").out
+    out = converted("fp8")[0]
     with pytest.raises(ValueError, match=rf"^quantization cannot be changed in the converted checkpoint {out}; c"):
         open_served(out, {"quantization": "int8"})
     served = open_served(out, {"quantize_kvcache": True, "kv_quant_dtype": "int8"})
     assert served.engine(slots=1).empty().key.dtype == jnp.int8
     assert open_served(out).engine(slots=1).empty().key.dtype == jnp.float32
-
-
-def test_a_folder_without_a_decoder_is_refused(converted: Any, tmp_path: Path):
-    out = converted("fp8").out
-    serving.save(tmp_path / "plain", serving.load(out).params, {"quantization": "fp8"})
-    with pytest.raises(ValueError, match=r"plain holds no decoder of a training run; load it with jaxquant\.s"):
-        open_served(tmp_path / "plain")

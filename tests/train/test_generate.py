@@ -15,19 +15,15 @@ from train.serving import Served, open_served
 
 NEW = 9
 LIMIT = 31  # the tiny run's sequence_length is 32
-SCHEMES = [("", ""), ("int8", "int4"), ("fp8_current", "fp8")]
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Return 64 lines of mixed length, empty ones and over-long ones among them."""
+    """Return 24 lines of mixed length, an empty and an over-long one among them."""
     rng = np.random.default_rng(0)
-    lines = ["item " + "".join(rng.choice(list("0123456789 of"), size)) for size in rng.integers(0, 25, 64)]
-    for place in (0, 17, 18, 63):
-        lines[place] = ""
-    for place in (5, 40):
-        lines[place] = "x" * LIMIT  # and the beginning of a document: one too many
-    lines[6] = "y" * (LIMIT - 1)
+    lines = ["item " + "".join(rng.choice(list("0123456789 of"), size)) for size in rng.integers(0, 25, 24)]
+    lines[0], lines[6] = "", "y" * (LIMIT - 1)
+    lines[5] = "x" * LIMIT  # and the beginning of a document: one too many
     return lines
 
 
@@ -45,13 +41,11 @@ def served(finished):
     return get
 
 
-@pytest.mark.parametrize(("quantization", "kv"), SCHEMES, ids=["float", "int8 kv int4", "fp8_current kv fp8"])
-def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, quantization, kv):
-    (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
-    lines = (tmp_path / "prompts.txt").read_text().split("\n")[:-1]
+@pytest.mark.parametrize(("quantization", "kv"), [("int8", "int4"), ("fp8_current", "fp8")])
+def test_prompts_are_answered_as_alone_whatever_the_slots_and_chunks(served, texts, quantization, kv):
     model = served(quantization, kv)
     engine = model.engine(slots=5, prefill_chunk=8)
-    prompts = model.prompts(lines, [f"prompts.txt line {number}" for number in range(1, 65)])
+    prompts = model.prompts(texts, [f"line {number}" for number in range(1, len(texts) + 1)])
     streamed: dict[int, list[int]] = {}
     finished_places = []
     completions = engine.generate(
@@ -60,21 +54,18 @@ def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, q
         lambda place, token: streamed.setdefault(place, []).append(token),
         lambda place, completion: finished_places.append(place),
     )
-    assert sorted(finished_places) == list(range(64))
-    refused = {place: c.message for place, c in enumerate(completions) if c.stopped == "refused"}
-    assert refused == {
-        **{place: f"prompts.txt line {place + 1} is empty; give it at least one token" for place in (0, 17, 18, 63)},
-        **{
-            place: f"prompts.txt line {place + 1} has 32 tokens, and the limit is 31; shorten it or raise max_length"
-            for place in (5, 40)
-        },
+    assert sorted(finished_places) == list(range(len(texts)))
+    assert {place: each.message for place, each in enumerate(completions) if each.stopped == "refused"} == {
+        0: "line 1 is empty; give it at least one token",
+        5: "line 6 has 32 tokens, and the limit is 31; shorten it or raise max_length",
     }
+    alone = model.engine(slots=1, prefill_chunk=32)
     for place, completion in enumerate(completions):
-        if place not in refused:
+        if completion.stopped != "refused":
             assert list(completion.tokens) == streamed[place]
-            assert engine.generate([prompts[place]], NEW) == [completion], f"prompt {place} is answered otherwise alone"
+            assert alone.generate([prompts[place]], NEW) == [completion], f"prompt {place} is answered otherwise alone"
             assert len(completion.tokens) == min(NEW, 32 - len(prompts[place].tokens))
-    assert len({completion.tokens for completion in completions}) > 10, "the answers are all alike and tell nothing"
+    assert len({completion.tokens for completion in completions}) > 5, "the answers are all alike and tell nothing"
 
 
 @pytest.mark.parametrize("quantization", ["", "int8"])
@@ -97,19 +88,19 @@ def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts
             assert row[at].max() - row[at, token] <= bound
             chosen_best += int(row[at].argmax() == token)
             total += 1
-    assert total > 400
+    assert total > 150
     assert chosen_best == total if not quantization else chosen_best > 0.98 * total
 
 
 @pytest.mark.slow
 def test_draws_depend_on_the_prompts_number_and_not_on_the_batch(served, texts):
     model = served("", "int8")
-    prompts = [p for p in model.prompts(texts, texts) if 0 < len(p.tokens) <= LIMIT][:12]
+    prompts = [p for p in model.prompts(texts, texts) if 0 < len(p.tokens) <= LIMIT][:6]
     drawn = {}
     for seed in (1, 2):
         engine = model.engine(slots=3, prefill_chunk=8, sampling=Sampling(1.0, 0.9, seed))
         drawn[seed] = engine.generate(prompts, NEW)
-        for prompt, completion in list(zip(prompts, drawn[seed], strict=True))[::4]:
+        for prompt, completion in list(zip(prompts, drawn[seed], strict=True))[::3]:
             assert engine.generate([prompt], NEW) == [completion]
     assert [c.tokens for c in drawn[1]] != [c.tokens for c in drawn[2]]
     again = [dataclasses.replace(prompts[0], number=number) for number in range(4)]
@@ -124,29 +115,12 @@ def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(ser
     assert (greedy.stopped, len(greedy.tokens)) == ("max_new_tokens", NEW)
     assert (at_end.stopped, len(at_end.tokens)) == ("cache_end", 1)
     end = greedy.tokens[3]
-    ending = Engine(
-        model.model,
-        model.params,
-        model.quant_state,
-        model.shape,
-        max_length=32,
-        slots=2,
-        prefill_chunk=8,
-        end_token=end,
-    )
+    parts = model.model, model.params, model.quant_state, model.shape
+    ending = Engine(*parts, max_length=32, slots=2, prefill_chunk=8, end_token=end)
     [ended] = ending.generate([short], NEW)
     assert ended.stopped == "document_end"
     assert ended.tokens == greedy.tokens[: greedy.tokens.index(end)]
     assert engine.generate([], NEW) == []
-
-
-@pytest.mark.slow
-def test_another_chunk_size_and_number_of_slots_answer_alike(served, texts):
-    model = served("", "int8")
-    prompts = model.prompts(texts[:16], texts[:16])
-    expected = model.engine(slots=8, prefill_chunk=8).generate(prompts, NEW)
-    for slots, chunk in ((1, 32), (3, 5)):
-        assert model.engine(slots=slots, prefill_chunk=chunk).generate(prompts, NEW) == expected
 
 
 def test_sampling_draws_from_the_nucleus_alone():
@@ -166,39 +140,20 @@ def test_sampling_draws_from_the_nucleus_alone():
     squared = probabilities**2 / (probabilities**2).sum()
     np.testing.assert_allclose(drawn(temperature=0.5), squared, atol=0.056)
     np.testing.assert_array_equal(drawn(temperature=1.0, top_p=1e-9), [0, 1, 0, 0, 0])
-    for tiny in (1e-30, 1e-38, 1e-45):
-        np.testing.assert_array_equal(drawn(temperature=tiny), [0, 1, 0, 0, 0])
+    np.testing.assert_array_equal(drawn(temperature=1e-45), [0, 1, 0, 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": float("nan")}, "temperature nan must not be negative"),
-        ({"seed": -1}, "seed -1 must lie between"),
-    ],
-)
-def test_sampling_out_of_range_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**fields)
-
-
-def test_a_checkpoint_of_another_shape_is_refused(finished):
-    message = r"has no params/.* got shape .*; that does not fit its own configuration with mlp_dim$"
-    with pytest.raises(ValueError, match=message):
-        open_served(finished(""), {"mlp_dim": 16})
-
-
-def test_an_engine_without_room_is_refused(served):
-    for name, least in (("slots", 1), ("prefill_chunk", 1), ("max_length", 2)):
-        with pytest.raises(ValueError, match=f"{name} {least - 1} must be at least {least}"):
-            served("", "").engine(**{name: least - 1})
-    engine = served("", "").engine()
-    with pytest.raises(ValueError, match="max_new_tokens 0 must be at least 1"):
-        engine.generate([Prompt([1], "prompt 1")], 0)
-
-
-def test_a_position_outside_of_the_cache_is_refused_before_it_is_run(served):
+def test_what_does_not_fit_is_refused(served, finished):
     engine = served("", "").engine(slots=2)
-    zeros = np.zeros(2, np.int32)
-    with pytest.raises(ValueError, match="do not lie in a cache of max_length 32"):
-        engine.decode(engine.empty(), zeros, np.asarray([0, 32], np.int32), np.asarray([True, True]), zeros)
+    outside = np.zeros(2, np.int32), np.asarray([0, 32], np.int32), np.asarray([True, True]), np.zeros(2, np.int32)
+    for call, message in (
+        (lambda: Sampling(temperature=float("nan")), "temperature nan must not be negative"),
+        (lambda: Sampling(seed=-1), "seed -1 must lie between"),
+        (lambda: served("", "").engine(slots=0), "slots 0 must be at least 1"),
+        (lambda: served("", "").engine(max_length=1), "max_length 1 must be at least 2"),
+        (lambda: engine.generate([Prompt([1], "prompt 1")], 0), "max_new_tokens 0 must be at least 1"),
+        (lambda: engine.decode(engine.empty(), *outside), "do not lie in a cache of max_length 32"),
+        (lambda: open_served(finished(""), {"mlp_dim": 16}), r"that does not fit its own configuration with mlp_dim$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

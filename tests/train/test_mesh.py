@@ -41,7 +41,7 @@ def wide(tiny: TrainConfig) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What eight devices, one device and the renumbered controls computed, by name of the mesh."""
+    """What eight devices and one device computed, by name of the mesh."""
     configs = {}
     for name, fields in MESHES.items():
         config = dataclasses.replace(wide, **fields)
@@ -60,34 +60,22 @@ def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_each_step_is_that_of_one_device_from_the_same_state(eight: dict[str, Any], name: str):
-    """Median: as near as a renumbered model's, whose sums are added in another order too. Largest: a derived ceiling.
-
-    Rounding boundaries are crossed in few steps, but then show: the median is what summation order does without them,
-    the largest is bounded by what they can do. Both are asked of the controls as well, which shows that the ceilings
-    hold where there is no mesh and that a renumbered model is the same model.
-    """
-    found = eight[name]
+    """Median: what the order of sums does. Largest: what rounding boundaries can do that a last bit crosses."""
+    found, kind = eight[name], MESHES[name]["quantization"]
     single = np.array(found["single"])
-    assert single[-5:].mean() < single[0] / 2  # it is training that is compared
+    assert single[-3:].mean() < 0.8 * single[0]  # it is training that is compared
     assert len(single) == STEPS
-    kind = MESHES[name]["quantization"]
-    for quantity, rows in found["steps"].items():
-        distance = np.abs(rows)
+    for quantity, distances in found["steps"].items():
+        distance = np.abs(distances)
         if quantity == "rest":
             # Kernels' amaxes, scales (of histories that are the same) and past amaxes are equal to the bit.
             assert not distance.any()
             continue
-        mesh, control = distance[0], distance[1:]
-        floor = numerics.MESH_FLOOR
-        assert np.median(mesh) <= numerics.MESH_WALK * max(np.median(control), floor), quantity
+        assert np.median(distance) <= numerics.TRAIN_SUMMATION_ORDER, quantity
         if quantity == "loss":
             assert (distance * single).max() <= numerics.MESH_REROUNDED_LOSS[kind], quantity
         else:
             assert distance.max() <= numerics.MESH_REROUNDED[kind], quantity
-        assert np.median(mesh) <= numerics.TRAIN_SUMMATION_ORDER, quantity
-    norms = np.array(found["steps"]["grad_norm"])
-    scatter = max(float(np.sqrt(np.mean(norms[1:] ** 2))), numerics.MESH_FLOOR)
-    assert abs(norms[0].mean()) <= numerics.MEAN_SIGMAS * scatter / len(single) ** 0.5
     assert found["differing"] == []
 
 
@@ -140,22 +128,15 @@ def test_parameters_moments_and_masks_lie_alike_and_scales_are_replicated(tiny: 
                 assert leaf.sharding.spec == spec if name == "sparsity_mask" else not any(leaf.sharding.spec)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_a_mesh_takes_the_devices_it_is_given_or_refuses(tiny: TrainConfig):
+    devices: Any = list(range(8))
+    found = make_mesh(dataclasses.replace(tiny, mesh_tensor=2), devices).shape
+    assert dict(found) == {"data": 1, "fsdp": 4, "tensor": 2}
+    for fields, message in (
         ({"mesh_fsdp": 1, "mesh_tensor": 8}, "num_kv_heads 2 is not a multiple of mesh_tensor 8"),
         ({"mesh_data": 3, "mesh_tensor": 2}, "mesh_data 3 x mesh_fsdp -1 x mesh_tensor 2 does not make up the 8"),
         ({"mesh_fsdp": 8, "batch_size": 4}, "batch_size / gradient_accumulation_steps is 4, which 8 devices"),
         ({"mesh_tensor": -1}, "only one of them may be -1"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_is_refused(tiny: TrainConfig, fields: dict[str, Any], message: str):
-    config = dataclasses.replace(tiny, **({"num_query_heads": 8} | fields))
-    with pytest.raises(ValueError, match=message):
-        make_mesh(config, jax.devices() * 8)
-
-
-def test_a_mesh_takes_the_devices_it_is_given(tiny: TrainConfig):
-    devices: Any = list(range(8))
-    mesh = make_mesh(dataclasses.replace(tiny, mesh_tensor=2), devices)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_mesh(dataclasses.replace(tiny, **({"num_query_heads": 8} | fields)), devices)

@@ -41,18 +41,10 @@ def test_parameter_names_and_shapes():
         "logits_dense/kernel": (32, 64),
     }
     assert "logits_dense/kernel" not in {"/".join(path) for path in flatten_dict(_init(SMALL)["params"])}
-
-
-def test_every_matrix_is_sharded_along_the_embedding_and_decayed():
     for path, leaf in flatten_dict(_init(UNTIED)["params"]).items():
         matrix = path[-1] != "scale"
         assert (path[-2:] in PARAMETER_AXES) == matrix == (path[-1] in DECAYED)
-        if matrix:
-            axes = PARAMETER_AXES[path[-2:]]
-            assert leaf.shape[axes["fsdp"]] == SMALL.emb_dim
-            if "layers" in path:
-                tensor = leaf.shape[axes["tensor"]]
-                assert tensor in (SMALL.num_query_heads, SMALL.num_kv_heads, SMALL.mlp_dim)
+        assert not matrix or leaf.shape[PARAMETER_AXES[path[-2:]]["fsdp"]] == SMALL.emb_dim
 
 
 def test_a_token_does_not_see_later_ones():
@@ -84,7 +76,7 @@ def test_rotation_depends_on_distance_alone():
     np.testing.assert_allclose(products[0], products[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["full", "dots", "matmuls", "quantized"])
+@pytest.mark.parametrize("policy", ["full", "matmuls"])
 def test_remat_leaves_gradients_alone(policy):
     variables = _init(SMALL)
 

@@ -95,10 +95,6 @@ class CheckpointQuantization:
         rule = self.decide(module)
         return rule.spec if rule is not None else None
 
-    def is_quantized(self, module: str) -> bool:
-        """Check whether the checkpoint stores a module quantized."""
-        return self.spec(module) is not None
-
     @functools.cached_property
     def specs(self) -> tuple[LayerSpec, ...]:
         """The different specs, in the order of the rules."""
