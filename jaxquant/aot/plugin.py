@@ -42,7 +42,8 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
                 "install the checkout with pip install -e, or name a function that builds your own step: --program "
                 "MODULE:FUNCTION"
             )
-        sys.path.insert(0, str(_ROOT))  # before another module named train
+        if sys.path[:1] != [str(_ROOT)]:
+            sys.path.insert(0, str(_ROOT))  # before another module named train
     module, _, function = program.partition(":")
     build = getattr(importlib.import_module(module), function, None)
     if build is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxquant import ops
 from jaxquant.backends.base import Backend, Setup, Weight
 from jaxquant.backends.honours import refuse
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, operand_dtype
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import conv, ragged
 from jaxquant.ops.operand import input_scale, quantize_kernel
@@ -52,7 +52,7 @@ class NativeBackend(Backend):
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
         recipe, dtypes = setup.recipe, (setup.precision, setup.dtype)
-        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs  # flax's ops compute in the kernel's dtype
+        lhs = lhs.astype(operand_dtype(rhs)) if recipe.matches_flax else lhs  # flax's ops compute in the kernel's dtype
         more: dict[str, Any] = {"recipe": recipe, "state": setup.state, "key": setup.key}
         if group_sizes is not None:
             return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more, implementation=setup.implementation)

@@ -378,7 +378,7 @@ def _kernel(
         raise TypeError(f"weight must be float8, got {weight.dtype.name}")
     block = (*(1,) * (weight.ndim - 2), *block_size)
     scale = jnp.broadcast_to(scale, scale_shape(weight.shape, block)) if scale.size == 1 else scale
-    static = None if activation_scale is None else activation_scale.reshape(1, -1)
+    static = None if activation_scale is None else activation_scale.astype(jnp.float32).reshape(1, -1)
     kernel = QTensor(weight, scale, block=block, input_scale=static, dtype=dtype)
     check(kernel, "weight with weight_scale_inv")
     return kernel

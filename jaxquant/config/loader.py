@@ -81,8 +81,10 @@ def parse(text: str, place: str) -> Any:
       place: what names it in an error.
 
     Raises:
-      ValueError: it is not YAML, or nested too deep.
+      ValueError: it is not YAML, too long, or nested too deep.
     """
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{place} has {len(text)} characters; a config has at most {MAX_BYTES:,}")
     try:
         return yaml.load(text, _Loader)  # a SafeLoader: it builds plain data only
     except yaml.MarkedYAMLError as error:

@@ -47,7 +47,7 @@ _STATIC = ("block", "codec", "dtype", "read_as")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=list(PARTS), meta_fields=list(_STATIC))
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """Hold quantized elements and what multiplies them: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
+    """Quantized elements and what multiplies them: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
 
     As a converted parameter it stands in the place of a float one, and has ``dtype`` and perhaps ``input_scale``.
 
@@ -56,7 +56,7 @@ class QTensor:
     - ``scale.shape = (⌈n₁ / b₁⌉, …)``, of float32, float8_e8m0fnu or float8_e4m3fn;
     - ``zero_point.shape = scale.shape``, in qvalue's dtype;
     - ``outer_scale`` has size 1 along each axis, or that of an axis along which tensors are stacked; of float32;
-    - ``input_scale`` is of qvalue's rank; of float32;
+    - ``input_scale`` has qvalue's rank; of float32;
     - where ``block`` is None, ``bᵢ = nᵢ / scale.shape[i]`` is whole.
 
     Attributes:
@@ -72,10 +72,10 @@ class QTensor:
         axis, the other ones have size 1.
       input_scale: of a converted weight, the static scale of the activation that it is multiplied with, one for each
         layer and batch element that are stacked in it; None where the activation has its own.
-      dtype: of a converted weight, the name of the float dtype in which its op would have read the float one; it
-        decides the result's.
-      read_as: of a converted parameter, the name of the dtype in which it was read when it was quantized; None is not
-        known.
+      dtype: of a converted weight, the name of the dtype of the float one that it replaces. Casts in the model change
+        it, and it takes part in the dtype of the result.
+      read_as: of a converted parameter, the name of the dtype in which the op read it when it was quantized; None if
+        that is not known.
     """
 
     qvalue: Shaped[Array, "*shape"]
@@ -132,8 +132,8 @@ class QTensor:
         """
         if self.dtype is None:
             raise TypeError(
-                f"a quantized weight ({self.description}) does not say the float dtype that it stands for; give "
-                "it that of the float weight, as with tensor.astype('bfloat16')"
+                f"({self.description}) has no float dtype; give it that of the weight that it replaces, as with "
+                "tensor.astype('bfloat16')"
             )
         return self.dtype
 
@@ -161,9 +161,15 @@ class QTensor:
             block.remove(0)
         return (0,) * -gone + tuple(block)
 
-    def astype(self, dtype: str) -> QTensor:
-        """Change the float dtype for which it stands."""
-        return dataclasses.replace(self, dtype=dtype)
+    def astype(self, dtype: Any) -> QTensor:
+        """Change the dtype of the float array that it replaces.
+
+        Raises:
+          TypeError: it is not a float dtype.
+        """
+        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            raise TypeError(f"a QTensor replaces an array of a float dtype, got {jnp.dtype(dtype).name}")
+        return dataclasses.replace(self, dtype=jnp.dtype(dtype).name)
 
     def transpose(self, order: Sequence[int]) -> QTensor:
         """Permute the axes."""
@@ -225,6 +231,11 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, QTensor)
 
 
+def operand_dtype(x: Array | QTensor) -> str:
+    """Return the name of the dtype of an operand, of a converted weight that of the float one."""
+    return x.float_dtype if isinstance(x, QTensor) else x.dtype.name
+
+
 def _even_blocks(shape: Shape, counts: Shape) -> Shape:
     return tuple(max(1, size // max(1, n)) for size, n in zip(shape, counts, strict=True))
 
@@ -250,17 +261,21 @@ def make_qtensor(
     zero_point: Shaped[Array, "*counts"] | None = None,
     outer_scale: Float[Array, "*ones"] | None = None,
     block: Shape | None = None,
+    *,
+    input_scale: Float[Array, "*ones"] | None = None,
+    dtype: Any = None,
 ) -> QTensor:
     """Make a ``QTensor`` by hand, with its invariants checked.
 
     Args:
-      qvalue, scale, zero_point, outer_scale, block: as in ``QTensor``.
+      qvalue, scale, zero_point, outer_scale, block, input_scale, dtype: as in ``QTensor``; a parameter needs ``dtype``.
 
     Raises:
       ValueError: an invariant does not hold; names the part, its shape and the one that would fit.
       TypeError: a part that is no array, or a block that is no whole numbers.
     """
-    tensor = QTensor(qvalue, scale, zero_point, outer_scale, block)
+    tensor = QTensor(qvalue, scale, zero_point, outer_scale, block, input_scale=input_scale)
+    tensor = tensor if dtype is None else tensor.astype(dtype)
     for name, part in (("qvalue", qvalue), ("scale", scale), *tensor.parts.items()):
         if not hasattr(part, "shape") or not hasattr(part, "dtype"):
             raise TypeError(f"{name} of a QTensor must be an array, got {type(part).__name__}")

@@ -185,7 +185,7 @@ class Face:
         path, kernel = next((path, leaf) for path, leaf in leaves_by_path(params, is_tensor).items() if is_tensor(leaf))
         raise ValueError(
             f"{layer_name('/'.join((*use.prefix, path)).rpartition('/')[0])} has a converted kernel "
-            f"({kernel.qvalue.dtype.name}) and checkpoint_is_quantized is false"
+            f"({kernel.qvalue.dtype.name}) and checkpoint_is_quantized is false; set it to true to serve"
         )
 
     def init_state(self, use: ModuleCall) -> Tables:

@@ -75,15 +75,18 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
       params: nested dicts of arrays and ``QTensor``.
 
     Raises:
-      ValueError: a path that only one of them has; nothing is put in.
+      ValueError: a path that only one of them has, or another shape; nothing is put in.
     """
     given, lacks = leaves_by_path(params, is_tensor), list[str]()
 
     def take(path: str, own: Any) -> Any:
-        made = given.pop(path, None) if is_tensor(own) == is_tensor(given.get(path)) else None
-        if made is None:
+        if path not in given or is_tensor(own) != is_tensor(given[path]):
             lacks.append(path)
-        return made
+            return None
+        made = given.pop(path)
+        if tuple(made.shape) != tuple(own.shape):
+            raise ValueError(f"parameter {path!r} has shape {tuple(made.shape)}, in the model {tuple(own.shape)}")
+        return made.astype(own.dtype) if is_tensor(made) and made.dtype is None else made
 
     new = map_by_path(take, _kept(model), is_tensor)
     if lacks or given:

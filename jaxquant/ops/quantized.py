@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, operand_dtype
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
@@ -79,8 +79,7 @@ class Operation(abc.ABC):
         """Make the operation of two operands; ``fields`` are those that the class adds."""
         arrays = (lhs, rhs.qvalue if isinstance(rhs, QTensor) else rhs)
         left = Primal(lhs.shape, lhs.dtype.name, Placement.of(*arrays))
-        dtype = rhs.float_dtype if isinstance(rhs, QTensor) else rhs.dtype.name
-        right = Primal(rhs.shape, dtype, Placement.of(*arrays[::-1]))
+        right = Primal(rhs.shape, operand_dtype(rhs), Placement.of(*arrays[::-1]))
         out = jnp.dtype(out_dtype or jnp.promote_types(left.dtype, right.dtype)).name
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
 

