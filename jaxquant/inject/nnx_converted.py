@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxquant.config.quant_config import QuantConfig
@@ -71,7 +73,8 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     """Set the parameters of a converted model, in place, to what ``nnx_params`` or ``jaxquant.serving.load`` gave.
 
     Args:
-      model: converted, perhaps under ``nnx.eval_shape``, without any array.
+      model: converted, perhaps under ``nnx.eval_shape``, without any array. Random states, as of ``nnx.Dropout``, are
+        not stored; those without an array begin with seed 0.
       params: nested dicts of arrays and ``QTensor``.
 
     Raises:
@@ -95,3 +98,12 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
             f"{', '.join(sorted(given)) or 'nothing'} that it does not; give what nnx_params gave for this model"
         )
     nnx.update(model, new)
+    nnx.update(model, jax.tree.map(_begun, nnx.state(model, nnx.RngState)))
+
+
+def _begun(x: Any) -> Any:
+    """Return a random state as it is, or one of seed 0 for a shape."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.broadcast_to(jax.random.key(0), x.shape) if is_key else jnp.zeros(x.shape, x.dtype)

@@ -69,20 +69,23 @@ class Stateful(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.wi, self.norm = nnx.Linear(D, D, rngs=rngs), nnx.BatchNorm(D, use_running_average=True, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.input_scale = nnx.Param(jnp.ones(D))
 
     def __call__(self, x):
-        return self.norm(self.wi(x)) * self.input_scale
+        return self.drop(self.norm(self.wi(x))) * self.input_scale
 
 
 def test_what_a_model_keeps_beside_its_kernels_comes_back_too():
     config = {"quantization": "int8w"}
     model = Stateful()
     model.norm.mean[...], model.norm.var[...], model.input_scale[...] = jnp.full(D, 3), jnp.full(D, 9), jnp.full(D, 2)
-    served, fresh = convert(model, config, X), convert(Stateful(), config, X)
+    served, fresh = convert(model, config, X), nnx.eval_shape(lambda: convert(Stateful(), config, X))
     params = serving.nnx_params(served)
     serving.update_nnx(fresh, params)
-    np.testing.assert_array_equal(served(X), fresh(X))
+    assert fresh(X).shape == X.shape  # in training, by a random state that begins anew
+    served.eval(), fresh.eval()
+    np.testing.assert_array_equal(served(X), nnx.jit(lambda model, x: model(x))(fresh, X))
     with pytest.raises(ValueError, match="the model has norm/var that the parameters do not, and they have norm/varia"):
         serving.update_nnx(
             fresh, params | {"norm": {"varia" if k == "var" else k: v for k, v in params["norm"].items()}}
