@@ -161,6 +161,10 @@ def test_what_it_names_is_there(page: Path):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_rooms_of_the_house_are_the_folders():
-    rooms = re.findall(r"^\| `jaxquant/(\w+)/` \|", (ROOT / "docs/about/house.md").read_text(), re.M)
-    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "jaxquant").glob("*/__init__.py"))
+def test_the_rooms_of_the_house_are_the_folders_with_their_files():
+    rooms = re.findall(r"^\| `(\w+)/` \| [^|]* \| (.*) \|$", (ROOT / "docs/about/house.md").read_text(), re.M)
+    assert sorted(room for room, _ in rooms) == sorted(path.parent.name for path in ROOT.glob("jaxquant/*/__init__.py"))
+    for room, files in rooms:
+        named = set(re.findall(r"`(\w+)/?`", files))
+        assert named >= {path.stem for path in (ROOT / "jaxquant" / room).glob("[!_]*.py")}, room
+        assert named <= {path.stem for path in (ROOT / "jaxquant" / room).rglob("*") if path.stem}, room
