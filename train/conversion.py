@@ -293,8 +293,7 @@ def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Calla
 
     def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
         kernel = jnp.asarray(stored.read("/".join(("params", *layer.name)), *index))
-        states = jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), list(layer.states))
-        return jax.tree.map(np.asarray, layer.convert(kernel, states))
+        return jax.tree.map(np.asarray, layer.convert(kernel, index))
 
     return {path: functools.partial(convert, layer) for path, layer in sites.items()}
 

@@ -242,10 +242,7 @@ def import_to_serve(
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
         elif layer is not None:
-            count = len(layer.stacked)
-            unseen = jax.tree.map(lambda x: jnp.zeros(x.shape[count:], x.dtype), layer.states)
-            part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), unseen))
-            kind = layer.recipe.name
+            part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), None)), layer.recipe.name
         else:
             part = as_read(path, array, decoder)
             kind = part.dtype.name

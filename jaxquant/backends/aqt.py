@@ -67,7 +67,7 @@ def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> li
 
 def freeze(recipe: Recipe, weight: QTensor, axes: Sequence[int]) -> aqt_tensor.QTensor:
     """Return AQT's form of a converted kernel; with tiles a contraction axis becomes (tiles, tile)."""
-    qvalue, scale = weight.qvalue, weight.scale.astype(weight.float_dtype)
+    qvalue, scale = weight.qvalue, weight.scale.astype(weight.float_dtype())
     axes = () if tile_size(recipe) is None else axes
     return aqt_tensor.QTensor(
         qvalue=qvalue.reshape(_cut(axes, qvalue.shape, scale.shape)),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
-from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
+from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_library_implementation
 from jaxquant.core.qtensor import QTensor, dequantize, operand_dtype
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
@@ -225,7 +225,7 @@ class LibraryBackend(Backend):
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
-        check_implementation(self.name, setup.implementation)
+        check_library_implementation(self.name, setup.implementation)
         dtype = jnp.promote_types(lhs.dtype, operand_dtype(rhs))
         self._refuse_dropped(dtype, setup)
         if why := self.lacks(setup.operation, setup.recipe, dtype.name):

@@ -133,7 +133,7 @@ def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
 
 
 def _qarray(weight: QTensor) -> Any:
-    return qwix.QArray(weight.qvalue, weight.scale.astype(weight.float_dtype), weight.zero_point, weight.qvalue.dtype)
+    return qwix.QArray(weight.qvalue, weight.scale.astype(weight.float_dtype()), weight.zero_point, weight.qvalue.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "numbers"))

@@ -43,7 +43,7 @@ BACKENDS: dict[BackendName, BackendRow] = {
 """Every backend, in the order in which errors list them."""
 
 
-def check_implementation(backend: str, implementation: str | None) -> None:
+def check_library_implementation(backend: str, implementation: str | None) -> None:
     """Refuse an implementation for a library, which computes its matmuls itself.
 
     Args:

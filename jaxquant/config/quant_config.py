@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from jaxquant.config import loader, options
-from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
+from jaxquant.config.backends import BACKENDS, BackendName, check_library_implementation
 from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell
 from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
@@ -278,7 +278,7 @@ class QuantConfig(options.Options):
         backend = self.resolved_backend
         if backend is None:
             return
-        check_implementation(backend, self.implementation)
+        check_library_implementation(backend, self.implementation)
         wrote = f"quant_backend {backend!r}"
         if self.use_qwix_quantization:
             wrote = "use_qwix_quantization true"

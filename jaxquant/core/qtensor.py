@@ -123,16 +123,18 @@ class QTensor:
         """The elements and their scales alone, as an op multiplies them."""
         return dataclasses.replace(self, input_scale=None, dtype=None, read_as=None)
 
-    @property
-    def float_dtype(self) -> str:
-        """``dtype``, which a weight must have.
+    def float_dtype(self, name: str = "a quantized weight") -> str:
+        """Return ``dtype``, which a weight must have.
+
+        Args:
+          name: what an error calls it, such as the path of a parameter.
 
         Raises:
           TypeError: it has none.
         """
         if self.dtype is None:
             raise TypeError(
-                f"({self.description}) has no float dtype; give it that of the weight that it replaces, as with "
+                f"{name} ({self.description}) has no float dtype; give it that of the weight that it replaces, as with "
                 "tensor.astype('bfloat16')"
             )
         return self.dtype
@@ -233,7 +235,7 @@ def is_tensor(node: Any) -> bool:
 
 def operand_dtype(x: Array | QTensor) -> str:
     """Return the name of the dtype of an operand, of a converted weight that of the float one."""
-    return x.float_dtype if isinstance(x, QTensor) else x.dtype.name
+    return x.float_dtype() if isinstance(x, QTensor) else x.dtype.name
 
 
 def _even_blocks(shape: Shape, counts: Shape) -> Shape:

@@ -146,8 +146,7 @@ def _convert_slices(layer: LayerKernel, read: Read) -> QTensor:
         at = dict(zip(layer.stacked, index, strict=True))
         place = tuple(at.get(axis, slice(None)) for axis in range(layer.made.ndim))
         kernel = read(("params", *layer.name), place[: max(at, default=-1) + 1])
-        states = jax.tree.map(lambda leaf, index=index: jnp.asarray(leaf[index]), list(layer.states))
-        part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), states))
+        part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), index))
         if whole is None:
             whole = part
         else:

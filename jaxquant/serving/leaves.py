@@ -162,7 +162,8 @@ def describe(path: str, leaf: Any) -> Leaf:
         check(leaf, path)
         own = {name: getattr(leaf, name) for name in ("block", "codec", "read_as")} | {"float_dtype": leaf.dtype}
         own |= {f"{name.split('_')[0]}_shape": tuple(x.shape) for name, x in leaf.parts.items() if name in _SCALES}
-        own |= {} if leaf.codec else {"scale_dtype": _dtype_name(path, leaf.scale)}
+        if leaf.codec is None:
+            own["scale_dtype"] = _dtype_name(path, leaf.scale)
         described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **own)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:

@@ -40,10 +40,7 @@ def abstract_leaf(leaf: Any, path: str = "") -> Any:
     """
     if not isinstance(leaf, QTensor):
         return leaf
-    try:
-        dtype = jnp.dtype(leaf.float_dtype)
-    except TypeError as error:
-        raise TypeError(f"parameter {path!r} {error}") from None
+    dtype = jnp.dtype(leaf.float_dtype(f"parameter {path!r}"))
     if leaf.codec is not None:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     return jax.eval_shape(lambda qvalue: qvalue.astype(dtype), leaf.qvalue)
@@ -130,7 +127,7 @@ def _scales(kernel: QTensor) -> str:
 
 def _check_dtype(site: Contraction, weight: Route, kernel: QTensor) -> None:
     """Refuse a kernel that was quantized in another dtype than the one in which this call reads it."""
-    dtype = dtype_read(weight.steps, kernel.float_dtype)
+    dtype = dtype_read(weight.steps, kernel.float_dtype())
     if kernel.read_as not in (None, dtype):
         raise ValueError(
             f"{layer_name(site.path)} was converted for a kernel read in {kernel.read_as}, and this call reads it in "

@@ -142,12 +142,13 @@ class LayerKernel:
     def recipe(self) -> Recipe:
         return self._whole.recipe
 
-    def convert(self, kernel: Array, states: Sequence[Mapping[str, Any]] = ()) -> QTensor:
+    def convert(self, kernel: Array, index: tuple[int, ...] | None) -> QTensor:
         """Convert the kernel of one of the stacked layers.
 
         Args:
           kernel: of shape ``shape``.
-          states: the layer's part of ``states``.
+          index: of the layer, along the stacked axes of ``states``; () without any. None converts as before training,
+            when nothing was seen.
 
         Returns:
           The kernel, with an ``input_scale`` of 0 where the recipe has a static one and its tensor was never seen.
@@ -156,7 +157,9 @@ class LayerKernel:
           ValueError: NaN or infinity in the kernel.
         """
         self._check_finite(kernel)
-        return _convert(self._one, kernel, _joined(states))
+        count = len(self.stacked)
+        part = lambda x: jnp.zeros(x.shape[count:], x.dtype) if index is None else jnp.asarray(x[index])  # noqa: E731
+        return _convert(self._one, kernel, _joined(jax.tree.map(part, self.states)))
 
     def convert_stacked(self, leaf: Array) -> QTensor:
         """Convert the parameter, all its layers at once, by ``states``, which must be arrays.
@@ -213,7 +216,7 @@ def _is_finite(kernel: Array) -> Array:
 
 def _joined(states: Sequence[Mapping[str, Any]]) -> LayerState:
     """Return the state of a contraction, that of its activation joined with the others that read it."""
-    own, *others = states or ({},)
+    own, *others = states
     inputs = [each["input"] for each in others if "input" in each]
     return {**own} | ({"input": merge_states(inputs)} if inputs else {})
 
