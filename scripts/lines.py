@@ -62,8 +62,9 @@ def main(words: list[str] | None = None) -> int:
     rooms, most = count(root), budgets()
     for room, lines in rooms.items():
         print(f"{lines:7,}  {most.get(room, 0):7,}  {room}")
-    package = sum(lines for room, lines in rooms.items() if room.startswith("jaxquant"))
-    print(f"{package:7,}           jaxquant, all rooms\n{sum(rooms.values()):7,}           all")
+    programs = ("jaxquant/training", "jaxquant/bench")
+    library = sum(lines for room, lines in rooms.items() if room.startswith("jaxquant") and room not in programs)
+    print(f"{library:7,}           jaxquant without training and bench\n{sum(rooms.values()):7,}           all")
     return 0
 
 

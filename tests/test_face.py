@@ -61,9 +61,12 @@ DISTRIBUTIONS = {"aqt": "aqtp", "google": "protobuf", "orbax": "orbax-checkpoint
 
 
 def imported_packages() -> set[str]:
-    """Return the packages of others that jaxquant imports."""
+    """Return the packages of others that the library imports; its programs have extras."""
     found: set[str] = set()
-    for path in (ROOT / "jaxquant").rglob("*.py"):
+    for path in set(ROOT.glob("jaxquant/**/*.py")) - {
+        *ROOT.glob("jaxquant/training/*"),
+        *ROOT.glob("jaxquant/bench/*"),
+    }:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -19,8 +19,8 @@ from jaxquant.core.typed import build
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.vocabulary import byte_vocabulary
+from jaxquant.training.config import TrainConfig
 from tests.export import hf_published as hf
-from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)

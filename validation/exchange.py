@@ -33,13 +33,13 @@ from jaxquant.core.typed import build
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
-from train import needed
-from train.config import TrainConfig
-from train.data import make_iterators
-from train.exporting import open_source, places
-from train.importing import float_parameters, imported_config
-from train.model import Decoder
-from train.step import model_config
+from jaxquant.training import needed
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.data import make_iterators
+from jaxquant.training.exporting import open_source, places
+from jaxquant.training.importing import float_parameters, imported_config
+from jaxquant.training.model import Decoder
+from jaxquant.training.step import model_config
 
 Logits = Callable[[np.ndarray], np.ndarray]
 Inputs = Callable[[str, jax.Array], jax.Array]

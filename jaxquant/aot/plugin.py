@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-PROGRAM = "train.audit:program"
-"""The trainer's, which a checkout has and a wheel has not; named and not imported, it lies above this package."""
-
-_ROOT = Path(__file__).parents[2]
+PROGRAM = "jaxquant.training.audit:program"
+"""Program of ``jaxquant.training``, by name: it lies above this package and is not imported by it."""
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +28,9 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
       program: its name, ``MODULE:FUNCTION``.
 
     Raises:
-      ModuleNotFoundError: there is no such module, or ``PROGRAM`` is asked for and this is not a checkout.
+      ModuleNotFoundError: there is no such module.
       ValueError: the module has no such function.
     """
-    if program == PROGRAM:
-        if not (_ROOT / "train" / "audit.py").is_file():
-            raise ModuleNotFoundError(
-                f"the training program {PROGRAM!r} is in a checkout of jaxquant and not in the installed package; "
-                "install the checkout with pip install -e, or name a function that builds your own step: --program "
-                "MODULE:FUNCTION"
-            )
-        if sys.path[:1] != [str(_ROOT)]:
-            sys.path.insert(0, str(_ROOT))  # before another module named train
     module, _, function = program.partition(":")
     build = getattr(importlib.import_module(module), function, None)
     if build is None:

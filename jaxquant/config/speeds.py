@@ -34,7 +34,7 @@ quartet2         0.49  0.57  0.74  0.22  0.13  -
 tetrajet_v2      0.59  0.66  0.8   0.36  0.26  -
 int8_delayed     1.38  1.48  1.4   1.34  1.22  -
 """
-"""Of an MLP step by the audit; ``python -m benchmarks speeds --target CHIP --out benchmarks/results`` fills it."""
+"""Of an MLP step by the audit; ``python -m jaxquant.bench speeds --target CHIP --out benchmarks/results`` fills it."""
 
 _CHIPS = {
     r"\bH100": "h100",

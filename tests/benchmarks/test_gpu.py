@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import gemms, gpu
-from benchmarks.__main__ import main
-from benchmarks.gpu_kernels import CASES
+from jaxquant.bench import gemms, gpu
+from jaxquant.bench.__main__ import main
+from jaxquant.bench.gpu_kernels import CASES
 
 OPTIMIZED = False
 REFUSED = [

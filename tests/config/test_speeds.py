@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxquant
-from benchmarks.speeds import table_text
+from jaxquant.bench.speeds import table_text
 from jaxquant.config import speeds
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/results"

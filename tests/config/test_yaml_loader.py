@@ -11,7 +11,7 @@ import pytest
 
 from jaxquant.config.loader import MAX_BYTES, load_yaml, parse_overrides
 from jaxquant.core.typed import build, to_mapping
-from train.config import TrainConfig
+from jaxquant.training.config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

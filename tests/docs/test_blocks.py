@@ -19,8 +19,8 @@ from jaxquant.__main__ import main as jaxquant_main
 from jaxquant.aot.command import _parse
 from jaxquant.config.explain import whole_tensors
 from jaxquant.core.typed import build
-from train.__main__ import COMMANDS, read_config
-from train.config import TrainConfig
+from jaxquant.training.__main__ import COMMANDS, read_config
+from jaxquant.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,7 +78,7 @@ def test_yaml_is_a_config(page: Path):
 
 def _train(words: list[str]) -> None:
     if words[0] in COMMANDS:
-        _parsed_by("train.__main__")(words)
+        _parsed_by("jaxquant.training.__main__")(words)
         return
     read_config(words[0], [word for word in words[1:] if "=" in word])
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxquant
-from benchmarks.__main__ import main
+from jaxquant.bench.__main__ import main
 from tests.docs.test_blocks import ROOT
 from tests.models import chain
 

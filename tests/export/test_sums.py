@@ -10,8 +10,8 @@ import pytest
 
 from jaxquant.export import check_export, export
 from jaxquant.export.sums import NAME, write_sums
+from jaxquant.training.importing import open_checkpoint
 from tests.export.models import source
-from train.importing import open_checkpoint
 
 
 @pytest.mark.parametrize(("name", "format"), [("folder", "ct_int8"), ("model.gguf", "gguf_q8_0")])

@@ -12,8 +12,8 @@ import pytest
 
 import jaxquant
 from jaxquant.audit.coverage import coverage
+from jaxquant.training.attention import attend, visibility
 from tests.lowering import equations
-from train.attention import attend, visibility
 
 OPTIMIZED = False
 

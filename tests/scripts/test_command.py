@@ -18,8 +18,8 @@ import pytest
 from jaxquant import RECIPES, terminal
 from jaxquant.__main__ import main
 from jaxquant.aot.command import print_and_write
-from train.__main__ import COMMANDS
-from train.__main__ import main as train
+from jaxquant.training.__main__ import COMMANDS
+from jaxquant.training.__main__ import main as train
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "configs/models/ci.yml"
@@ -37,8 +37,8 @@ REFUSED = [
     (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
     (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
     (["coverage", "absent.yml"], "absent.yml"),
-    (["coverage", str(CI), "--program", "train.absent:step"], "No module named 'train.absent'"),
-    (["coverage", str(CI), "--program", "train.audit:absent"], "train.audit has no function 'absent'"),
+    (["coverage", str(CI), "--program", "jaxquant.training.absent:step"], "No module named 'jaxquant.training.absent'"),
+    (["coverage", str(CI), "--program", "jaxquant.training.audit:absent"], ".audit has no function 'absent'"),
 ]
 
 
@@ -50,10 +50,10 @@ def test_what_cannot_be_is_a_sentence(capsys):
 
 
 INTERRUPTED = {
-    "train.conversion.convert_run": ["convert", "a", "--out", "b"],
-    "train.cli.open_served": ["serve", "a", "--prompt", "b"],
-    "train.serving.contenders": ["evaluate", "a"],
-    "train.__main__.read_config": ["a.yml"],
+    "jaxquant.training.conversion.convert_run": ["convert", "a", "--out", "b"],
+    "jaxquant.training.cli.open_served": ["serve", "a", "--prompt", "b"],
+    "jaxquant.training.serving.contenders": ["evaluate", "a"],
+    "jaxquant.training.__main__.read_config": ["a.yml"],
 }
 
 
@@ -84,7 +84,7 @@ def test_coverage_that_is_not_as_asked_is_status_1(capsys):
 
 
 SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
-MODULES = ("train", "benchmarks", "jaxquant")
+MODULES = ("train", "jaxquant.training", "jaxquant.bench", "jaxquant")
 
 
 WITHOUT_EXTRAS = """
@@ -104,7 +104,7 @@ for name, *words in json.loads(sys.argv[1]):
 
 def test_without_the_extras_every_command_has_help_and_names_what_to_install():
     asked = [[command, "--help"] for command in [*SCRIPTS, *MODULES]] + [["train", name, "--help"] for name in COMMANDS]
-    refused = {"grain": ["benchmarks", "steps"], "filelock": ["train", str(CI)]}
+    refused = {"grain": ["jaxquant.bench", "steps"], "filelock": ["train", str(CI)]}
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps([*asked, *refused.values()])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     fix = "is not installed; run pip install -e '.[train]' in the checkout of jaxquant\n"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from train.__main__ import main
-from train.report import BYTES, HEALTH, Run, charts, comparison_rows, find_baseline, health_maps, load_runs, render
+from jaxquant.training import report
+from jaxquant.training.__main__ import main
 
 PATHS = ("self_attention/query", "self_attention/out", "mlp/wi_0")
 
@@ -67,27 +67,27 @@ def runs(tmp_path):
 
 
 def load(folder, *names):
-    return load_runs([folder / name for name in names or NAMES])
+    return report.load_runs([folder / name for name in names or NAMES])
 
 
 def test_gap_and_ratio_are_taken_from_the_unquantized_run_at_the_same_step(runs):
-    rows = comparison_rows(load(runs))
+    rows = report.comparison_rows(load(runs))
     assert [row["gap"] for row in rows] == ["–", "+0.40%", "-0.70%"]
     assert [row["ratio"] for row in rows] == ["1.00×", "0.80×", "1.20×"]
     assert [row["backend"] for row in rows] == ["–", "native", "native"]
-    float_run, short = load_runs([runs / "float", write_run(runs / "b", "int8", excess=0.01, steps=200)])
+    float_run, short = report.load_runs([runs / "float", write_run(runs / "b", "int8", excess=0.01, steps=200)])
     assert short.gap(float_run) == pytest.approx(1)
-    assert Run("c", {}, {1: 2.0}, {250: 1.5}, None, {}).gap(float_run) is None
-    smooth = Run("a", {}, {1: 4.0, 2: 2.0, 3: float("nan")}, {}, None, {}).smoothed()  # without start-up bias
+    assert report.Run("c", {}, {1: 2.0}, {250: 1.5}, None, {}).gap(float_run) is None
+    smooth = report.Run("a", {}, {1: 4.0, 2: 2.0, 3: float("nan")}, {}, None, {}).smoothed()  # without start-up bias
     assert smooth == pytest.approx({1: 4.0, 2: (0.9 * 4.0 + 2.0) / 1.9})
 
 
 def test_what_is_a_baseline(runs):
     with pytest.raises(ValueError, match="runs a and float are both unquantized; give one to measure gaps from"):
-        find_baseline(load_runs([write_run(runs / "a", ""), runs / "float"]))
-    found = load_runs([write_run(runs / "rules", "", rules=[{"path": ".*", "recipe": "int8"}])])
-    assert find_baseline(found) is None
-    assert comparison_rows(found)[0]["quantization"] == "by rules"
+        report.find_baseline(report.load_runs([write_run(runs / "a", ""), runs / "float"]))
+    found = report.load_runs([write_run(runs / "rules", "", rules=[{"path": ".*", "recipe": "int8"}])])
+    assert report.find_baseline(found) is None
+    assert report.comparison_rows(found)[0]["quantization"] == "by rules"
 
 
 def test_the_table_and_the_page_are_written(runs, capsys):
@@ -106,12 +106,12 @@ def test_the_table_and_the_page_are_written(runs, capsys):
     printed = capsys.readouterr().out
     assert "No unquantized run was given, so there is no gap and no ratio." in printed
     assert "The runs differ in more than quantization: learning_rate." in printed
-    assert not any(about.startswith("Gap") for about in charts(load(runs, "int8", "fp8")))
+    assert not any(about.startswith("Gap") for about in report.charts(load(runs, "int8", "fp8")))
 
 
 def test_charts_hold_every_run(runs):
-    found = {about.partition(":")[0]: figure for about, figure in charts(load(runs)).items()}
-    titles = [about.partition(":")[0] for about in BYTES.values()]
+    found = {about.partition(":")[0]: figure for about, figure in report.charts(load(runs)).items()}
+    titles = [about.partition(":")[0] for about in report.BYTES.values()]
     assert list(found) == ["Training loss", "Held-out loss", "Gap to the unquantized run", "Step time", *titles]
     assert [*found["Step time"].data[0].y] == ["float", "int8", "fp8"]
     last = [trace.y[-1] for trace in found["Gap to the unquantized run"].data if trace.mode == "lines+markers"]
@@ -122,9 +122,9 @@ def test_charts_hold_every_run(runs):
 def test_health_is_drawn_where_it_was_measured(runs):
     (runs / "fp8/health.jsonl").write_text("".join(json.dumps(health(step)) + "\n" for step in range(20, 101, 20)))
     fp8, none = load(runs, "fp8", "int8")
-    assert health_maps(none) == {}
-    found = {about.partition(",")[0]: figure for about, figure in health_maps(fp8).items()}
-    assert [*found] == [title.partition(",")[0] for name, (title, *_) in HEALTH.items() if name != "nonfinite"]
+    assert report.health_maps(none) == {}
+    found = {about.partition(",")[0]: figure for about, figure in report.health_maps(fp8).items()}
+    assert [*found] == [title.partition(",")[0] for name, (title, *_) in report.HEALTH.items() if name != "nonfinite"]
     for figure in found.values():
         assert [[*heat.x] for heat in figure.data] == [["20", "40", "60", "80", "100"]] * 3
         assert [*figure.data[0].y][:2] == ["layers/self_attention/query, layer 0", "layers/self_attention/out, layer 0"]
@@ -133,12 +133,12 @@ def test_health_is_drawn_where_it_was_measured(runs):
 
 
 def test_runs_are_named_as_they_are(runs):
-    page = render(load_runs([write_run(runs / "<b><!--X--></script>", "int8")]))
+    page = report.render(report.load_runs([write_run(runs / "<b><!--X--></script>", "int8")]))
     assert "<b>" not in page[page.index("<body>") :]
     (write_run(runs / "cut", "int8", steps=120) / "summary.json").unlink()
-    row = comparison_rows(load(runs, "float", "cut"))[1]
+    row = report.comparison_rows(load(runs, "float", "cut"))[1]
     assert (row["steps"], row["step time"]) == ("120 (unfinished)", "250 ms")
-    found = load_runs([write_run(runs / "a/run", ""), write_run(runs / "b/run", "int8")])
+    found = report.load_runs([write_run(runs / "a/run", ""), write_run(runs / "b/run", "int8")])
     assert [run.name for run in found] == [str(runs / "a/run"), str(runs / "b/run")]
 
 

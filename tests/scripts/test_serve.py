@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxquant.training import cli
+from jaxquant.training.__main__ import main
+from jaxquant.training.config import TrainConfig
 from tests.train.conftest import CI_CONFIG, train
-from train import cli
-from train.__main__ import main
-from train.config import TrainConfig
 
 WORDS = ["--max-new-tokens", "4", "--slots", "2", "--prefill-chunk", "8"]
 

@@ -20,10 +20,10 @@ import yaml
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build, to_mapping
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.loop import prepare
 from tests.conftest import optimize_little
 from tests.train.mesh_worker import PATIENT
-from train.config import TrainConfig
-from train.loop import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 CI_CONFIG = ROOT / "configs/models/ci.yml"
@@ -132,7 +132,7 @@ def start(config: TrainConfig, run_dir: Path, devices: int = 1, processes: int =
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     started = []
     for index in range(processes):
-        words = [sys.executable, "-m", "train", str(file), f"run_dir={run_dir}"]
+        words = [sys.executable, "-m", "jaxquant.training", str(file), f"run_dir={run_dir}"]
         if processes > 1:
             words += [f"--coordinator-address={address}", f"--num-processes={processes}", f"--process-id={index}"]
         with (run_dir.parent / f"{index}.log").open("w") as out:

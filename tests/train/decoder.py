@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from train.config import TrainConfig
-from train.model import DecoderConfig
-from train.step import Model, make_model
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.model import DecoderConfig
+from jaxquant.training.step import Model, make_model
 
 SHAPE = DecoderConfig(64, 32, 64, 2, 4, 2, 16)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)

@@ -87,8 +87,8 @@ def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
     """Train on one device, and repeat each step on the mesh."""
     import jax
 
-    from train.data import make_iterators
-    from train.step import build
+    from jaxquant.training.data import make_iterators
+    from jaxquant.training.step import build
 
     data = make_iterators(config, config.batch_size)
     mesh = build(config, data.vocab_size)
@@ -128,7 +128,7 @@ def main(dump: str, configs: str) -> None:
     import jax
 
     from jaxquant.core.typed import build
-    from train.config import TrainConfig
+    from jaxquant.training.config import TrainConfig
 
     assert jax.device_count() == 8
     results = {}

@@ -12,12 +12,12 @@ import pytest
 
 from jaxquant.aot.compile import audit_program
 from jaxquant.aot.plugin import PROGRAM
+from jaxquant.training.attention import attend, choose, visibility
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.model import head_chunks
 from tests.lowering import equations
 from tests.train.conftest import ROOT
 from tests.train.decoder import POSITIONS, SEGMENTS, SHAPE, TOKENS, made
-from train.attention import attend, choose, visibility
-from train.config import TrainConfig
-from train.model import head_chunks
 
 TARGETS = (TOKENS + 1) % 64
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant.training.model import empty_cache
 from tests.numerics import CACHED_LOGITS
 from tests.train.decoder import SHAPE, TOKENS, made
 from tests.train.test_experts import DEEPSEEK
-from train.model import empty_cache
 
 LENGTH = 16
 RNGS = {"quant": jax.random.key(1)}

@@ -17,15 +17,15 @@ import pytest
 
 from jaxquant.core.typed import to_mapping
 from jaxquant.export.sums import NAME, read_sums
+from jaxquant.training import sums
+from jaxquant.training.checkpoint import Checkpoints, write_config
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.conversion import open_parameters
+from jaxquant.training.metrics import Metrics
+from jaxquant.training.report import load_run
+from jaxquant.training.step import TrainState
+from jaxquant.training.sums import config_of
 from tests.train.conftest import read_lines
-from train import sums
-from train.checkpoint import Checkpoints, write_config
-from train.config import TrainConfig
-from train.conversion import open_parameters
-from train.metrics import Metrics
-from train.report import load_run
-from train.step import TrainState
-from train.sums import config_of
 
 PARAMS = {"layers": {"kernel": jnp.arange(64, dtype=jnp.float32).reshape(2, 4, 8)}, "norm": {"scale": jnp.ones(3)}}
 POSITION = {"stream": {"corpus": "abc"}, "position": {"next": 7}}
@@ -141,7 +141,7 @@ def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage
 
 
 def resume(run: Path, config: TrainConfig) -> tuple[Checkpoints, list[str]]:
-    """Go on as ``train.loop`` does, up to the first step."""
+    """Go on as ``jaxquant.training.loop`` does, up to the first step."""
     said: list[str] = []
     with Checkpoints(run, config) as checkpoints:
         assert checkpoints.restore(ABSTRACT, said.append) is not None

@@ -11,11 +11,11 @@ import pytest
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
+from jaxquant.training.__main__ import main, read_config
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.model import Decoder
+from jaxquant.training.step import model_config
 from tests.train.conftest import ROOT
-from train.__main__ import main, read_config
-from train.config import TrainConfig
-from train.model import Decoder
-from train.step import model_config
 
 
 def test_base_file_has_every_field_at_its_default():

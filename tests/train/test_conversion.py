@@ -23,14 +23,14 @@ from jaxquant import state as quantization_state
 from jaxquant.core.paths import tree_bytes
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.typed import build, to_mapping
+from jaxquant.training.__main__ import main
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.conversion import Conversion, convert_run, converted_shapes, served_config
+from jaxquant.training.model import Decoder
+from jaxquant.training.serving import Served, contenders, open_served
+from jaxquant.training.sums import DATA, seal, write_checkpoint_sums
 from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
-from train.__main__ import main
-from train.config import TrainConfig
-from train.conversion import Conversion, convert_run, converted_shapes, served_config
-from train.model import Decoder
-from train.serving import Served, contenders, open_served
-from train.sums import DATA, seal, write_checkpoint_sums
 
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]

@@ -8,10 +8,10 @@ import json
 import pytest
 
 from jaxquant.audit.coverage import of_trace
-from train.data import make_iterators
-from train.loop import prepare
-from train.report import load_runs, render
-from train.step import build, check_step
+from jaxquant.training.data import make_iterators
+from jaxquant.training.loop import prepare
+from jaxquant.training.report import load_runs, render
+from jaxquant.training.step import build, check_step
 
 LAYERS = 2
 LINEAR = ["self_attention/query", "self_attention/key", "self_attention/value", "self_attention/out"] + [

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import Chunks, load_corpus, make_iterators
-from train.tokenizer import ByteTokenizer
+from jaxquant.training.data import Chunks, load_corpus, make_iterators
+from jaxquant.training.tokenizer import ByteTokenizer
 
 
 @dataclasses.dataclass(frozen=True)

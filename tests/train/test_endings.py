@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from jaxquant.core.typed import to_mapping
+from jaxquant.training import sums
+from jaxquant.training.__main__ import main
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.loop import Halted, StopRequest
+from jaxquant.training.metrics import Metrics
+from jaxquant.training.sources import open_source
 from tests.train.conftest import CI_CONFIG, STEPS, read_losses, train
-from train import sums
-from train.__main__ import main
-from train.config import TrainConfig
-from train.loop import Halted, StopRequest
-from train.metrics import Metrics
-from train.sources import open_source
 
 
 class Closing(io.StringIO):

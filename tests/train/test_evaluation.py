@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.training.__main__ import main
+from jaxquant.training.conversion import convert_run
+from jaxquant.training.data import make_iterators
+from jaxquant.training.serving import contenders, evaluate, open_served
 from tests.numerics import EVALUATION_DIFFERENCE_RTOL, EVALUATION_LOSS_ATOL
-from train.__main__ import main
-from train.conversion import convert_run
-from train.data import make_iterators
-from train.serving import contenders, evaluate, open_served
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from jaxquant.config.loader import load_yaml
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.training.__main__ import main
+from jaxquant.training.conversion import convert_run, open_parameters
+from jaxquant.training.exporting import export_run, open_source
+from jaxquant.training.importing import import_to_run, import_to_serve
+from jaxquant.training.serving import open_served
 from tests.numerics import RECIPROCAL
-from train.__main__ import main
-from train.conversion import convert_run, open_parameters
-from train.exporting import export_run, open_source
-from train.importing import import_to_run, import_to_serve
-from train.serving import open_served
 
 FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxquant.core.qtensor import is_tensor
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.conversion import convert_run
+from jaxquant.training.generate import Prompt
+from jaxquant.training.model import DecoderConfig, Experts
+from jaxquant.training.serving import open_served
 from tests import numerics
 from tests.train.conftest import train
-from train.config import TrainConfig
-from train.conversion import convert_run
-from train.generate import Prompt
-from train.model import DecoderConfig, Experts
-from train.serving import open_served
 
 _NAMES = ("wi_0", "wi_1", "wo")
 DEEPSEEK = {"num_experts": 4, "shared_experts": 1, "num_kv_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}

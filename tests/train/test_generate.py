@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.training.generate import Engine, Prompt, Sampling, sample
+from jaxquant.training.serving import Served, open_served
 from tests.numerics import CACHED_LOGITS
-from train.generate import Engine, Prompt, Sampling, sample
-from train.serving import Served, open_served
 
 NEW = 9
 LIMIT = 31  # the tiny run's sequence_length is 32

@@ -14,9 +14,9 @@ import pytest
 from jaxquant.audit.health import HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.quant_state import TENSORS
+from jaxquant.training.health import Health, HealthLog, find_faults, sampled_sequences
+from jaxquant.training.metrics import Metrics
 from tests.train.conftest import STEPS, quantized, read_losses, train
-from train.health import Health, HealthLog, find_faults, sampled_sequences
-from train.metrics import Metrics
 
 FILE = "health.jsonl"
 DTYPES = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.training import metrics
+from jaxquant.training.checkpoint import Checkpoints
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.health import FiniteCheck
+from jaxquant.training.loop import Diverged
+from jaxquant.training.step import Program, TrainState, build
 from tests.states import edited
 from tests.train.conftest import STEPS, read_lines, read_losses, train
-from train import metrics
-from train.checkpoint import Checkpoints
-from train.config import TrainConfig
-from train.health import FiniteCheck
-from train.loop import Diverged
-from train.step import Program, TrainState, build
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp
 
 def test_what_is_not_finite_is_neither_an_end_nor_saved(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr("train.loop._held_out", lambda *_: float("nan"))
+        patch.setattr("jaxquant.training.loop._held_out", lambda *_: float("nan"))
         (copy / "summary.json").unlink()  # stopped after its last checkpoint
         with pytest.raises(Diverged, match=rf"the held-out loss is nan; the last good state, step {STEPS}, is saved"):
             train(tiny, copy)

@@ -16,13 +16,13 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxquant.core.typed import to_mapping
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.sharding import AXES, make_mesh, state_shardings
+from jaxquant.training.step import build
 from tests import numerics
 from tests.states import nested
 from tests.train.conftest import ROOT
 from tests.train.mesh_worker import STEPS
-from train.config import TrainConfig
-from train.sharding import AXES, make_mesh, state_shardings
-from train.step import build
 
 NATIVE = {"quant_backend": "native"}
 MESHES: dict[str, dict[str, Any]] = {

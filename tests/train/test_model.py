@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from train.attention import rotate
-from train.model import Decoder, DecoderConfig
-from train.optimizer import DECAYED
-from train.sharding import PARAMETER_AXES
+from jaxquant.training.attention import rotate
+from jaxquant.training.model import Decoder, DecoderConfig
+from jaxquant.training.optimizer import DECAYED
+from jaxquant.training.sharding import PARAMETER_AXES
 
 SMALL = DecoderConfig(64, 32, 64, 2, 4, 2, 16)
 UNTIED = dataclasses.replace(SMALL, logits_via_embedding=False)

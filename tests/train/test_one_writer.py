@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxquant.training import lock
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.lock import Busy, RunLock
+from jaxquant.training.loop import Halted, prepare
+from jaxquant.training.metrics import Metrics
 from tests.train.conftest import ROOT, train
-from train import lock
-from train.config import TrainConfig
-from train.lock import Busy, RunLock
-from train.loop import Halted, prepare
-from train.metrics import Metrics
 
 
 def test_a_second_process_is_refused_by_name_and_a_killed_one_makes_way(tmp_path: Path):
-    words = f"from pathlib import Path; from train.lock import RunLock; lock = RunLock(Path({str(tmp_path)!r}))"
+    words = f"import pathlib; from jaxquant.training import lock; lock = lock.RunLock(pathlib.Path({str(tmp_path)!r}))"
     command = [sys.executable, "-c", f"{words}; lock.acquire(print); print('held', flush=True); input()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **pipes)

@@ -12,9 +12,9 @@ import pytest
 
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.optim import state as optim_state
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.step import build
 from tests.train.conftest import read_losses, train
-from train.config import TrainConfig
-from train.step import build
 
 ONE = {"mesh_data": 1, "mesh_fsdp": 1, "emb_dim": 64, "head_dim": 32, "mlp_dim": 128}
 LOW = {"optimizer_state": "fp8_coat", "weight_dtype": "bfloat16", "stochastic_rounding": True, "learning_rate": 4e-3}

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from jaxquant.core.paths import leaves_by_path
+from jaxquant.training.checkpoint import CHUNK_BYTES, Checkpoints, save_args
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.conversion import open_parameters
+from jaxquant.training.step import build
 from tests.train.conftest import STEPS, quantized
-from train.checkpoint import CHUNK_BYTES, Checkpoints, save_args
-from train.config import TrainConfig
-from train.conversion import open_parameters
-from train.step import build
 
 
 def test_every_leaf_is_what_the_run_itself_restores_bit_for_bit(finished: Any, tiny: TrainConfig):

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxquant.training import processes
+from jaxquant.training.__main__ import main
+from jaxquant.training.checkpoint import Checkpoints
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.step import build
 from tests.train.conftest import ROOT, finish, read_lines, read_losses, start, wait_for_step
-from train import processes
-from train.__main__ import main
-from train.checkpoint import Checkpoints
-from train.config import TrainConfig
-from train.step import build
 
 STEPS = 8
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jaxquant.config.loader import load_yaml
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.report import comparison_rows, load_runs
 from tests.train.conftest import STEPS, finish, quantized, read_lines, read_losses, start, train, wait_for_step
-from train.config import TrainConfig
-from train.report import comparison_rows, load_runs
 
 STRINGS = ["", "int8", "fp8"]
 
@@ -75,7 +75,7 @@ def test_sigterm_saves_exits_0_and_resumes_bit_identical(finished, tiny, tmp_pat
 def test_a_finished_run_is_told_from_its_files_and_ends_again_without_its_summary(copy, tiny, monkeypatch):
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with monkeypatch.context() as patch:
-        patch.setattr("train.loop.make_iterators", lambda *_: pytest.fail("data is read before the folder"))
+        patch.setattr("jaxquant.training.loop.make_iterators", lambda *_: pytest.fail("data is read before the folder"))
         assert [line.partition(":")[0] for line in train(tiny, copy, log_every=2)] == ["done"]
         with pytest.raises(ValueError, match="is of another run") as caught:
             train(tiny, copy, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
@@ -89,7 +89,7 @@ def test_a_finished_run_is_told_from_its_files_and_ends_again_without_its_summar
 
 
 def test_a_finished_run_that_goes_on_is_unfinished_until_it_ends(copy, tiny, monkeypatch):
-    monkeypatch.setattr("train.loop._Run._reason", "a test")  # stops after each step
+    monkeypatch.setattr("jaxquant.training.loop._Run._reason", "a test")  # stops after each step
     train(tiny, copy, steps=STEPS + 2)
     assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 1} (unfinished)"
     train(tiny, copy, steps=STEPS + 2)

@@ -14,14 +14,14 @@ from jax.sharding import AbstractMesh
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.core.typed import to_mapping
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.data import make_iterators
+from jaxquant.training.health import explain_non_finite
+from jaxquant.training.sharding import AXES
+from jaxquant.training.step import build, with_global_shards
 from tests import numerics
 from tests.states import nested
 from tests.train.conftest import quantized
-from train.config import TrainConfig
-from train.data import make_iterators
-from train.health import explain_non_finite
-from train.sharding import AXES
-from train.step import build, with_global_shards
 
 # With a large epsilon AdamW is smooth in the gradient, so that a difference in summation order stays one.
 SMOOTH = {"adam_eps": 1.0, "warmup_steps_fraction": 0.0, "learning_rate": 1.0}

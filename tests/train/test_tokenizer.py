@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+from jaxquant.training.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
 
 TEXTS = ["def f(x):\n    return x", "naïve café 数学 🙂 end", "a", "tail \ufffd here", ""]
 

@@ -1,1 +1,0 @@
-"""What quantization costs and gains; ``python -m benchmarks`` measures and compiles it."""

@@ -1,0 +1,127 @@
+"""On the device here: the predictions of its kind, and a layer's numbers next to a CPU's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import multiprocessing
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant import state as quant_state
+from jaxquant.aot.chips import CHIPS
+from jaxquant.aot.program import read_program
+from jaxquant.bench.compare_libraries import matmuls
+from jaxquant.bench.schemes import RESULTS, UNQUANTIZED, Row, Scheme, tell
+from jaxquant.bench.timing import FAILURES
+from jaxquant.inject.model import maybe_quantize_model
+
+FAR = 0.01
+"""A relative difference that the order of sums does not explain, of operands that are rounded alike."""
+
+
+def priced(kind: str) -> dict[str, Row]:
+    """Return predictions of the MLP step for a kind of device by config string; none if it was not compiled for it."""
+    rows = committed(f"audit-yardstick-{target_of(kind)}.json")
+    return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
+
+
+def committed(name: str) -> Any:
+    """Return the contents of a JSON file of the results; no rows if there is none."""
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def target_of(kind: str) -> str:
+    """Return the name of the chip that a kind of device is, or "" if it is not in the table."""
+    names = [name for name, chip in CHIPS.items() if f"{kind} ".startswith(f"{chip.name} ")]
+    return max(names, key=lambda name: len(CHIPS[name].name), default="")
+
+
+def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list[np.ndarray]] | str, str]:
+    """Compute a dense layer of 512 to 256 features for 256 rows, and its gradients for a given one of the result.
+
+    Args:
+      scheme: what quantizes it.
+      forms: whether the compiler may leave out roundings ("excess precision"), for each result.
+
+    Returns:
+      All of them as float32, a list a form, or the sentence that refuses them; and the matmuls as compiled.
+    """
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, grad = (jax.random.normal(key, (256, size), jnp.bfloat16) for key, size in ((keys[0], 512), (keys[1], 256)))
+    dense = nn.Dense(256, use_bias=False, dtype=jnp.bfloat16)
+    rngs = {"params": keys[2], "quant": keys[2]}
+
+    def run(variables: Any, x: jax.Array, grad: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda variables, x: model.apply(variables, x, rngs={"quant": keys[2]}), variables, x)
+        given, dx = pull(grad)
+        return y, quant_state.split(given)[0], dx
+
+    try:
+        model = maybe_quantize_model(dense, scheme.config, x) if scheme.string else dense
+        variables = jax.jit(model.init)(rngs, x)
+        lowered = jax.jit(run).lower(variables, x, grad)
+        programs = [lowered.compile(compiler_options={"xla_allow_excess_precision": form}) for form in forms]
+        results = [jax.tree.leaves(program(variables, x, grad)) for program in programs]
+    except FAILURES as refused:
+        return str(refused).splitlines()[0], "–"
+    leaves = [[np.asarray(leaf.astype(jnp.float32)) for leaf in result] for result in results]
+    return leaves, matmuls(read_program(str(programs[0].as_text())))
+
+
+def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Return the largest ‖a - b‖ / ‖b‖ of pairs of arrays; a NaN counts as infinite."""
+    norms = [(np.linalg.norm(a - b), np.linalg.norm(b)) for a, b in zip(found, expected, strict=True)]
+    ratios = [float(off / size) if size else float(off) for off, size in norms]
+    return max(float("inf") if np.isnan(ratio) else ratio for ratio in ratios)
+
+
+def _pool(platform: str, workers: int) -> concurrent.futures.ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(workers, context, _compute_on, (platform,))
+
+
+def _compute_on(platform: str) -> None:
+    jax.config.update("jax_platforms", platform)
+
+
+def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
+    """Compare a dense layer and its gradients under every config string here with the same on a CPU.
+
+    `difference` is the largest ‖a - b‖ / ‖b‖ among them. Compilers may leave out roundings to bfloat16, and codes of
+    what was not rounded are others here and there; `as written` is the difference without that
+    (`xla_allow_excess_precision=false`, on CPUs always), where devices add in other orders, and GPUs divide to two
+    units in the last place. `matmuls` are those of the program that ran.
+
+    Args:
+      chosen: schemes.
+      workers: processes of each device.
+    """
+    all_schemes = [UNQUANTIZED, *chosen]
+    with _pool(jax.default_backend().replace("gpu", "cuda"), workers) as here, _pool("cpu", workers) as cpu:
+        pairs = zip(
+            all_schemes,
+            here.map(functools.partial(outputs, forms=(True, False)), all_schemes),
+            cpu.map(outputs, all_schemes),
+            strict=True,
+        )
+        rows = []
+        for scheme, (found, program), (expected, _) in pairs:
+            row = scheme.cells | {"matmuls": program}
+            if isinstance(found, str) or isinstance(expected, str):
+                texts = dict.fromkeys(each for each in (found, expected) if isinstance(each, str))
+                row |= {"difference": "–", "as written": "–", "note": f"did not run: {' / '.join(texts)}"}
+            else:
+                free, held = (difference(each, expected[0]) for each in found)
+                note = "" if held < FAR else "WRONG: not what a CPU computes"
+                row |= {"difference": float(f"{free:.2g}"), "as written": float(f"{held:.2g}"), "note": note}
+            tell(f"{' '.join(scheme.cells.values())}: {row['difference']} {row['as written']} {row['note']}")
+            rows.append(row)
+    return rows

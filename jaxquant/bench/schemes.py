@@ -1,0 +1,71 @@
+"""What is measured: config strings on their backends, each pair of the table of recipes once."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxquant.config.recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout: `intmp` takes its file from there."""
+RESULTS = ROOT / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A config string on a backend; ``also`` names the strings that share its row of the table."""
+
+    string: str
+    backend: str
+    also: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        if not self.string:
+            return {}
+        bits = {"quant_cfg_path": str(ROOT / "configs/intmp/int8_weight_only.json")} if self.string == "intmp" else {}
+        return bits | {"quantization": self.string, "quant_backend": self.backend}
+
+    @property
+    def cells(self) -> Row:
+        return {"quantization": " = ".join((self.string or "none", *self.also)), "backend": self.backend or "–"}
+
+
+UNQUANTIZED = Scheme("", "")
+
+
+def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> list[Scheme]:
+    """List the pairs of the table of recipes, strings with one row once; ``auto`` is the first backend of a row.
+
+    Raises:
+      ValueError: an unknown string, or nothing left.
+    """
+    for string in strings or ():
+        if not RECIPES.get(string) or not string:
+            raise ValueError(
+                f"--strings {string!r} is not a known recipe; known are {', '.join(filter(None, RECIPES))}"
+            )
+    found: list[Scheme] = []
+    seen: set[int] = set()
+    for string in strings or [name for name in RECIPES if name]:
+        row = RECIPES[string]
+        if id(row) in seen:
+            continue
+        seen.add(id(row))
+        also = tuple(name for name, other in RECIPES.items() if other is row and name != string)
+        for backend in row.backends or ("",):
+            if not backends or backend in backends or ("auto" in backends and backend == row.auto):
+                found.append(Scheme(string, backend, also))
+    if not found:
+        raise ValueError(f"--strings {strings} and --backends {backends} leave nothing to measure")
+    return found
+
+
+def tell(text: str) -> None:
+    """Describe how far a measurement is, beside its result."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,85 @@
+"""Speed of ``compare_libraries``'s MLP step under each config string over bfloat16, at default settings.
+
+Both times are estimates of the audit; none was measured (``on-chip.md`` has measurements). The table lists strings that
+quantize both operands of the forward matmul.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxquant.aot.chips import CHIPS, chip
+from jaxquant.aot.price import estimate
+from jaxquant.aot.report import table
+from jaxquant.bench.compare_libraries import Entry, measure
+from jaxquant.bench.schemes import Row, tell
+from jaxquant.bench.strings import STRINGS
+from jaxquant.config import speeds
+from jaxquant.config.recipes import RECIPES
+
+TRAINED = [
+    each for each in STRINGS if (of := RECIPES[each].recipe) and of.resolve("fwd", "lhs") and of.resolve("fwd", "rhs")
+]
+"""Strings that quantize both operands of the forward matmul."""
+
+
+def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | None]:
+    """Return the speed of each string on a chip; None if it is refused there.
+
+    Args:
+      target: chip, one of ``CHIPS``.
+      only: strings; all of them by default.
+    """
+
+    def seconds(string: str) -> float:
+        config = {"quantization": string} if string else {}
+        return estimate(chip(target), measure(Entry(string, config), target)[0]).step
+
+    plain, found = seconds(""), {}
+    for string in only or TRAINED:
+        try:
+            found[string] = round(plain / seconds(string), 2)
+        except NotImplementedError:
+            found[string] = None
+        tell(f"{string} on {target}: {found[string]}")
+    return found
+
+
+def merged(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> list[Row]:
+    """Return the rows of a table, in the order of the recipe table and of ``CHIPS``, with speeds on a chip."""
+    known = {row["quantization"]: row for row in rows}
+    for string, speed in found.items():
+        known.setdefault(string, {"quantization": string})[target] = speed
+    order = [string for string in STRINGS if string in known]
+    chips = [name for name in CHIPS if any(name in row for row in known.values())]
+    return [{"quantization": name} | {each: known[name].get(each) for each in chips} for name in order]
+
+
+def table_text(rows: Sequence[Row]) -> str:
+    """Write the rows as ``jaxquant.config.speeds`` has them."""
+    cells = [
+        ["string", *list(rows[0])[1:]],
+        *(["-" if cell is None else str(cell) for cell in row.values()] for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (zip(line, widths, strict=True) for line in cells)
+    return "".join("  ".join(f"{cell:{width}}" for cell, width in line).rstrip() + "\n" for line in lines)
+
+
+def fill(rows: Sequence[Row]) -> None:
+    """Write the rows into ``jaxquant/config/speeds.py``."""
+    file = Path(speeds.__file__)
+    file.write_text(file.read_text().replace(f'"""\\\n{speeds.TABLE}"""', f'"""\\\n{table_text(rows)}"""'))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Write the page of the rows."""
+    shown = [{name: "–" if cell is None else cell for name, cell in row.items()} for row in rows]
+    return "\n".join(["# Speed of config strings", "", (__doc__ or "").strip(), "", *table(shown)]) + "\n"
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_speeds(sys.argv[1], sys.argv[2:])))

@@ -1,0 +1,55 @@
+"""Every config string on the backend of ``auto``, compiled for chips that are not here, or refused by name.
+
+The function is ``compare_libraries``'s MLP step at 256 tokens and widths 256 → 512 → 256.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from jaxquant.aot.report import table
+from jaxquant.bench.compare_libraries import Entry, matmuls, measure
+from jaxquant.config.recipes import RECIPES
+
+STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
+"""Config strings, those of one recipe once."""
+
+
+def cell(string: str, target: str) -> str:
+    """Return what the matmuls of a string's step became, or the sentence that refuses it.
+
+    Args:
+      string: one of ``STRINGS``.
+      target: chip, one of ``CHIPS`` of ``jaxquant.aot``.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler failed.
+    """
+    config = {"quantization": string} if string else {}
+    file = {"quant_cfg_path": "configs/intmp/int8_weight_only.json"} if string == "intmp" else {}
+    try:
+        program, _ = measure(Entry(string, config | file), target, 256, 256, 512)
+    except NotImplementedError as refused:
+        return f"refused: {refused}"
+    return matmuls(program)
+
+
+def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:
+    """Return the cells of a chip by string; of ``only`` some strings, where given."""
+    return {string: cell(string, target) for string in STRINGS if not only or string in only}
+
+
+def page(rows: Sequence[dict[str, str]]) -> str:
+    """Write the table of strings and chips; refusals stand in full below it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    short = [{key: row.get(key, "").partition(":")[0] for key in columns} for row in rows]
+    refused = sorted({cell for row in rows for cell in row.values() if cell.startswith("refused: ")})
+    title = "# Every config string, compiled for chips that are not here"
+    notes = "An MLP step with `quant_backend: auto`, and its matmuls as compiled; an empty cell was not compiled."
+    return "\n".join([title, "", notes, "", *table(short), "", *(f"- {each}" for each in refused)]) + "\n"
+
+
+if __name__ == "__main__":
+    print(json.dumps(cells(sys.argv[1], sys.argv[2:])))

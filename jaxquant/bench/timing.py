@@ -1,0 +1,122 @@
+"""Time what is compared in turns, so that a slow moment of the machine hits all alike."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.aot.program import read_program
+from jaxquant.bench.schemes import Row
+
+FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
+"""Errors of what cannot run here."""
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep Python from collecting garbage while it is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def seconds(run: Callable[[], Any], calls: int = 1) -> float:
+    """Time a call until its arrays are there.
+
+    Args:
+      run: what is called.
+      calls: of it, one behind the other, so that a device has the next one while the host makes the one after; the
+        time is one call's share.
+    """
+    began = time.perf_counter()
+    for _ in range(calls - 1):
+        run()
+    jax.block_until_ready(run())
+    return (time.perf_counter() - began) / calls
+
+
+def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    """Return the median over rounds of a time over another's in that round."""
+    return statistics.median(a / b for a, b in zip(times, base, strict=True))
+
+
+@dataclasses.dataclass
+class Prepared:
+    """One row before it is timed.
+
+    Attributes:
+      calls: compiled programs by name, each with its arguments.
+      facts: what is known of them without a time; ``flops`` or ``bytes`` of all calls together give a rate.
+    """
+
+    calls: dict[str, Callable[[], Any]]
+    facts: Row = dataclasses.field(default_factory=dict)
+
+
+def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[str, Any] | None = None) -> Prepared:
+    """Compile a function, with values for its arguments.
+
+    Args:
+      function: what is compiled.
+      shapes: of its arguments, as ``filled`` takes them.
+      options: of the compiler.
+    """
+    args = filled(shapes)
+    program, facts = compiled(function, *args, options=options)
+    return Prepared({"step": lambda: program(*args)}, facts)
+
+
+def filled(shapes: Any) -> Any:
+    """Return a tree of values for one of shapes: random matrices, and amax histories that have entries.
+
+    Keys are one key; observations in bins, and integers of more than a byte, are zeros; vectors are ones.
+    """
+
+    def value(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        size = x.dtype.itemsize
+        if "bins" in jax.tree_util.keystr(path) or (size > 1 and jnp.issubdtype(x.dtype, jnp.integer)):
+            return jnp.zeros(x.shape, x.dtype)
+        if x.ndim < 2:
+            return jnp.ones(x.shape, x.dtype)
+        drawn = jax.random.normal(jax.random.key(x.size, impl="rbg"), x.shape)  # which compiles fast
+        return ((32 if size == 1 else 0.02) * drawn).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, shapes)
+
+
+def compiled(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None) -> tuple[Any, Row]:
+    """Compile a function for its arguments; return the program, and facts about it.
+
+    Args:
+      function: what is compiled.
+      args: its arguments.
+      options: of the compiler.
+
+    Returns:
+      The program, and seconds to trace and lower it and to compile it, its matmuls by the dtypes of their operands, the
+      library calls or opcodes that they became, and the megabytes that everything else moves.
+    """
+    began = time.perf_counter()
+    lowered = jax.jit(function).lower(*args)
+    between = time.perf_counter()
+    program = lowered.compile(compiler_options=options)
+    ended = time.perf_counter()
+    read = read_program(program.as_text() or "")
+    calls = [matmul.kind for matmul in read.matmuls] + [kernel.name for kernel in read.kernels if kernel.flops]
+    facts: Row = {"lower s": round(between - began, 2), "compile s": round(ended - between, 2)}
+    facts |= {"matmuls": read.count(), "calls": collections.Counter(calls), "moved MB": round(read.moved / 1e6)}
+    return program, facts

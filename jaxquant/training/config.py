@@ -1,0 +1,263 @@
+"""The configuration of a training run: one flat frozen dataclass, quantization fields included."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxquant.config.backends import BACKENDS
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.typed import show
+
+RUN_CONTROL = frozenset(
+    (
+        *("run_dir", "steps", "strict", "log_every", "eval_every", "checkpoint_every", "checkpoint_keep"),
+        *("tensorboard", "health_every", "health_sequences", "mesh_data", "mesh_fsdp", "mesh_tensor"),
+        "optimizer_state_axis",
+    )
+)
+"""Fields that may differ when a run is resumed.
+
+They say how long the run lasts, what it checks and writes down and on how many devices of what kind it goes (a
+checkpoint's optimizer state loads along the axis that it has, or not at all). Everything else decides
+the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, but
+for the fields of ``ADJUSTABLE``.
+(``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
+schedule.)
+"""
+
+ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
+"""Fields that may differ, too, so that a run that stopped need not start over; each change is in metrics.jsonl."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Shape and numerics of the decoder; ``TrainConfig`` says what the fields mean."""
+
+    vocab_size: int = 0
+    emb_dim: int = 512
+    mlp_dim: int = 1536
+    num_layers: int = 8
+    num_query_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    shared_experts: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    rope_theta: float = 500000.0
+    norm_epsilon: float = 1e-5
+    logits_via_embedding: bool = True
+    scan_layers: bool = True
+    remat_policy: Literal["none", "full", "dots", "matmuls", "quantized"] = "none"
+    saved_activations: Literal["full", "fp8"] = "full"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    head_chunks: int = 0
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Shape, QuantConfig):
+    """One training run.
+
+    Attributes:
+      run_dir: folder of the run; empty is ``runs/NAME`` with NAME from the config file and the quantization.
+      framework: API of Flax in which the decoder is built; ``linen`` is the only one.
+      seed: of the initial parameters and of stochastic rounding.
+      steps: optimizer steps.
+      vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
+      emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
+      num_experts, num_experts_per_tok: experts of ``mlp_dim`` in each layer, and how many of them a token goes through;
+        0 is one MLP for all tokens.
+      shared_experts: experts that every token goes through beside those, as one MLP of so many times ``mlp_dim``.
+      kv_lora_rank, q_lora_rank, rope_head_dim: latent attention (``model.LatentAttention``): size of the latent of keys
+        and values (0 is none: grouped-query attention), of that of queries (0 is none), and rotated numbers of a head.
+      rope_theta: base of the rotary embedding's wavelengths.
+      norm_epsilon: added to the mean square in RMSNorm.
+      logits_via_embedding: the output head is the embedding's transpose (tied).
+      scan_layers: one traced layer, scanned; False gives every layer its own path (``layers_0/mlp/wi_0``).
+      remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: what
+        float and 8-bit matmuls return; ``matmuls``: results of matmuls and of attention kernels, see
+        ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
+      saved_activations: how the backward pass keeps the inputs of norms and of the MLP's gate: ``full``, in their own
+        dtype, or ``fp8``, see ``jaxquant.compress_residuals``; for remat_policy ``none`` and ``quantized``.
+      attention: whose code mixes the values. ``auto``: cuDNN's on NVIDIA GPUs and splash attention on TPUs where they
+        take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
+      head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a
+        gigabyte a sequence).
+      dtype: of activations and matmuls.
+      dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: see ``jaxquant.training.data``.
+      sequence_length: tokens of one sequence.
+      batch_size: sequences of one optimizer step, over all devices and micro-batches.
+      gradient_accumulation_steps: micro-batches of one optimizer step.
+      learning_rate: peak, reached after ``warmup_steps_fraction`` of the steps; then a cosine down to
+        ``learning_rate_final_fraction`` of it.
+      optimizer: ``adamw``, or ``muon``: the blocks' matrices by Muon (its momentum .95, at AdamW's learning rates),
+        the rest by Adam with Nesterov's momentum.
+      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only, of ``muon`` on those it updates.
+      optimizer_state: how the optimizer's moments are kept, a scheme of ``jaxquant.optim.SCHEMES`` or in float32.
+      optimizer_state_axis: along which numbers of 8 bits are grouped: ``last``, ``rows`` (the axis before it, or one
+        with larger groups), or ``auto``, which is ``rows`` on TPUs and else ``last``. A checkpoint is of one of them.
+      weight_dtype: of the parameters; there is no float32 copy of bfloat16 ones.
+      stochastic_rounding: whether bfloat16 weights are rounded at random (``optim.stochastic_round``), not to nearest.
+      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 is no clipping.
+      mesh_data, mesh_fsdp, mesh_tensor: devices along the three mesh axes (copies of the model, parts of every
+        parameter, parts of the heads and of ``mlp_dim``); -1 is the rest of those present.
+      log_every: steps between two plain progress lines (every step is in metrics.jsonl).
+      eval_every, eval_batches: steps between two held-out losses (0: at the end only), batches of each.
+      checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
+      tensorboard: whether TensorBoard events are written.
+      health_every: steps between two rows of health.jsonl, see ``jaxquant.training.health`` (0: none).
+      health_sequences: sequences of the step's batch that health is measured on (0: an eighth, a micro-batch at most).
+    """
+
+    run_dir: str = ""
+    framework: Literal["linen", "nnx"] = "linen"
+    seed: int = 0
+    steps: int = 1000
+    dataset: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    dataset_path: str = ""
+    dataset_text_field: str = "text"
+    tokenizer_path: str = ""
+    data_seed: int = 0
+    packing: bool = True
+    sequence_length: int = 512
+    batch_size: int = 16
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 1e-3
+    learning_rate_final_fraction: float = 0.1
+    warmup_steps_fraction: float = 0.1
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.1
+    optimizer_state: Literal["float32", "fp8_coat", "int8_dynamic", "int8_linear"] = "float32"
+    optimizer_state_axis: Literal["auto", "last", "rows"] = "auto"
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    stochastic_rounding: bool = False
+    gradient_clipping_threshold: float = 1.0
+    mesh_data: int = 1
+    mesh_fsdp: int = -1
+    mesh_tensor: int = 1
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 8
+    checkpoint_every: int = 100
+    checkpoint_keep: int = 2
+    tensorboard: bool = True
+    health_every: int = 0
+    health_sequences: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for (least, most), names in _RANGES.items():
+            for name in names:
+                _check_range(name, getattr(self, name), least, most)
+        for name in ("mesh_data", "mesh_fsdp", "mesh_tensor"):
+            if getattr(self, name) != -1:
+                _check_range(name, getattr(self, name), 1, _SIZE, "-1 or ")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{field.name} {show(value)} has a null character in it; leave it out")
+        if self.framework == "nnx":
+            raise ValueError(
+                "framework 'nnx' is not built by this program; leave framework out, and see examples/nnx_loop.py for a "
+                "training loop of an NNX model"
+            )
+        backend = self.resolved_backend
+        if self.remat_policy == "quantized" and not (backend and BACKENDS[backend].names_residuals):
+            raise ValueError(
+                "remat_policy 'quantized' keeps what the native backend saves, and nothing here runs on it: "
+                f"quantization {self.quantization!r} on {backend or 'no backend'}; "
+                "use 'full', 'dots' or 'none', or quant_backend 'native'"
+            )
+        if self.saved_activations == "fp8" and self.remat_policy not in ("none", "quantized"):
+            raise ValueError(
+                f"saved_activations 'fp8' is of what the backward pass keeps, and remat_policy {self.remat_policy!r} "
+                "computes norms and gates again; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
+            )
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                "every key/value head serves the same number of query heads"
+            )
+        if self.stochastic_rounding and self.weight_dtype != "bfloat16":
+            raise ValueError(
+                "stochastic_rounding rounds weights in bfloat16; set weight_dtype: bfloat16, or leave it out"
+            )
+        if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
+            raise ValueError(
+                f"optimizer_state_axis {self.optimizer_state_axis!r} is of moments in 8 bits, and optimizer_state is "
+                "'float32'; set it to another, or leave optimizer_state_axis out"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        self._check_experts()
+        if self.head_chunks and self.sequence_length % self.head_chunks:
+            raise ValueError(
+                f"head_chunks {self.head_chunks} does not divide sequence_length {self.sequence_length}; use 0, which "
+                "chooses"
+            )
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} equal micro-batches"
+            )
+
+    def _check_experts(self) -> None:
+        """Check the fields of experts and of latent attention."""
+        rank, heads, rotated = self.kv_lora_rank, self.num_query_heads, self.rope_head_dim
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must lie between 1 and num_experts {self.num_experts}, got "
+                f"{self.num_experts_per_tok}"
+            )
+        if not rank and (self.q_lora_rank or rotated):
+            raise ValueError(
+                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} belong to latent attention, which "
+                "kv_lora_rank 0 switches off; set kv_lora_rank, too"
+            )
+        if rank and self.num_kv_heads != heads:
+            raise ValueError(
+                f"num_kv_heads must be num_query_heads {heads} with kv_lora_rank {rank}, whose keys and values are "
+                f"those of every head; got {self.num_kv_heads}"
+            )
+        if rank and (rotated % 2 or not 0 < rotated < self.head_dim):
+            raise ValueError(f"rope_head_dim must be even, above 0 and below head_dim {self.head_dim}, got {rotated}")
+
+
+def _check_range(name: str, value: float, least: float, most: float, other: str = "") -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be {other}at least {least}, got {show(value)}")
+    if not value <= most:
+        raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
+
+
+_SIZE = 2**24  # of an axis: all that fits anywhere
+_STEPS = 2**31 - 1  # steps are counted in int32
+_TINY, _HUGE = 1.2e-38, 3.4e38  # normal numbers of float32, in which the optimizer computes
+_RANGES: dict[tuple[float, float], tuple[str, ...]] = {
+    (0, 2**32 - 1): ("seed",),
+    (0, 2**63 - 1): ("data_seed",),
+    (0, _SIZE): (
+        *("vocab_size", "head_chunks", "health_sequences"),
+        *("num_experts", "num_experts_per_tok", "shared_experts", "q_lora_rank", "kv_lora_rank", "rope_head_dim"),
+    ),
+    (1, _SIZE): (
+        *("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim"),
+        *("sequence_length", "batch_size", "gradient_accumulation_steps"),
+    ),
+    (1, 10_000): ("num_layers",),
+    (0, _STEPS): ("eval_every", "checkpoint_every", "health_every"),
+    (1, _STEPS): ("steps", "log_every", "eval_batches", "checkpoint_keep"),
+    (1, 1e30): ("rope_theta",),
+    (_TINY, 1e30): ("norm_epsilon", "adam_eps"),
+    (0, _HUGE): ("learning_rate", "weight_decay", "gradient_clipping_threshold"),
+    (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
+    (0, 0.9999999): ("adam_b1", "adam_b2"),
+}
+"""Fields by their least and most value; those of the mesh and of quantization are checked elsewhere."""

@@ -1,0 +1,344 @@
+"""The parameters that a run saved, read one at a time, and their conversion into a quantized checkpoint that serves.
+
+No optimizer state is read, and no more is in memory than what is asked for: of a conversion, one float layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+from jaxquant import serving
+from jaxquant import state as quantization_state
+from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
+from jaxquant.core.paths import leaves_by_path, map_by_path, tree_bytes
+from jaxquant.core.qtensor import QTensor, is_tensor
+from jaxquant.core.typed import build, to_mapping
+from jaxquant.inject.model import choose_recipes
+from jaxquant.serving.leaves import unflatten
+from jaxquant.serving.placement import first_line
+from jaxquant.trace.kernels import LayerKernel
+from jaxquant.training.checkpoint import list_arrays, open_array
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.data import make_iterators
+from jaxquant.training.model import Decoder, DecoderConfig
+from jaxquant.training.step import decoder_of, make_model
+from jaxquant.training.sums import check_checkpoint_sums, check_config_file, config_of, sums_of_files
+
+Say = Callable[[str], None]
+CALIBRATION_BATCHES = 8
+"""Held-out batches that give static scales to a recipe that needs them and was not trained."""
+
+
+KINDS = ("params", "quant_state")
+"""Parts of a training state that are read here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What a checkpoint of a run holds for the model.
+
+    Attributes:
+      step: of the checkpoint.
+      config: that made it, but for ``remat_policy``: nothing is trained with what is read here.
+      shapes: the trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
+      stores: "params/..." or "quant_state/..." -> the array, not read yet.
+    """
+
+    step: int
+    config: TrainConfig
+    shapes: dict[str, Any]
+    stores: dict[str, ts.TensorStore] = dataclasses.field(repr=False)
+    _folder: Path = dataclasses.field(repr=False)
+
+    def variables(self, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
+        """Return the variables of the decoder: its parameters as shapes, its quant state read."""
+        _, state = quantization_state.split(jax.eval_shape(lambda: initial_variables(self.config, shape, tokens)))
+        state = map_by_path(lambda path, _: jnp.asarray(self.read(f"quant_state/{path}")), state)
+        return quantization_state.merge(self.shapes["params"], state)
+
+    def read(self, path: str, *index: int) -> np.ndarray:
+        """Read one array, or the part of it that an index of its leading axes names; weights in float32, as ``shapes``.
+
+        Raises:
+          ValueError: files that cannot be read.
+        """
+        try:
+            array = np.asarray(self.stores[path][index].read().result())
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
+            ) from error
+        return array.astype(_widened(path, array.dtype), copy=False)
+
+
+def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
+    """Open the parameters and the quant state of a run: every byte of the checkpoint is compared with its sums.
+
+    Nothing in the folder is changed, so that the run may be going on.
+
+    Args:
+      run_dir: folder of the run.
+      step: of the checkpoint; None is the newest that opens.
+      say: told of those that do not and are passed over.
+
+    Raises:
+      FileNotFoundError: no such folder.
+      ValueError: no checkpoint, none of this step, none that opens, named.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"run folder {run_dir} does not exist; give a folder that `python -m train` wrote")
+    folder = run_dir.resolve() / "checkpoints"
+    steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    if not steps:
+        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or give another run")
+    if step not in (None, *steps):
+        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    for number in reversed(steps) if step is None else [step]:
+        try:
+            shapes, stores = _open(folder, number)
+        except ValueError as error:
+            if step is not None:
+                raise
+            say(f"{error}; trying the one before it")
+        else:
+            config = config_of(folder / str(number))
+            check_config_file(run_dir, number, config)
+            config = dataclasses.replace(config, remat_policy="none")  # one policy is for quantized runs alone
+            return Parameters(number, config, shapes, stores, folder / str(number) / "state")
+    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
+
+
+def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
+    state = folder / str(step) / "state"
+    try:
+        check_checkpoint_sums(folder / str(step))
+        # Orbax opens all arrays side by side and leaves what it has begun where one fails; so the index comes first.
+        if not list_arrays(state):
+            raise ValueError(f"there are no arrays in {state}")
+        tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
+        trees = {kind: tree[kind] for kind in KINDS}
+        stores = {path: open_array(state, node.name) for path, node in leaves_by_path(trees).items()}
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
+
+    def describe(path: str, _: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(stores[path].shape, _widened(path, stores[path].dtype.numpy_dtype))
+
+    return map_by_path(describe, trees), stores
+
+
+def _widened(path: str, dtype: Any) -> np.dtype[Any]:
+    """Return the dtype in which an array is read: weights that are trained in bfloat16 lose nothing in float32."""
+    is_narrow = path.startswith("params/") and np.dtype(dtype) == ml_dtypes.bfloat16
+    return np.dtype(np.float32 if is_narrow else dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What a conversion wrote.
+
+    Attributes:
+      config: the run's, with the quantization that it serves with.
+      step: of the checkpoint that was converted.
+      bytes_bf16: what its parameters take in bfloat16.
+      bytes_quantized: what they take now, scales included.
+      layers: recipe of each converted kernel, by the path of its layer.
+    """
+
+    config: TrainConfig
+    step: int
+    bytes_bf16: int
+    bytes_quantized: int
+    layers: dict[str, str]
+
+
+def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration that a run is to be served with.
+
+    Args:
+      config: of the run.
+      changes: fields of ``QuantConfig``. With another ``quantization`` all of the run's quantization goes; without,
+        they are laid over it.
+
+    Raises:
+      ValueError, TypeError: a field that is none of ``QuantConfig``, or values that do not fit.
+    """
+    fields = quantization_of(QuantConfig())
+    unknown = sorted(set(changes) - set(fields))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no field of the quantization; a conversion changes {', '.join(fields)}")
+    for name in ("checkpoint_is_quantized", "save_quantized_params_path"):
+        if name in changes:
+            raise ValueError(f"{name} is what a conversion decides; leave it out")
+    return build(TrainConfig, to_mapping(config) | (fields if "quantization" in changes else {}) | dict(changes))
+
+
+def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """Leave out what linear layers do not read, and change other fields."""
+    return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
+
+
+def _as_trained(config: TrainConfig) -> TrainConfig:
+    return of_layers(config, checkpoint_is_quantized=False)
+
+
+def quantization_of(config: QuantConfig) -> dict[str, Any]:
+    """Return the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
+    every = to_mapping(config)
+    return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
+
+
+def convert_run(
+    run: str | Path,
+    out: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    say: Say = print,
+) -> Conversion:
+    """Convert a checkpoint of a run and write it as a quantized checkpoint.
+
+    Embeddings and other kernels that stay in float are written in the dtype in which the decoder reads them, which
+    changes no number of it.
+
+    Args:
+      run: folder of the run.
+      out: folder to write; it must not exist.
+      changes: see ``served_config``; empty is what the run was trained with.
+      step: of the checkpoint; None is the newest.
+      say: told how far it is.
+
+    Raises:
+      FileNotFoundError, FileExistsError: no such run, or ``out`` is there.
+      ValueError: nothing to quantize, or a checkpoint or quantization that does not fit.
+    """
+    out, stored = new_folder(out), open_parameters(run, step, say)
+    trained = stored.config
+    config = served_config(trained, changes or {})
+    layers = _as_trained(config)
+    if not config.strings:
+        raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
+    defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
+    if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
+        replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
+        say(f"{replaced}; to keep a field, give it as key=value")
+    _, shape, tokens = decoder_of(config)
+    shapes = stored.variables(shape, tokens)
+    wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
+    # Quant state of a recipe that the layer was not trained with comes from held-out text.
+    if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
+        found = calibrate_run(stored, layers, shape, say)
+        shapes = quantization_state.merge(shapes["params"], found)
+    sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
+
+    def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
+        return stored.read("/".join(path), *index)
+
+    count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
+    note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
+    found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
+    tree = unflatten({path: as_read(path, leaf, shape) for path, leaf in found})
+    served = save_served(out, tree, config, stored.step)
+    floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
+    recipes = {path: site.recipe.name for path, site in sites.items()}
+    return Conversion(served, stored.step, 2 * floats, tree_bytes(tree), recipes)
+
+
+def new_folder(path: str | Path) -> Path:
+    """Return the path of a folder to write, which must not exist.
+
+    Raises:
+      FileExistsError: it does.
+    """
+    if Path(path).exists():
+        raise FileExistsError(f"{path} exists; choose another name or remove it")
+    return Path(path)
+
+
+def save_served(
+    out: Path, tree: Any, config: TrainConfig, step: int, files: Mapping[str, str] | None = None
+) -> TrainConfig:
+    """Write converted parameters as a checkpoint that knows the step they are of and the configuration, returned."""
+    config = dataclasses.replace(config, checkpoint_is_quantized=True)
+    extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
+    serving.save(out, tree, quantization_of(config), extra=extra, files=files)
+    return config
+
+
+def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
+    """Return what converts each kernel that a run quantizes, by its layer's path: index of stacked layers -> kernel.
+
+    Args:
+      stored: the run's checkpoint.
+      shape: of the decoder.
+    """
+    config = _as_trained(stored.config)
+    tokens = decoder_of(config)[2]
+    sites = serving.find_kernels(Decoder(shape), config, stored.variables(shape, tokens), tokens)
+
+    def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
+        kernel = jnp.asarray(stored.read("/".join(("params", *layer.name)), *index))
+        return jax.tree.map(np.asarray, layer.convert(kernel, index))
+
+    return {path: functools.partial(convert, layer) for path, layer in sites.items()}
+
+
+def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
+    """Return the tree of parameters that a converted decoder has, as shapes.
+
+    Args:
+      config: of the run.
+      shape: of the decoder.
+      tokens: an example input.
+    """
+
+    def make() -> Any:
+        variables = initial_variables(config, shape, tokens)
+        found = serving.convert(variables, _as_trained(config), tokens, model=Decoder(shape))["params"]
+        return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, is_tensor)
+
+    return jax.eval_shape(make)
+
+
+def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
+    """Return the variables with which a run of the decoder begins, in Linen's form; arguments as above."""
+    model = make_model(_as_trained(config), shape, tokens)
+    return quantization_state.merge(*model.init(jax.random.key(0)))
+
+
+def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
+    """Cast what the decoder reads in its own dtype; the scale of a norm and a router it reads in float32."""
+    is_router = path.endswith("gate/kernel")
+    if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:
+        return leaf
+    return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
+
+
+def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, say: Say) -> Any:
+    """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
+    batches = CALIBRATION_BATCHES
+    params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
+    data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
+
+    def inputs() -> Iterator[tuple[Any, ...]]:
+        for number, batch in enumerate(data.held_out(), start=1):
+            say(f"calibrating {config.quantization}: batch {number} of held-out text, of at most {batches}")
+            yield tuple(jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions"))
+
+    variables = serving.calibrate({"params": params}, config, inputs(), model=Decoder(shape))
+    return quantization_state.split(variables)[1]

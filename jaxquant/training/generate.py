@@ -1,0 +1,311 @@
+"""Generation: prefill a prompt in chunks, insert it into a slot, decode all slots together, one token each.
+
+Three programs with static shapes do all of it, so nothing is compiled again whatever comes. What a prompt is answered
+depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``, and not on who shares the slots:
+
+* A prompt is prefilled alone, in chunks of one size. The last chunk is filled up with copies of its last token, which
+  are not written to the cache and are nothing new to a scale of the whole tensor.
+* Decoding is one row, mapped over the slots: a dynamic scale per tensor is that of a row, of one token. In a prefill it
+  is that of a chunk. So under a recipe with such scales (``fp8_current``, ``aqt_fp8_full`` without bounds; delayed
+  scaling before its first step) a prompt's tokens share a scale with their chunk, another ``prefill_chunk`` may give
+  another answer, and the cache does not hold exactly what one pass over the whole text would compute. All other
+  recipes scale by token, or statically.
+
+A key of the random stream belongs to a prompt's number and a position. Finished slots take the next prompt.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant.core.typed import check_fields
+from jaxquant.serving.kv_cache import KVCache
+from jaxquant.training.model import DecoderConfig, empty_cache
+from jaxquant.training.step import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A text to go on from.
+
+    Attributes:
+      tokens: its tokens, with the beginning of a document where the tokenizer has one; none for an empty text.
+      name: what an error calls it, such as "prompt 3" or "prompts.txt line 7".
+      number: of its random stream; two prompts with one number and the same tokens are sampled alike.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    name: str
+    number: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What came out for a prompt.
+
+    Attributes:
+      prompt: the prompt.
+      tokens: the new tokens, without the end of the document.
+      stopped: by ``max_new_tokens``, at the ``cache_end``, at the ``document_end``, or ``refused``.
+      message: for a refused prompt, why, as one sentence; else "".
+    """
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    stopped: Literal["max_new_tokens", "cache_end", "document_end", "refused"]
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from logits.
+
+    Attributes:
+      temperature: 0 takes the likeliest; above, logits are divided by it and a token is drawn.
+      top_p: draw from the likeliest tokens that make up this share of the probability, with the one that crosses it.
+      seed: of the draws.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not (0 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature {self.temperature} must not be negative; 0 takes the likeliest token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} must lie above 0 and not above 1; 1 draws from all tokens")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed {self.seed} must lie between 0 and 4294967295")
+
+
+def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """Choose a token from logits [V].
+
+    Args:
+      logits: of one position.
+      key: random key, not read where the temperature is 0.
+      sampling: temperature and top_p.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1).astype(jnp.int32)
+    # From the largest down, and by a normal number: a tiny temperature is greedy, and nothing overflows.
+    logits = logits.astype(jnp.float32)
+    logits = (logits - logits.max()) / max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, descending=True)
+        before = jnp.cumsum(jax.nn.softmax(ordered)) - jax.nn.softmax(ordered)
+        # The likeliest token stays whatever rounding makes of a small top_p.
+        kept = (before < sampling.top_p).at[0].set(True)
+        logits = jnp.where(logits >= jnp.where(kept, ordered, jnp.inf).min(), logits, -jnp.inf)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+class Engine:
+    """A decoder with room for ``slots`` texts of ``max_length`` tokens.
+
+    Args:
+      model, params, quant_state: the decoder.
+      shape: its shape.
+      max_length: positions of a text, prompt and completion together.
+      slots: texts that are decoded together.
+      prefill_chunk: tokens of a prompt that are run at once.
+      sampling: how tokens are chosen.
+      end_token: a token that ends a text, or None.
+      quantization: ``kv_quant_dtype`` and ``kv_quant_axis`` of the cache, see ``jaxquant.serving.kv_cache``.
+
+    Raises:
+      ValueError: a size out of range, or an unknown quantization of the cache.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        quant_state: Any,
+        shape: DecoderConfig,
+        *,
+        max_length: int,
+        slots: int = 8,
+        prefill_chunk: int = 64,
+        sampling: Sampling | None = None,
+        end_token: int | None = None,
+        **quantization: Any,
+    ):
+        sizes = (("max_length", max_length, 2), ("slots", slots, 1), ("prefill_chunk", prefill_chunk, 1))
+        for name, value, least in sizes:
+            if value < least:
+                raise ValueError(f"{name} {value} must be at least {least}")
+        self.max_length, self.slots, self.prefill_chunk = max_length, slots, prefill_chunk
+        self._model, self._variables = model, (params, quant_state)
+        self._sampling, self._end, self._has_experts = sampling or Sampling(), end_token, shape.num_experts > 0
+        self._empty = lambda rows: empty_cache(shape, rows, max_length, **quantization)
+        jax.eval_shape(lambda: self._empty(1))  # an unknown quantization is an error now
+        self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
+        self._decode = jax.jit(self._decode_slots, donate_argnums=1)
+        self._insert = jax.jit(_insert, donate_argnums=0)
+
+    # -- the three programs ------------------------------------------------------------------------------------------
+
+    def prefill(self, prompt: Prompt) -> tuple[int, KVCache]:
+        """Run a prompt, and give its first new token and the cache of one row that holds the prompt."""
+        tokens, size = np.asarray(prompt.tokens, np.int32), self.prefill_chunk
+        cache, token = self._empty(1), None
+        for start in range(0, len(tokens), size):
+            positions = np.arange(start, start + size, dtype=np.int32)
+            valid = positions < len(tokens)
+            positions = np.minimum(positions, len(tokens) - 1)
+            chunk = (tokens[positions][None], valid[None].astype(np.int32), positions[None])
+            token, cache = self._prefill(self._variables, cache, *chunk, np.int32(prompt.number))
+        assert token is not None
+        return int(token), cache
+
+    def empty(self) -> KVCache:
+        """Make the cache of all slots."""
+        return self._empty(self.slots)
+
+    def insert(self, cache: KVCache, row: KVCache, slot: int) -> KVCache:
+        """Insert the cache of one row into a slot; ``cache`` is given away."""
+        return self._insert(cache, row, np.int32(slot))
+
+    def decode(
+        self, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, active: np.ndarray, numbers: np.ndarray
+    ) -> tuple[np.ndarray, KVCache]:
+        """Run one token of each slot and choose the next ones; ``cache`` is given away.
+
+        Args:
+          cache: of all slots.
+          tokens, positions: [slots] int32, the newest token of each slot and its position.
+          active: [slots] bool; a slot that is not writes nothing.
+          numbers: [slots] int32, of the prompts.
+
+        Raises:
+          ValueError: a position outside of the cache.
+        """
+        if (positions[active] >= self.max_length).any() or (positions[active] < 0).any():
+            raise ValueError(f"positions {positions[active]} do not lie in a cache of max_length {self.max_length}")
+        chosen, cache = self._decode(self._variables, cache, tokens, active.astype(np.int32), positions, numbers)
+        return np.asarray(chosen), cache
+
+    def _apply(self, variables: Any, cache: KVCache, *inputs: jax.Array) -> tuple[jax.Array, KVCache]:
+        return self._model.apply(*variables, *inputs, rngs={"quant": jax.random.key(0)}, cache=cache)
+
+    def _sample(self, logits: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
+        """Choose the token at a position of the prompt of that number."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._sampling.seed), number), position)
+        return sample(logits, key, self._sampling)
+
+    def _prefill_chunk(
+        self, variables: Any, cache: KVCache, tokens: jax.Array, valid: jax.Array, positions: jax.Array, number: Any
+    ) -> tuple[jax.Array, KVCache]:
+        logits, cache = self._apply(variables, cache, tokens, valid, positions)
+        last = valid.sum() - 1
+        return self._sample(logits[0, last], number, positions[0, last] + 1), cache
+
+    def _decode_slots(
+        self, variables: Any, cache: KVCache, tokens: Any, valid: Any, positions: Any, numbers: Any
+    ) -> tuple[jax.Array, KVCache]:
+        def decode(row: KVCache, token: Any, valid: Any, position: Any, number: Any) -> tuple[jax.Array, KVCache]:
+            one = jax.tree.map(lambda leaf: leaf[None], row)
+            logits, one = self._apply(variables, one, token[None, None], valid[None, None], position[None, None])
+            return self._sample(logits[0, 0], number, position + 1), jax.tree.map(lambda leaf: leaf[0], one)
+
+        slots = cache, tokens, valid, positions, numbers
+        # jax has no vmap of a ragged matmul whose weights all slots share: experts take one slot after the other.
+        return jax.lax.map(lambda one: decode(*one), slots) if self._has_experts else jax.vmap(decode)(*slots)
+
+    # -- all prompts -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        on_token: Callable[[int, int], None] = lambda place, token: None,
+        on_done: Callable[[int, Completion], None] = lambda place, completion: None,
+    ) -> list[Completion]:
+        """Go on from every prompt; a prompt that is empty or too long is refused, and the rest go on.
+
+        Args:
+          prompts: any number of them.
+          max_new_tokens: of each.
+          on_token: called with a prompt's place in the list and a new token, as it comes.
+          on_done: called with a prompt's place in the list and its completion, refused ones first.
+
+        Returns:
+          The completions, in the order of the prompts.
+
+        Raises:
+          ValueError: ``max_new_tokens`` below 1.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1")
+        done: dict[int, Completion] = {}
+        waiting, running = collections.deque(enumerate(prompts)), {}  # places by slot
+        texts: list[list[int]] = [[] for _ in prompts]
+
+        def finish(place: int, stopped: Any, message: str = "") -> None:
+            done[place] = Completion(prompts[place], tuple(texts[place]), stopped, message)
+            on_done(place, done[place])
+
+        def is_finished(place: int, token: int) -> bool:
+            """Take a new token, and return whether the text ends with it."""
+            if token == self._end:
+                finish(place, "document_end")
+                return True
+            texts[place].append(token)
+            on_token(place, token)
+            if len(texts[place]) == max_new_tokens:
+                finish(place, "max_new_tokens")
+            elif len(prompts[place].tokens) + len(texts[place]) == self.max_length:
+                finish(place, "cache_end")
+            return place in done
+
+        for place, prompt in enumerate(prompts):
+            if message := self.refusal(prompt):
+                finish(place, "refused", message)
+        cache = self.empty()
+        tokens, positions, numbers = (np.zeros(self.slots, np.int32) for _ in range(3))
+        while waiting or running:
+            for slot in range(self.slots):
+                while slot not in running and waiting:
+                    place, prompt = waiting.popleft()
+                    if place in done:
+                        continue
+                    tokens[slot], row = self.prefill(prompt)
+                    if not is_finished(place, int(tokens[slot])):
+                        cache = self.insert(cache, row, slot)
+                        running[slot] = place
+                        positions[slot], numbers[slot] = len(prompt.tokens), prompt.number
+            if not running:
+                break
+            active = np.isin(np.arange(self.slots), list(running))
+            # Copies: an array that is handed over may be read after this loop has gone on to change it.
+            chosen, cache = self.decode(cache, tokens.copy(), positions.copy(), active, numbers.copy())
+            tokens[active] = chosen[active]
+            positions[active] += 1
+            running = {slot: place for slot, place in running.items() if not is_finished(place, int(tokens[slot]))}
+        return [done[place] for place in range(len(prompts))]
+
+    def refusal(self, prompt: Prompt) -> str:
+        """Return why a prompt cannot be answered; "" where it can."""
+        length, limit = len(prompt.tokens), self.max_length - 1
+        if not length:
+            return f"{prompt.name} is empty; give it at least one token"
+        if length > limit:
+            return f"{prompt.name} has {length} tokens, and the limit is {limit}; shorten it or raise max_length"
+        return ""
+
+
+def _insert(cache: KVCache, row: KVCache, slot: jax.Array) -> KVCache:
+    return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one[0], slot, 0), cache, row)

@@ -1,0 +1,357 @@
+"""From a checkpoint of others to a run that trains on, or a converted checkpoint that serves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant import serving
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
+from jaxquant.core.dtypes import element
+from jaxquant.core.paths import leaves_by_path
+from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, stacked_blocks
+from jaxquant.core.recipe import MatmulSpec, TensorSpec
+from jaxquant.core.typed import build as build_dataclass
+from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
+from jaxquant.export.folder import sqnr, tokenizer_files
+from jaxquant.export.hf import to_recipe
+from jaxquant.export.layouts import check_finite
+from jaxquant.serving.leaves import unflatten
+from jaxquant.trace.kernels import LayerKernel
+from jaxquant.training.checkpoint import Checkpoints, write_config
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.conversion import as_read, initial_variables, new_folder, of_layers, save_served
+from jaxquant.training.data import make_iterators
+from jaxquant.training.exporting import FIELDS, from_hf, places
+from jaxquant.training.model import Decoder
+from jaxquant.training.step import build, decoder_of
+from jaxquant.training.tokenizer import open_tokenizer
+
+Changes = Mapping[str, Any] | None
+"""Fields of ``TrainConfig`` that are not the checkpoint's."""
+Progress = Callable[[Row], object]
+"""Called with the tokenizer and its origin, then with each tensor, its format, shape and bytes.
+
+``sqnr`` compares the written tensor with the decoded float32 of the checkpoint; it is infinite if they are equal."""
+
+
+def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
+    """Open a GGUF file or a Hugging Face folder as a Llama; one that jaxquant exported is compared with its sums.
+
+    Args:
+      path: the file or folder.
+      has_tokenizer: whether its tokenizer is read.
+
+    Raises:
+      FileNotFoundError, ValueError, NotImplementedError: it is none, damaged, or no Llama.
+    """
+    path = Path(path)
+    check_export(path)
+    if path.is_dir():
+        folder = HfFolder(path)
+        return folder.source(has_tokenizer=has_tokenizer), folder
+    if path.is_file():
+        return open_gguf(path, has_tokenizer=has_tokenizer), None
+    raise FileNotFoundError(f"{path} does not exist; give a GGUF file or the folder of a Hugging Face model")
+
+
+def imported_config(
+    shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
+) -> TrainConfig:
+    """Return the configuration of a run with an imported model: its shape, its tokenizer and what is asked for.
+
+    Raises:
+      ValueError, TypeError: a field of the shape that is asked for otherwise, or values that do not fit.
+    """
+    fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
+    if fixed := sorted(set(fields) & set(changes)):
+        raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
+    for name in ("num_experts", "shared_experts", "kv_lora_rank"):
+        if changes.get(name):
+            raise ValueError(f"{name} is {changes[name]}, and {checkpoint} is a Llama, which has none; leave it out")
+    if tokenizer:
+        fields["tokenizer_path"] = str(tokenizer)
+    config = build_dataclass(TrainConfig, fields | changes)
+    if (tokens := open_tokenizer(config.tokenizer_path).vocab_size) > config.vocab_size:
+        given = f"tokenizer_path {config.tokenizer_path!r} has {tokens} tokens"
+        fix = "give the model's own tokenizer as tokenizer_path=FILE"
+        raise ValueError(f"{given}, and the embedding of {checkpoint} has {config.vocab_size} rows; {fix}")
+    return config
+
+
+def import_to_run(
+    checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
+) -> TrainConfig:
+    """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
+
+    Quantized layers are decoded to float32, which each of their values is exactly or rounded once. A run that quantizes
+    them again does so on ``native``, which keeps a grid (``TensorSpec.keeps_grid``), if ``changes`` names no backend.
+
+    Args:
+      checkpoint: GGUF file, or Hugging Face folder.
+      run_dir: folder of the run; it must not exist.
+      changes: fields of ``TrainConfig``: data, optimizer, and the quantization to train with.
+      progress: called with the tokenizer and with each tensor.
+
+    Raises:
+      FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
+      ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
+    """
+    checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
+    source, folder, files = _opened(checkpoint, changes, progress)
+    is_quantized = any(map(source.quantized, source.shape.linears())) if folder is None else folder.quantization
+    if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
+        changes.setdefault("quant_backend", "native")
+    try:
+        run_dir.mkdir(parents=True)
+        tokenizer = _write(files, run_dir)
+        config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
+        data = make_iterators(config, config.batch_size)
+        program = build(config, data.vocab_size)
+        params = float_parameters(source, program.config, program.abstract_state.params, progress)
+        state = program.init()._replace(params=params)
+        with Checkpoints(run_dir, program.config) as checkpoints:
+            checkpoints.save(0, state, data.train.get_state())
+        write_config(run_dir, program.config)
+    except BaseException:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+    return program.config
+
+
+def _opened(
+    checkpoint: Path, changes: Mapping[str, Any], progress: Progress
+) -> tuple[Source, HfFolder | None, dict[str, str]]:
+    """Open a checkpoint; also returns the files of its tokenizer by name, none if ``tokenizer_path`` is given.
+
+    Raises:
+      ValueError: there is no tokenizer.
+    """
+    is_own = "tokenizer_path" not in changes
+    source, folder = open_checkpoint(checkpoint, has_tokenizer=is_own)
+    if is_own and source.vocabulary is None:
+        fix = "give a tokenizer.json as tokenizer_path=FILE, or bytes as tokenizer_path="
+        raise ValueError(f"{checkpoint} has no tokenizer; {fix}")
+    files = {name: json.dumps(contents) for name, contents in tokenizer_files(source.vocabulary).items()}
+    if is_own and (checkpoint / "tokenizer.json").is_file():
+        paths = [path for name in files if (path := checkpoint / name).is_file()]
+        files = {path.name: path.read_text("utf-8") for path in paths}
+    origin = source.vocabulary.origin if source.vocabulary else changes["tokenizer_path"] or "bytes"
+    progress(Row("tokenizer", origin, (), sum(map(len, files.values())), math.nan))
+    return source, folder, files
+
+
+def _write(files: Mapping[str, str], folder: str | Path) -> Path | None:
+    """Write the files of a tokenizer, and return the path of its ``tokenizer.json``, or None without files."""
+    for name, text in files.items():
+        (Path(folder) / name).write_text(text, encoding="utf-8")
+    return Path(folder).absolute() / "tokenizer.json" if files else None
+
+
+def _each_parameter(source: Source, config: TrainConfig, make: Callable[[str, str], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter by its path: what ``make`` returns for (path, module), stacked where layers are stacked."""
+    modules: dict[str, list[str]] = {}
+    for module, place in places(config, source.shape).items():
+        modules.setdefault(place.path, []).append(module)
+    for path, names in modules.items():
+        parts = [make(path, module) for module in names]
+        yield path, jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if _is_stacked(path) else parts[0]
+
+
+def _is_stacked(path: str) -> bool:
+    return path.startswith("layers/")
+
+
+def _read(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
+    """Return the part of a float parameter that a module is; ``leaf`` has the shape of the whole."""
+    return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
+
+
+def float_parameters(
+    source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
+) -> dict[str, Any]:
+    """Return a model's parameters, each of the dtype and in the place that its shape says.
+
+    Args:
+      source: the model.
+      config: of the decoder.
+      shapes: of its parameters.
+      progress: called with each tensor.
+    """
+    wanted = leaves_by_path(shapes)
+
+    def make(path: str, module: str) -> np.ndarray:
+        value, name = _read(source, module, wanted[path], path), f"{module}.weight"
+        made = value.astype(wanted[path].dtype, copy=False)
+        progress(Row(name, made.dtype.name, source.shape.tensors()[name], made.nbytes, sqnr(value, made, made.dtype)))
+        return made
+
+    made = _each_parameter(source, config, make)
+    return unflatten({path: jax.device_put(array, wanted[path].sharding) for path, array in made})
+
+
+def import_to_serve(
+    checkpoint: str | Path, out: str | Path, changes: Changes = None, progress: Progress = lambda row: None
+) -> TrainConfig:
+    """Write a converted checkpoint that serves, of a checkpoint of others.
+
+    Layers keep the elements and scales of the checkpoint under every string whose weights are of their type and
+    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the strings of GGML's formats and others. Where
+    nothing is asked for, it is the string that quantizes weights and inputs as the checkpoint says. Anything else is
+    converted from the decoded float.
+
+    Args:
+      checkpoint, progress: as for ``import_to_run``.
+      out: folder to write; it must not exist.
+      changes: fields of ``TrainConfig``, such as ``quantization`` and ``dtype``.
+
+    Raises:
+      FileNotFoundError, FileExistsError: no such checkpoint, or ``out`` is there.
+      ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
+    """
+    checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
+    source, folder, files = _opened(checkpoint, changes, progress)
+    if not changes.get("quantization"):
+        changes["quantization"] = _native_string(checkpoint, source, folder)
+    with tempfile.TemporaryDirectory() as place:
+        config = imported_config(source.shape, checkpoint, _write(files, place), changes | {"remat_policy": "none"})
+        _, decoder, tokens = decoder_of(config)
+    if files:
+        config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
+    shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
+    sites = serving.find_kernels(Decoder(decoder), of_layers(config), shapes, tokens)
+    leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
+
+    def make(path: str, module: str) -> Any:
+        layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
+        scale = None if layer is None else _input_scale(source, module, layer)
+        part = None if layer is None else _kept(source, folder, module, layer)
+        array = None if part is not None and part.codec else _read(source, module, leaves[path], path)
+        if part is not None:
+            kind = f"{part.codec or part.qvalue.dtype.name}, kept"
+        elif layer is not None:
+            part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), None)), layer.recipe.name
+        else:
+            part = as_read(path, array, decoder)
+            kind = part.dtype.name
+        ratio = math.inf  # bytes of a codec are the checkpoint's own
+        if array is not None:
+            back = np.asarray(dequantize(part) if isinstance(part, QTensor) else part)
+            ratio = sqnr(array, back, back.dtype)
+        progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), ratio))
+        if layer is not None:
+            part = dataclasses.replace(part, input_scale=scale, dtype=layer.made.dtype, read_as=layer.dtype)
+        return part
+
+    tree = {}
+    for path, whole in _each_parameter(source, config, make):
+        is_stack = _is_stacked(path) and isinstance(whole, QTensor)
+        tree[path] = stacked_blocks(whole, [0]) if is_stack else whole
+    return save_served(out, unflatten(tree), config, step=0, files=files)
+
+
+def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
+    """Return the config string that keeps the weights of a checkpoint and quantizes inputs as it says.
+
+    Raises:
+      ValueError: there is none; names those that keep the weights.
+    """
+    names, kept = list(source.shape.linears()), []
+    if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
+        return f"ggml_{tensor.codec}"
+    specs = set() if folder is None else {folder.spec(name) for name in names}
+    recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
+    if len(specs) == 1 and (spec := specs.pop()) is not None:
+        with contextlib.suppress(NotImplementedError):  # no recipe says it
+            weight = _numbers(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
+            kept = [name for name, recipe in recipes.items() if _numbers(recipe.fwd)[1] == weight]
+            wanted = _numbers(to_recipe(spec, "").fwd)
+            if found := next((name for name in kept if _numbers(recipes[name].fwd) == wanted), None):
+                return found
+    keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
+    fix = f"say how to serve it, as with quantization={kept[0] if kept else 'int8'}"
+    raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
+
+
+def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
+    """Return what of a forward matmul a checkpoint's config says too; a delayed scale is a static one when served."""
+
+    def plain(operand: Any, is_input: bool) -> Any:
+        if not isinstance(operand, TensorSpec):
+            return None
+        bare = dataclasses.replace(operand, scaling="dynamic", reciprocal=False, keeps_grid=False)
+        return bare, is_input and operand.scaling != "dynamic"
+
+    return plain(forward.lhs, True), plain(forward.rhs, False)
+
+
+def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
+    """Return the static scale of a layer's input, None where the recipe's is dynamic."""
+    spec = layer.recipe.resolve("fwd", "lhs")
+    if spec is None or spec.scaling == "dynamic":
+        return None
+    if module not in source.input_amax:
+        lack = f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one"
+        fix = "choose a string whose scales are dynamic, such as fp8_current, or import a run and convert that"
+        raise ValueError(f"{lack}; {fix}")
+    scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
+    return np.full((1,) * len(layer.shape), scale)
+
+
+def _kept(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
+    """Return a layer's weight with the checkpoint's own values, None where the recipe has another format.
+
+    Raises:
+      ValueError: scales that belong to parts of several heads; values that are not finite.
+    """
+    spec, shape, axes = kernel.recipe.resolve("fwd", "rhs"), kernel.shape, kernel.axes
+    assert spec is not None
+    if spec.codec is not None:
+        tensor = source.quantized(module)
+        if tensor is None or tensor.codec != spec.codec:
+            return None
+        block = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
+        stored = [1 if axis in axes else size for axis, size in enumerate(shape)]
+        stored[max(axis for axis in axes if shape[axis] > 1)] = tensor.qvalue.shape[1]
+        data = np.ascontiguousarray(np.asarray(tensor.qvalue).T).reshape(stored)
+        return QTensor(data, block=block, codec=spec.codec)  # pyright: ignore[reportArgumentType]
+    found = None if folder is None else folder.spec(module)
+    if folder is None or found is None or found.weight.dtype != spec.dtype:
+        return None
+    layer = folder.layer(module)
+    assert layer is not None
+    size, block = layer.elements.shape, block_shape(shape, spec, axes)
+    wanted = block_shape(size, spec, (1,))
+    grid = scale_shape(size, wanted)
+    # One scale of the whole tensor may stand for each of its blocks.
+    fits = layer.scale.size == 1 or tuple(map(min, layer.block, size)) == wanted
+    scale, outer = layer.levels or (layer.scale, None)
+    own = scale.astype(spec.scale_dtype)
+    is_kept = layer.zero_point is None and (outer is not None) == spec.outer_scale
+    is_kept &= fits and np.array_equal(own.astype(np.float32), scale.astype(np.float32))
+    if not is_kept or math.prod(scale_shape(shape, block)) != math.prod(grid):
+        return None
+    check_finite(layer.decode(), f"{module}.weight")
+    parts: Any = (layer.elements.astype(spec.dtype, copy=False), np.broadcast_to(own, grid))
+    outer_scale: Any = None if outer is None else outer.reshape(1, 1)
+    try:
+        tensor = make_qtensor(*parts, outer_scale=outer_scale, block=wanted).transpose((1, 0)).reshape(shape)
+    except BlocksError:
+        tensor = None
+    if tensor is None or tensor.blocks != block:
+        raise ValueError(
+            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
+        )
+    return tensor

@@ -1,0 +1,90 @@
+"""AdamW or Muon with warm-up, cosine decay and norm clipping. They see parameters only, never quant state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from optax import contrib
+
+from jaxquant.optim import quantize_state, stochastic_round
+from jaxquant.training.config import TrainConfig
+from jaxquant.training.sharding import parameter_spec
+
+DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
+"""Parameters that weight decay acts on, by name: under a scan over layers a norm's scale has two axes too."""
+
+AXES: dict[str, int | Literal["rows"] | None] = {"auto": None, "last": -1, "rows": "rows"}
+"""Values of ``optimizer_state_axis`` as ``quantize_state`` has them."""
+
+_OF_HEADS = contrib.MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
+_OF_MATRICES = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+ORTHOGONAL = {
+    **dict.fromkeys(("query", "key", "value", "wq_b", "wkv_b"), _OF_HEADS),
+    "out": contrib.MuonDimensionNumbers(reduction_axis=(-3, -2), output_axis=-1),
+    **dict.fromkeys(("wi_0", "wi_1", "wo", "wq_a", "wkv_a"), _OF_MATRICES),
+}
+"""Matrices that Muon updates, by the layer's or the experts' name, and their axes; the rest is Adam's."""
+
+
+def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
+    """Return step -> learning rate: linear warm-up from 0, then a cosine down to the final fraction."""
+    warmup = round(config.steps * config.warmup_steps_fraction)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if warmup else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(config.steps, warmup + 1),
+        end_value=config.learning_rate * config.learning_rate_final_fraction,
+    )
+
+
+def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
+    """Build the optimizer. Its state has one shape with and without clipping, so that a run can go on with either."""
+
+    def sharding(path: str, moment: jax.Array) -> NamedSharding:
+        return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
+
+    rate, decay, eps = learning_rate_schedule(config), config.weight_decay, config.adam_eps
+    if config.optimizer == "muon":
+        tx: optax.GradientTransformation = contrib.muon(
+            rate,
+            eps=eps,
+            weight_decay=decay,
+            adam_b1=config.adam_b1,
+            adam_b2=config.adam_b2,
+            muon_weight_dimension_numbers=_orthogonal,
+            consistent_rms=0.2,  # of AdamW's updates, so that its learning rates serve (arXiv 2502.16982)
+        )
+    else:
+        tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decayed)
+    if config.optimizer_state != "float32":
+        axis = AXES[config.optimizer_state_axis]
+        tx = quantize_state(tx, config.optimizer_state, shards=_devices_along, axis=axis, shardings=sharding)
+    rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
+    threshold = config.gradient_clipping_threshold
+    return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), tx, *rounding)
+
+
+def _decayed(params: optax.Params) -> optax.Params:
+    return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", None) in DECAYED, params)
+
+
+def _orthogonal(params: optax.Params) -> optax.Params:
+    def axes_of(path: tuple[Any, ...], _: Any) -> contrib.MuonDimensionNumbers | None:
+        names = {getattr(key, "key", None) for key in path[-2:]}
+        return next((axes for name, axes in ORTHOGONAL.items() if name in names), None)
+
+    return jax.tree_util.tree_map_with_path(axes_of, params)
+
+
+def _devices_along(path: str, axis: int) -> int:
+    """Return for how many devices groups of moments are cut, on any mesh, so that a run goes on on another."""
+    return 8 if parameter_spec(*_names(path), 3 - axis)[axis] else 1
+
+
+def _names(path: str) -> tuple[str, str]:
+    module, parameter = path.split("/")[-2:]
+    return module, parameter

@@ -1,0 +1,336 @@
+"""The folders of runs set against each other, as one HTML page: numbers, curves, bytes, dtypes and health."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import string
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxquant.config.loader import load_yaml
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.quant_state import TENSORS
+from jaxquant.export.sums import check_sums
+from jaxquant.training import sums
+from jaxquant.training.metrics import warm_median
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+SMOOTHING = 0.9
+"""Weight of the past in a smoothed training loss."""
+MATMULS = ("fwd", "dlhs", "drhs")
+BYTES = {
+    "parameter_bytes": "Parameters, as trained, quant state apart",
+    "quant_state_bytes": "Quant state: scales, amax histories, masks",
+    "saved_activation_bytes": "Activations kept for the backward pass of one micro-batch",
+}
+COVERAGE = ("path", "shapes", *MATMULS, "scales", "times", "reason")
+"""Columns of the table of what a traced step multiplies: every matmul as the program has it, by module."""
+HEALTH = {  # title, what is bad, colours from harmless to bad, whether these are of the logarithm
+    "sqnr": ("SQNR, dB", "under 20 in eight bits, under 10 in four, or falling", "OrRd_r", False),
+    "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
+    "flushed": ("Flushed to zero", "growing in output gradients; those are lost", "OrRd", True),
+    "amax": ("Amax", "a row that grows step by step, or jumps; what follows may overflow", "Blues", True),
+    "scale": ("Scale, the largest", "a jump; small elements are flushed then", "Blues", True),
+    "nonfinite": ("Not finite", "any; it began in the layer that has them first", "OrRd", True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run wrote down.
+
+    Attributes:
+      name: folder name, or the path where two runs share one.
+      config: of its newest checkpoint; its ``config.yml`` where it has none.
+      train, held_out: loss by step, in nats per token.
+      step_time_s: median of a step in seconds; None where no step was timed.
+      summary: its ``summary.json``; {} for a run that has not finished.
+      coverage: its ``coverage.json``; {} for a run that wrote none.
+      health: the lines of its ``health.jsonl``; none for a run that did not measure health.
+    """
+
+    name: str
+    config: dict[str, Any]
+    train: dict[int, float]
+    held_out: dict[int, float]
+    step_time_s: float | None
+    summary: dict[str, Any]
+    coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    health: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        return max(self.train)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last held-out loss; None before the first."""
+        return self.held_out[max(self.held_out)] if self.held_out else None
+
+    def gap(self, baseline: Run | None) -> float | None:
+        """Excess of the last held-out loss over the baseline's at that step, in percent; None where that has none."""
+        return _gaps(self.held_out, baseline.held_out).get(max(self.held_out)) if baseline and self.held_out else None
+
+    def smoothed(self) -> dict[int, float]:
+        """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
+        total = weight = 0.0
+        means = {}
+        for step, loss in sorted(self.train.items()):
+            if math.isfinite(loss):
+                total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+                means[step] = total / weight
+        return means
+
+
+def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Read run folders, in order.
+
+    Raises:
+      ValueError: a folder given twice, without metrics, or with a file that is damaged.
+      FileNotFoundError: a folder that does not exist.
+    """
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ValueError(f"run folders {', '.join(map(str, paths))} name one folder twice; name each once")
+    names = [path.resolve().name for path in paths]
+    unique = len(set(names)) == len(names)
+    return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def load_run(folder: Path, name: str) -> Run:
+    """Read one run folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run folder {folder} does not exist; give a folder that `python -m train` wrote")
+    for file in ("metrics.jsonl", "config.yml"):
+        if not (folder / file).is_file():
+            raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
+    train: dict[int, float] = {}
+    held_out: dict[int, float] = {}
+    times: list[float] = []
+
+    def note(row: dict[str, Any]) -> None:
+        for name, values in (("loss", train), ("held_out_loss", held_out)):
+            if name in row:  # null is a number that was not finite
+                values[int(row["step"])] = math.nan if row[name] is None else float(row[name])
+        if row.get("step_time_s") is not None:
+            times.append(float(row["step_time_s"]))
+
+    _read_lines(folder / "metrics.jsonl", "metrics", note)
+    if not train:
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
+    summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
+    median = summary.get("step_time_s") or warm_median(times)
+    has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
+    health = folder / "health.jsonl"
+    health = _read_lines(health, "health", has_all) if health.is_file() else []
+    steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
+    # A checkpoint's own configuration has a sum.
+    made_with = (
+        sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
+    )
+    return Run(name, made_with, train, held_out, median, summary, coverage, tuple(health))
+
+
+def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            if line.strip():
+                found.append(of(json.loads(line)))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            shown = repr(line[:60].decode(errors="backslashreplace"))
+            raise ValueError(
+                f"{path}, line {number} is not a {kind} line: {shown}; resume the run, or delete that line"
+            ) from None
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            return {}
+        check_sums(path.parent, [path.name], required=False)
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not what was written ({error}); start the run again") from None
+
+
+def find_baseline(runs: Iterable[Run]) -> Run | None:
+    """Find the unquantized run; None where there is none.
+
+    Raises:
+      ValueError: there are two.
+    """
+    plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
+    if len(plain) > 1:
+        names = f"{plain[0].name} and {plain[1].name}"
+        raise ValueError(f"runs {names} are both unquantized; give one to measure gaps from")
+    return plain[0] if plain else None
+
+
+def differing_fields(runs: Sequence[Run]) -> list[str]:
+    """Return the configuration fields, quantization and the run's folder apart, in which runs differ."""
+    expected = {field.name for field in dataclasses.fields(QuantConfig)} | {"run_dir"}
+    names = sorted({name for run in runs for name in run.config} - expected)
+    return [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]
+
+
+def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Return the table of a comparison, ready to print, one row a run."""
+    baseline = find_baseline(runs)
+    base_s = baseline and baseline.step_time_s
+    return [
+        {
+            "run": run.name,
+            "quantization": run.config.get("quantization") or ("by rules" if run.config.get("rules") else "none"),
+            "backend": run.summary.get("backend") or "–",
+            "steps": f"{run.last_step}" + ("" if run.summary else " (unfinished)"),
+            "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
+            "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2f}%"),
+            "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
+            "ratio": _or_dash((base_s and run.step_time_s and run.step_time_s / base_s) or None, "{:.2f}×"),
+        }
+        for run in runs
+    ]
+
+
+def _or_dash(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Describe what limits the comparison."""
+    found = []
+    if find_baseline(runs) is None:
+        found.append("No unquantized run was given, so there is no gap and no ratio.")
+    if fields := differing_fields(runs):
+        found.append(f"The runs differ in more than quantization: {', '.join(fields)}.")
+    if unfinished := [run.name for run in runs if not run.summary]:
+        found.append(f"Not finished: {', '.join(unfinished)}; bytes are known at the end of a run.")
+    return found
+
+
+def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
+    """Build the page.
+
+    Args:
+      runs: in the order of the table's rows.
+      title: of the page.
+    """
+    from plotly.offline import get_plotlyjs
+
+    rows = comparison_rows(runs)
+    sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
+    for run in runs:
+        sections |= health_maps(run)
+        if run.coverage:
+            lines = [[str(layer[name]) for name in COVERAGE] for layer in run.coverage["layers"]]
+            about = f"What the traced step multiplies, {run.name}: {run.coverage['summary']}"
+            sections[about] = _table([COVERAGE, *lines])
+    body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
+    for about, content in sections.items():
+        heading, _, more = map(html.escape, about.partition(": "))
+        if not isinstance(content, str):
+            content.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
+            shown = {"displaylogo": False, "responsive": True}
+            content = content.to_html(full_html=False, include_plotlyjs=False, config=shown)
+        body.append(f"<section><h2>{heading}</h2><p>{more}</p>{content}</section>")
+    summaries = [run.summary for run in runs if run.summary]
+    words = {f"{word}" for each in summaries for word in (each.get("devices"), each.get("data")) if word}
+    versions = {f"jax {each['versions']['jax']}" for each in summaries if "versions" in each}
+    subtitle = html.escape(" · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)]))
+    page = string.Template(
+        resources.files("jaxquant.training").joinpath("report_template.html").read_text(encoding="utf-8")
+    )
+    return page.substitute(title=html.escape(title), subtitle=subtitle, plotly=get_plotlyjs(), sections="".join(body))
+
+
+def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
+    """Return the charts by what they show: losses, gaps, step times and bytes."""
+    import plotly.graph_objects as go
+    from plotly.colors import qualitative
+
+    baseline = find_baseline(runs)
+    some = qualitative.D3
+    colours = {run.name: "gray" if run is baseline else some[number % len(some)] for number, run in enumerate(runs)}
+
+    def curves(unit: str, points: Sequence[tuple[Run, dict[int, float], dict[str, Any]]]) -> go.Figure:
+        figure = go.Figure(layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified"})
+        for run, values, more in points:
+            y = [value if math.isfinite(value) else None for value in values.values()]
+            name, line = html.escape(run.name), {"color": colours[run.name]}
+            figure.add_scatter(x=[*values], y=y, name=name, legendgroup=name, line=line, **more)
+        return figure
+
+    def bars(unit: str, values: Sequence[float | None]) -> go.Figure:
+        known = [(run, value) for run, value in zip(runs, values, strict=True) if value is not None]
+        figure = go.Figure(layout={"xaxis_title": unit, "yaxis_autorange": "reversed", "height": 90 + 40 * len(known)})
+        names, marks = [html.escape(run.name) for run, _ in known], {"color": [colours[run.name] for run, _ in known]}
+        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
+        return figure.add_bar(x=[value for _, value in known], y=names, **bar)
+
+    dots = {"mode": "lines+markers"}
+    loss = "loss (nats per token)"
+    smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
+    found = {
+        "Training loss: smoothed, each step weighs a tenth": curves(loss, smoothed),
+        "Held-out loss: on text that is never trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
+    }
+    if baseline is not None and len(runs) > 1:
+        others = [run for run in runs if run is not baseline]
+        gaps = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
+        found["Gap to the unquantized run: in held-out loss"] = curves("excess loss (%)", gaps)
+    times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
+    found["Step time: median of a training step"] = bars("milliseconds", times)
+    sizes = {about: [run.summary.get(key) for run in runs] for key, about in BYTES.items()}
+    return found | {about: bars("bytes", values) for about, values in sizes.items()}
+
+
+def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
+    return {step: 100 * (loss / reference[step] - 1) for step, loss in losses.items() if step in reference}
+
+
+def health_maps(run: Run) -> dict[str, go.Figure]:
+    """Return the health of a run by what it shows: a map of each statistic and tensor, layers down, steps across.
+
+    A number that is not finite has no colour, a statistic without numbers no map.
+    """
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    found: dict[str, go.Figure] = {}
+    for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
+        values = np.array([[row[tensor][statistic] for tensor in TENSORS] for row in run.health], float)
+        values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None is NaN already
+        if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
+            continue
+        names, steps = run.health[0]["layers"], [str(row["step"]) for row in run.health]
+        floor = np.min(values[values > 0], initial=1) / 10  # a zero's colour, of the logarithm
+        shown = np.log10(np.maximum(values, floor)) if is_log else values
+        figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
+        for place in range(len(TENSORS)):
+            hover = "%{y}<br>step %{x}: %{text:.4g}<extra></extra>"
+            numbers = {"z": shown[:, place].T, "text": values[:, place].T}
+            figure.add_trace(
+                go.Heatmap(x=steps, y=names, coloraxis="coloraxis", hovertemplate=hover, **numbers), 1, place + 1
+            )
+        unit = f"log<sub>10</sub> {title}" if is_log else title
+        figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit})
+        figure.update_yaxes(autorange="reversed")
+        about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences a batch: bad is {bad}"
+        found[about] = figure
+    return found
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"

@@ -1,0 +1,297 @@
+"""The training step: loss, gradients, micro-batches, the update; a step that is not finite changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant import state as quantization_state
+from jaxquant.audit.cost import saved_for_backward
+from jaxquant.backends import RANDOM_STREAM
+from jaxquant.config.backends import BACKENDS
+from jaxquant.config.recipes import lookup
+from jaxquant.core.sharding import on_device_of
+from jaxquant.trace.report import Row
+from jaxquant.training.attention import Kind, choose
+from jaxquant.training.config import Shape, TrainConfig
+from jaxquant.training.model import Decoder, DecoderConfig, cross_entropy
+from jaxquant.training.optimizer import learning_rate_schedule, make_optimizer
+from jaxquant.training.sharding import BATCH, make_mesh, state_shardings
+from jaxquant.training.tokenizer import Tokenizer, open_tokenizer
+
+Batch = Mapping[str, Any]
+"""``inputs``, ``targets``, ``segment_ids`` (0 is padding) and ``positions``, int32 [batch, sequence]."""
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds of the model: ``step`` is the number of updates made."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    quant_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A quantized decoder.
+
+    Attributes:
+      init: key -> (params, quant_state), nested dicts by module name.
+      apply: (params, quant_state, inputs, segment_ids, positions, rngs[, cache]) -> logits, and with a cache
+        (logits, cache); with ``targets`` the loss of each token, without all logits at once; see
+        ``jaxquant.training.model.Decoder``.
+      module: the Linen module of ``apply``, for reading its intermediates.
+      layers: row of the report for each linear layer.
+    """
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    apply: Callable[..., Any]
+    module: nn.Module
+    layers: list[Row]
+
+
+def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:
+    """Build the decoder of a configuration and quantize it.
+
+    With ``checkpoint_is_quantized`` it runs on converted parameters (``jaxquant.convert``) and has no ``init``.
+
+    Args:
+      config: configuration of the run.
+      shape: shape and numerics of the decoder.
+      tokens: example tokens of one micro-batch.
+
+    Raises:
+      ValueError, NotImplementedError: the quantization does not fit the model.
+    """
+    module = jaxquant.maybe_quantize_model(Decoder(shape), config, tokens)
+    backend = config.resolved_backend
+    # Without the stream, the native backend derives its noise from the bits of each gradient.
+    streams = (RANDOM_STREAM,) if backend and BACKENDS[backend].needs_random_stream else ()
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        return quantization_state.split(module.init({"params": key, RANDOM_STREAM: key}, tokens))
+
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Mapping[str, jax.Array], **given: Any) -> Any:
+        variables = quantization_state.merge(params, quant_state)
+        return module.apply(variables, *inputs, rngs={name: rngs[name] for name in streams}, **given)
+
+    return Model(init, apply, module, jaxquant.describe_layers(Decoder(shape), config, tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model with its jitted functions.
+
+    Attributes:
+      config: as given, with ``with_global_shards``.
+      init: () -> TrainState.
+      step: (state, batch, healthy) -> (state, metrics); donates the state. Once ``healthy`` is False, or when this
+        step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
+        False. It is False, too, where the update overflows: that state is not finite, and no step changes it.
+      evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
+      loss: (params, quant_state, batch, key) -> mean loss; not jitted, for looking inside.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    model: Model
+    abstract_state: TrainState
+    init: Any
+    step: Any
+    evaluate: Any
+    loss: Any
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None) -> DecoderConfig:
+    """Take the decoder's shape out of a training configuration.
+
+    Raises:
+      ValueError: ``vocab_size`` is given and smaller than the tokenizer's.
+    """
+    rows = config.vocab_size or -(-vocab_size // 64) * 64
+    if rows < vocab_size:
+        fix = "use 0 for a new model, or the own tokenizer of an imported one"
+        raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size} tokens; {fix}")
+    sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Shape)}
+    attention: Kind = "xla"
+    if mesh is not None:
+        platform = mesh.devices.flat[0].platform
+        attention = choose(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
+    return DecoderConfig(**values | {"vocab_size": rows, "attention": attention}, activation_sharding=sharding)
+
+
+def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array]:
+    """Return the tokenizer and the decoder's shape of a run, and example tokens of one sequence."""
+    tokenizer = open_tokenizer(config.tokenizer_path)
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    return tokenizer, model_config(config, tokenizer.vocab_size), tokens
+
+
+def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the cross-entropies of the targets outside padding, and their number."""
+    return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
+
+
+def _outside_padding(losses: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    weights = (batch["segment_ids"] != 0).astype(jnp.float32)
+    return (losses * weights).sum(), weights.sum()
+
+
+def _is_finite(tree: Any) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def _micro_batches(batch: Batch, k: int) -> dict[str, jax.Array]:
+    """Cut a batch into k. The cut is strided, so that the batch axis stays sharded as it is."""
+    return {name: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+
+
+def example_inputs(config: TrainConfig) -> jax.Array:
+    """Tokens of the shape of one micro-batch."""
+    return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
+
+
+def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
+    """Build model, quantization, optimizer and mesh (of the devices given, else of those present) of a run.
+
+    Raises:
+      ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization
+        does not fit the model.
+      NotImplementedError: a model or an option that the backend does not take.
+    """
+    mesh = make_mesh(config, devices)
+    config = with_global_shards(config, mesh)
+    tokens = example_inputs(config)
+    decoder = model_config(config, vocab_size, mesh)
+    model = make_model(config, decoder, tokens)
+    optimizer = make_optimizer(config, mesh)
+    schedule = learning_rate_schedule(config)
+    key = jax.random.key(config.seed)
+
+    def init() -> TrainState:
+        params, quant_state = model.init(key)
+        opt_state, params = optimizer.init(params), optax.tree.cast(params, config.weight_dtype)
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, quant_state)
+
+    def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
+        losses = model.apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
+        return _outside_padding(losses, batch)
+
+    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
+        total, count = total_loss(params, quant_state, batch, key)
+        return total / jnp.maximum(count, 1)
+
+    def gradients(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
+        """Mean loss over the batch's tokens and its gradient, whatever the number of micro-batches."""
+        k = config.gradient_accumulation_steps
+        if k == 1:
+            return jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.quant_state, batch, key)
+        count = jnp.maximum((batch["segment_ids"] != 0).sum().astype(jnp.float32), 1)
+
+        def share(params: Any, quant_state: Any, micro_batch: Batch, key: jax.Array) -> jax.Array:
+            return total_loss(params, quant_state, micro_batch, key)[0] / count
+
+        def add(carry: Any, item: Any) -> tuple[Any, None]:
+            (total, total_grads, total_seen), (micro_batch, index) = carry, item
+            value, (grads, seen) = jax.value_and_grad(share, argnums=(0, 1))(
+                state.params, state.quant_state, micro_batch, jax.random.fold_in(key, index)
+            )
+            grads = jax.tree.map(jnp.add, total_grads, grads)
+            return (total + value, grads, quantization_state.accumulate(total_seen, seen)), None
+
+        nothing = quantization_state.no_observation(state.quant_state)
+        start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), nothing)
+        (value, grads, seen), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
+        return value, (grads, seen)
+
+    def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
+        grads = optax.tree.cast(grads, jnp.float32)
+        norm = optax.tree.norm(grads)
+        changes = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        quant_state = quantization_state.update(state.quant_state, state_grads)
+        updated = TrainState(state.step + 1, params, opt_state, quant_state)
+        metrics = {
+            "loss": value,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": (batch["segment_ids"] != 0).sum(),
+            # The update is looked at, and not waited for: the old state would have to be kept for that. Moments of
+            # finite gradients of a finite norm are finite.
+            "healthy": changes & _is_finite((updated.params, updated.quant_state)),
+        }
+        chosen = (jnp.where(changes, *each) for each in zip(*map(jax.tree.leaves, (updated, state)), strict=True))
+        # Not by ``out_shardings``, whose tree would be that of a state before ``state.warm`` alone.
+        placed = map(jax.lax.with_sharding_constraint, chosen, jax.tree.leaves(shardings))
+        return jax.tree.unflatten(jax.tree.structure(state), [*placed]), metrics
+
+    def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        # In micro-batches too: what fits in training fits here.
+        of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
+        parts = _micro_batches(batch, config.gradient_accumulation_steps)
+        return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
+
+    batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
+    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # groups' axis is a chip's choice
+        shapes: TrainState = jax.eval_shape(init)
+    shardings = state_shardings(mesh, shapes)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    jitted_init = jax.jit(init, out_shardings=shardings)
+    jitted_step = jax.jit(step, donate_argnums=0, in_shardings=(None, batch_sharding, replicated))
+    jitted_evaluate = jax.jit(evaluate, in_shardings=(None, batch_sharding), out_shardings=replicated)
+    return Program(config, mesh, model, abstract, jitted_init, jitted_step, jitted_evaluate, loss)
+
+
+def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """Resolve ``quantization_local_shard_count: -1`` by the mesh, whose devices need not be those of this process.
+
+    A block of the weight gradient's contraction must lie on one device, or its integer sums would be added across
+    devices; so there are as many as devices that share the batch. Qwix cuts the sequence and not the batch, and keeps
+    its own meaning, the size of the mesh.
+    """
+    reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
+    backend = config.resolved_backend
+    if config.quantization_local_shard_count != -1 or not reads or not (backend and BACKENDS[backend].shards_batch):
+        return config
+    return dataclasses.replace(config, quantization_local_shard_count=mesh.shape["data"] * mesh.shape["fsdp"])
+
+
+def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> jax.stages.Traced:
+    """Trace a step without running it, so that what does not fit shows before a run's folder is touched.
+
+    The steps that follow find this trace in jax's cache.
+
+    Raises:
+      ValueError, NotImplementedError: from the quantized operations, forward or backward.
+    """
+    healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=program.replicated)
+    return program.step.trace(program.abstract_state, dict(batch), healthy)
+
+
+def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:
+    """Count the bytes that the forward pass keeps for the backward pass of one micro-batch, parameters excluded."""
+    k = program.config.gradient_accumulation_steps
+    small = {name: x[: x.shape[0] // k] for name, x in batch.items()}
+    state = program.abstract_state
+    key = jax.random.key(0)
+    kept = saved_for_backward(lambda p, q: program.loss(p, q, small, key), state.params, state.quant_state)
+    return sum(kept.values())
