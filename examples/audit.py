@@ -35,7 +35,7 @@ def main(targets: tuple[str, ...] = ("h200",), width: int = 1024, quantization: 
 
     found = jaxquant.coverage(step, state, x)
     found.check()  # raises where the traced step is not what was asked
-    print(found.text())
+    print(found)
     for target in targets:
         print(jaxquant.aot.audit(step, state, x, target=target).to_markdown())
     return found.summary()

@@ -62,7 +62,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
             variables, opt_state, value = step(variables, opt_state, x[j], y[j], key)
         if i % 50 == 0 or i == steps - 1:
             print(f"step {i}: loss {value:.4f}")
-    print(jaxquant.coverage(step, variables, opt_state, x[0], y[0], jax.random.key(0)).text())
+    print(jaxquant.coverage(step, variables, opt_state, x[0], y[0], jax.random.key(0)))
     assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getattr__`` loads these
     from jaxquant import aot, audit, compat, ops, optim, serving, state
     from jaxquant.audit.coverage import coverage
-    from jaxquant.config.quant_config import QuantConfig
+    from jaxquant.audit.health import health
+    from jaxquant.config.quant_config import ConfigLike, QuantConfig
     from jaxquant.config.recipes import RECIPES
     from jaxquant.inject.model import describe_layers, maybe_quantize_model
     from jaxquant.ops.remat import compress_residuals, save_matmuls, save_quantized
@@ -24,9 +25,10 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.trace.registry import register_function
 
 _PUBLIC = {
-    "config.quant_config": "QuantConfig",
+    "config.quant_config": "ConfigLike QuantConfig",
     "config.recipes": "RECIPES",
     "audit.coverage": "coverage",
+    "audit.health": "health",
     "inject.model": "describe_layers maybe_quantize_model",
     "ops.remat": "compress_residuals save_matmuls save_quantized",
     "serving.calibration": "calibrate",
@@ -40,6 +42,7 @@ _DEFINED_IN = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items()
 
 __all__ = [
     "RECIPES",
+    "ConfigLike",
     "QuantConfig",
     "aot",
     "audit",
@@ -49,6 +52,7 @@ __all__ = [
     "convert",
     "coverage",
     "describe_layers",
+    "health",
     "maybe_quantize_model",
     "ops",
     "optim",

@@ -85,7 +85,7 @@ def _coverage(words: argparse.Namespace) -> int:
 
     step, shapes = load_program(words.program)(words.config, words.overrides, jax.devices())
     found = coverage(step, *shapes, config=config)
-    print(found.to_json() if words.json else found.text())
+    print(found.to_json() if words.json else found)
     if words.check:
         try:
             found.check()

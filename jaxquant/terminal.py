@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import html
 import io
+import itertools
 import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended, as a shell has it."""
@@ -84,57 +87,76 @@ def columns() -> int | None:
     return None
 
 
-def fit(lines: Sequence[Sequence[str]], room: int | None) -> list[list[str]]:
-    """Wrap the cells of a table, at blanks and after slashes alone, so that its lines fit; the widest column gives way.
+def table(lines: Sequence[Sequence[str]], right: Collection[str] = ()) -> str:
+    """Format cells as a table; wrap them so that its lines fit the terminal, but only after blanks and slashes.
+
+    The widest column is made narrower first. A terminal that is too narrow for the words gets lines that are too long.
 
     Args:
-      lines: cells, those of the header too.
-      room: characters for the cells of a line, less than which no column goes that would cut a word; None is no bound.
+      lines: cells, the header first.
+      right: names of the columns that are aligned to the right, such as figures.
     """
-    cells = list(zip(*lines, strict=True))
+    room, cells = columns(), list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in cells]
     least = [max(len(piece.strip()) for cell in column for piece in _PIECE.findall(cell)) for column in cells]
-    while room is not None and sum(widths) > room:
+    while room is not None and sum(widths) + 2 * (len(widths) - 1) > room:
         wide = [index for index in range(len(widths)) if widths[index] > least[index]]
         if not wide:
             break
         widths[max(wide, key=widths.__getitem__)] -= 1
-    return [[_wrap(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    wrapped = [list(map(_wrap, line, widths)) for line in lines]
+    widths = [max(len(part) for cell in column for part in cell) for column in zip(*wrapped, strict=True)]
+    align = [str.rjust if name in right else str.ljust for name in lines[0]]
+    return "\n".join(
+        "  ".join(place(part, width) for place, part, width in zip(align, parts, widths, strict=True)).rstrip()
+        for line in wrapped
+        for parts in itertools.zip_longest(*line, fillvalue="")
+    )
 
 
-def _wrap(text: str, width: int) -> str:
+def _wrap(text: str, width: int) -> list[str]:
     lines = [""]
     for piece in _PIECE.findall(text):
         if len(lines[-1] + piece) <= width:
             lines[-1] += piece
         else:
             lines.append(piece.strip())
-    return "\n".join(lines).removeprefix("\n")
+    return lines if lines[0] or len(lines) == 1 else lines[1:]
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], left: Collection[str]) -> None:
     """Print rows of equal keys as a table; the columns of ``left`` begin at the left, the others are figures."""
-    from rich.table import Table
-
-    table = Table()
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in left else "right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    show(table)
+    print(table([[*rows[0]], *([str(cell) for cell in row.values()] for row in rows)], {*rows[0]} - {*left}))
 
 
-def show(table: Any) -> None:
-    """Print a table of rich: no word is cut, and its lines fit the terminal where they can."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+class Tabular:
+    """A result that prints as a table, and that a notebook shows as one; its ``repr`` is one line."""
 
-    width, given = columns(), list(zip(*([column.header, *column.cells] for column in table.columns), strict=True))
-    header, *lines = fit(given, None if width is None else width - 3 * len(table.columns) - 1)
-    fitted = Table()
-    for text, column in zip(header, table.columns, strict=True):
-        fitted.add_column(text, justify=column.justify, no_wrap=True)
-    for line, row in zip(lines, table.rows, strict=True):
-        fitted.add_row(*map(Text, line), end_section=row.end_section)
-    Console(width=1_000_000).print(fitted)
+    __slots__ = ()
+    _right: ClassVar[Collection[str]] = ()
+
+    def _lines(self) -> list[Sequence[str]]:
+        """Return the cells of the table, the header first."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """Describe the result in one line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        last, width = self.summary(), columns()
+        last = last if width is None else textwrap.fill(last, width, break_long_words=False, break_on_hyphens=False)
+        return f"{table(self._lines(), self._right)}\n{last}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        header, *lines = self._lines()
+        rows = "".join([_html_row("th", header), *(_html_row("td", line) for line in lines)])
+        return f"<table>{rows}</table><p>{html.escape(self.summary())}</p>"
+
+
+def _html_row(kind: str, cells: Sequence[str]) -> str:
+    opened = f"<{kind} style='text-align:left'>"
+    return f"<tr>{''.join(f'{opened}{html.escape(cell)}</{kind}>' for cell in cells)}</tr>"

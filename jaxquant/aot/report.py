@@ -37,7 +37,7 @@ COMMON_ASSUMPTIONS = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Audit:
     """What the compiler of an absent chip made of a step. Counts, bytes and times are of one step on one device.
 
@@ -91,6 +91,12 @@ class Audit:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
+        return self.to_markdown()
+
+    def __repr__(self) -> str:
+        return f"<Audit: {self.name} on {self.devices} × {self.target}; {verdict(self)}>"
+
+    def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
     def to_markdown(self) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jaxtyping import Float
 
-from jaxquant.audit.statistics import WIDTH, read, record
+from jaxquant.audit.statistics import STATISTICS, WIDTH, read, record
 from jaxquant.backends import Backend
 from jaxquant.backends.base import Setup
 from jaxquant.config.quant_config import QuantConfig
@@ -43,6 +42,7 @@ from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import align
 from jaxquant.ops.operand import quantize_operand
 from jaxquant.state import frozen
+from jaxquant.terminal import Tabular
 from jaxquant.trace import contract
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.decisions import Decisions
@@ -54,6 +54,8 @@ from jaxquant.trace.rewrite import Rewriter
 Array = jax.Array
 _READ = (SCALE, HISTORY)
 """The quant state of a tensor from which its scale is computed."""
+_FORMATS = {"sqnr": "{:.1f}"} | dict.fromkeys(("saturated", "flushed", "nonfinite"), "{:.2%}")
+"""How a statistic is printed, where it is not ``{:.4g}``."""
 _FLOAT = Recipe("float", fwd=MatmulSpec())
 """The recipe of a float layer, for the length of a call."""
 
@@ -70,19 +72,61 @@ class HealthRow:
 
     path: str
     index: tuple[int, ...]
-    dtypes: dict[str, str | None]
+    dtypes: dict[str, str | None] = dataclasses.field(hash=False)
 
     @property
     def name(self) -> str:
         return self.path + (f", layer {'.'.join(map(str, self.index))}" if self.index else "")
 
 
+class Health(Tabular, dict[str, Array]):
+    """Statistics of every layer's tensors: statistic -> float32 [rows, 3]; prints as a table.
+
+    Attributes:
+      rows: the layers.
+    """
+
+    _right = STATISTICS
+
+    def __init__(self, statistics: Mapping[str, Array], rows: tuple[HealthRow, ...]):
+        super().__init__(statistics)
+        self.rows = rows
+
+    def _lines(self) -> list[Sequence[str]]:
+        lines: list[Sequence[str]] = [("layer", "tensor", "dtype", *STATISTICS)]
+        table = {name: np.asarray(self[name]) for name in STATISTICS}
+        for index, row in enumerate(self.rows):
+            for place, (tensor, dtype) in enumerate(row.dtypes.items()):
+                found = (_FORMATS.get(name, "{:.4g}").format(table[name][index, place]) for name in STATISTICS)
+                lines.append((row.name, tensor, dtype or "float", *("-" if "nan" in each else each for each in found)))
+        return lines
+
+    def summary(self) -> str:
+        """Describe in one line how many layers there are and which tensor has the lowest SQNR."""
+        sqnr = np.asarray(self["sqnr"])
+        if np.isnan(sqnr).all():
+            return f"{len(self.rows)} layers"
+        row, tensor = np.unravel_index(np.nanargmin(sqnr), sqnr.shape)
+        where = f"{self.rows[row].name or 'the root layer'}, {[*TENSORS][tensor]}"
+        return f"{len(self.rows)} layers; lowest SQNR {sqnr[row, tensor]:.1f} dB ({where})"
+
+    def __repr__(self) -> str:  # also of values that a trace does not know
+        return f"<Health: {len(self.rows)} layers>"
+
+
+jax.tree_util.register_pytree_node(
+    Health,
+    lambda health: ([*health.values()], (tuple(health), health.rows)),
+    lambda known, arrays: Health(dict(zip(known[0], arrays, strict=True)), known[1]),
+)
+
+
 class Monitor:
     """Measure amax, scale, saturation, flushing and SQNR of every linear layer's tensors.
 
     A monitor runs a loss forward and backward once, without gradients of the parameters, and returns {statistic:
-    float32 [rows, 3]}, columns in the order ``input``, ``kernel``, ``output_grad``; ``audit.statistics.read`` has the
-    formulas. Jit it together with what prepares its arguments.
+    float32 [rows, 3]}, which prints as a table; columns are ``input``, ``kernel``, ``output_grad``, and
+    ``audit.statistics.read`` has the formulas. Jit it together with what prepares its arguments.
 
     ``input`` and ``kernel`` are what the forward matmul quantizes, ``output_grad`` what the matmul of the activation's
     gradient does: where the recipe multiplies the kernel's per-channel scale into the output gradient first, all but
@@ -104,11 +148,11 @@ class Monitor:
                 self._sites.setdefault(site.key, site)
         self._order, self.rows = _make_rows(list(self._sites.values()))
 
-    def __call__(self, params: Any, *args: Any) -> dict[str, Float[Array, "rows 3"]]:
+    def __call__(self, params: Any, *args: Any) -> Health:
         """Return the statistics of every layer's tensors.
 
         Args:
-          params, args: of the loss of ``HealthMonitor``; of the quantized function of ``FunctionHealth``.
+          params, args: arguments of the loss for a Linen model; arguments of the quantized function for a function.
         """
 
         def tapped(probes: list[Array]) -> Array:
@@ -119,7 +163,8 @@ class Monitor:
         probes = [jnp.zeros((*contract.leading_axes(site), len(TENSORS) * WIDTH)) for site in self._sites.values()]
         with frozen():  # it measures, and records nothing
             found = jax.grad(tapped)(probes)
-        return read(jnp.concatenate([each.reshape(-1, len(TENSORS), WIDTH) for each in found])[self._order])
+        records = jnp.concatenate([each.reshape(-1, len(TENSORS), WIDTH) for each in found])
+        return Health(read(records[self._order]), self.rows)
 
     @property
     def shards(self) -> int:
@@ -127,88 +172,67 @@ class Monitor:
         return math.lcm(*(site.recipe.drhs.shards for site in self._sites.values() if site.recipe))
 
 
-class HealthMonitor(Monitor):
-    """Measure the layers of a Linen model: a ``Monitor`` whose ``monitor(params, *args)`` runs ``loss(params, *args)``.
+def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **kwargs: Any) -> Monitor:
+    """Return a monitor of the layers of a Linen model or of a quantized function; nothing is computed.
 
-    Attributes:
-      rows: the layers, in the order of the forward pass.
-    """
-
-    def __init__(
-        self, model: nn.Module, config: Any, loss: Callable[..., Array], *example_inputs: Any, **example_kwargs: Any
-    ):
-        """Find the linear layers and their recipes; nothing is computed.
-
-        Args:
-          model: the quantized Linen model that ``loss`` applies, or a float one, which nothing quantizes.
-          config: what it was quantized with, anything that ``QuantConfig.from_any`` takes.
-          loss: (params, ...) -> scalar. Quant state of a recipe that keeps it is one of the further arguments.
-          example_inputs, example_kwargs: arguments of the model's ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
-
-        Raises:
-          TypeError: not a Linen module.
-          ValueError: a model without a linear layer.
-          TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
-        """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"HealthMonitor taps the layers of a Linen module, got {type(model).__name__}; "
-                "FunctionHealth measures any function of jaxquant.quantize, NNX models' too"
-            )
-        face = quantized_with(model)
-        is_float = face is None
-        face = face or Face(QuantConfig.from_any(config))
-
-        def run(params: Any, *args: Any) -> Array:
-            if not is_float:
-                return loss(params, *args)
-            program = jax.make_jaxpr(loss)(params, *args)  # what it closes over is data, too
-
-            def function(params: Any, consts: list[Any], *args: Any) -> Array:
-                return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((params, args)))[0]
-
-            return face.engine.run(function, params, (program.consts, *args), {})
-
-        super().__init__(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
-        if not self.rows:
-            raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
-
-
-class FunctionHealth(Monitor):
-    """Measure the layers of a quantized function: ``monitor(params, quant_state, *args)`` takes what it takes.
+    ``health(model, loss, *example_inputs)`` returns a monitor that is called as ``monitor(params, *args)`` with the
+    arguments of ``loss(params, *args) -> scalar``. ``health(function, loss, params, *args)`` returns one that is called
+    as ``monitor(params, quant_state, *args)``, like the quantized function, and ``loss(output, *args)`` is a scalar of
+    its output.
 
     An NNX model is a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
     ``lambda params, rest, x: nnx.merge(graph, params, rest)(x)``.
 
-    Attributes:
-      rows: the layers, in the order of the forward pass.
+    Args:
+      model_or_function: quantized Linen model that ``loss`` applies, float Linen model, or function of
+        ``jaxquant.quantize``.
+      loss: loss to differentiate; the quant state of a Linen model is one of its further arguments.
+      args, kwargs: arguments of the model's ``__call__``, or of the function; arrays may be ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      TypeError: neither a Linen module nor a quantized function.
+      ValueError: a model without a linear layer, or a function of which the config quantizes nothing.
     """
+    if isinstance(model_or_function, nn.Module):
+        return _of_model(model_or_function, loss, *args, **kwargs)
+    if not isinstance(model_or_function, QuantizedFunction):
+        raise TypeError(
+            f"health takes a Linen module or a function of jaxquant.quantize, got {type(model_or_function).__name__}; "
+            "quantize an NNX model as a function of its parameters"
+        )
+    return _of_function(model_or_function, loss, *args, **kwargs)
 
-    def __init__(self, function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any):
-        """Find the layers; nothing is computed.
 
-        Args:
-          function: made by ``jaxquant.quantize``.
-          loss: (what the function returns, ...) -> scalar; it gets the further arguments of the function, too.
-          params, args: arguments of the function; arrays may be ``jax.ShapeDtypeStruct``.
+def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any) -> Monitor:
+    engine = function.engine
+    if engine.resolver is None:
+        raise ValueError("quantization is off, so there is no health to measure")
 
-        Raises:
-          TypeError: not a quantized function.
-          ValueError: the config quantizes nothing of it.
-        """
-        if not isinstance(function, QuantizedFunction):
-            raise TypeError(
-                f"FunctionHealth measures a function of jaxquant.quantize, got {type(function).__name__}; "
-                "HealthMonitor measures Linen models"
-            )
-        engine = function.engine
-        if engine.resolver is None:
-            raise ValueError("quantization is off, so there is no health to measure")
+    def run(params: Any, quant_state: Any, *args: Any) -> Array:
+        return loss(function(params, quant_state, *args), *args)
 
-        def run(params: Any, quant_state: Any, *args: Any) -> Array:
-            return loss(function(params, quant_state, *args), *args)
+    return Monitor(engine, engine.trace(function.hashable, params, args).analysis, run)
 
-        super().__init__(engine, engine.trace(function.hashable, params, args).analysis, run)
+
+def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any, **example_kwargs: Any) -> Monitor:
+    face = quantized_with(model)
+    is_float = face is None
+    face = face or Face(QuantConfig())
+
+    def run(params: Any, *args: Any) -> Array:
+        if not is_float:
+            return loss(params, *args)
+        program = jax.make_jaxpr(loss)(params, *args)  # what it closes over is data, too
+
+        def function(params: Any, consts: list[Any], *args: Any) -> Array:
+            return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((params, args)))[0]
+
+        return face.engine.run(function, params, (program.consts, *args), {})
+
+    monitor = Monitor(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
+    if not monitor.rows:
+        raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
+    return monitor
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:

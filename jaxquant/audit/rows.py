@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from jaxquant import terminal
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import MatmulDtypes
+from jaxquant.terminal import Tabular
 
 MATMULS = ("fwd", "dlhs", "drhs")
 _BACKWARD = ("dlhs", "drhs", "bwd")
@@ -83,9 +78,9 @@ class Row:
         return " × ".join(dict.fromkeys(found))
 
 
-@dataclasses.dataclass(frozen=True)
-class Coverage:
-    """What a function multiplies.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Coverage(Tabular):
+    """The matmuls of a function; prints as a table with a line for every path, in which "e4m3" is float8_e4m3fn.
 
     Attributes:
       rows: every contraction, in the order of the program.
@@ -101,6 +96,7 @@ class Coverage:
     faults: tuple[str, ...] = ()
     state_faults: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    _right = ("times",)
 
     def share(self, *matmuls: str) -> float:
         """Return the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
@@ -131,27 +127,9 @@ class Coverage:
             paths.setdefault(row.name, []).append(row)
         return [_layer(path, rows) for path, rows in paths.items()]
 
-    def text(self, width: int | None = None) -> str:
-        """Format a table with a line for every path; "e4m3" is float8_e4m3fn.
-
-        Cells are wrapped at blanks and after slashes alone: no name is cut.
-
-        Args:
-          width: columns of the page; None takes those of the terminal, and where there is none, as in a pipe or a
-            notebook, as many as the table needs.
-        """
+    def _lines(self) -> list[Sequence[str]]:
         names = ("path", "shapes", *MATMULS, "scales", "times", "reason")
-        cells = [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
-        width = terminal.columns() if width is None else width
-        header, *lines = terminal.fit(cells, None if width is None else width - 2 * (len(names) - 1))
-        table = Table(box=None, pad_edge=False)
-        for name in header:
-            table.add_column(name, justify="right" if name == "times" else "left", no_wrap=True)
-        for line in lines:
-            table.add_row(*map(Text, line))
-        file = io.StringIO()
-        Console(file=file, width=1_000_000).print(table)
-        return "\n".join([*(line.rstrip() for line in file.getvalue().rstrip().splitlines()), self.summary()])
+        return [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
 
     def to_json(self) -> str:
         """Write everything as JSON: ``summary``, ``missing``, ``layers`` (one a path) and ``rows``."""

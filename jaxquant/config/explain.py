@@ -23,6 +23,7 @@ from jaxquant.ops.implementation import (
     STORED_CASTS_PAY,
     TPU_CASTS_PAY,
 )
+from jaxquant.terminal import table
 
 MATMULS = {
     "fwd": ("the forward matmul, input · weight", ("input", "weight")),
@@ -53,8 +54,7 @@ def strings() -> str:
         if "quant_cfg_path" in row.fields:
             dtypes[0] = "from quant_cfg_path"
         lines.append((names, *dtypes, row.auto or "-", ", ".join(row.backends[1:]) or "-"))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return table(lines)
 
 
 def _dtypes(recipe: Recipe | None, matmul: Any) -> str:

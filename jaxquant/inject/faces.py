@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -67,6 +69,19 @@ def sort_arguments(name: str, model: Any, given: Sequence[Any], rest: str, named
             f"jaxquant.{name}(model, config, {rest}) for NNX; got ({got})"
         )
     return tuple(given) if is_linen else (None, *given)
+
+
+def describe_model(model: Any) -> str:
+    """Return the ``repr`` of a quantized model: its class, and path and recipe of each layer, like ones together."""
+    engine, kind = quantized_with(model).engine, type(model).__name__
+    if engine.decisions is None:
+        return f"{kind}(quantization={engine.config.quantization!r})  # the first call chooses the layers"
+    alike: dict[tuple[str, str], int] = collections.Counter()
+    for path, each in engine.decisions.paths.items():
+        recipe = "float" if each.recipe is None else each.recipe.name
+        alike[re.sub(r"(?<=[_/])\d+(?=/)|(?<=/)\d+$", "*", path) or "the root layer", recipe] += 1
+    lines = [f"  {path}: {recipe}{f' ({n} layers)' if n > 1 else ''}" for (path, recipe), n in alike.items()]
+    return "\n".join([f"{kind}(quantization={engine.config.quantization!r}", *lines, ")"])
 
 
 @contextlib.contextmanager

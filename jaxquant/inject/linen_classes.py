@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 
 from jaxquant.backends.base import RANDOM_STREAM
-from jaxquant.inject.faces import at_work, quantized_with, subclass, wrap_methods
+from jaxquant.inject.faces import at_work, describe_model, quantized_with, subclass, wrap_methods
 from jaxquant.state.table import ENTRY, Tables, make_state, rows_of
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
@@ -182,5 +182,6 @@ _MODEL = {
     "init_with_output": nn.nowrap(_init_with_output),
     "apply": nn.nowrap(_apply),
     "__reduce__": nn.nowrap(_reduce),
+    "__repr__": nn.nowrap(describe_model),
 }
 """What the class of a model has, too."""

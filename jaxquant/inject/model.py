@@ -15,7 +15,7 @@ from jaxquant.inject import nnx as nnx_face
 from jaxquant.inject.faces import refuse_twice
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
-from jaxquant.trace.report import Row
+from jaxquant.trace.report import Report
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
@@ -106,7 +106,7 @@ def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **exam
     return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}
 
 
-def describe_layers(model: Any, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
+def describe_layers(model: Any, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any) -> Report:
     """Report what a config makes of every linear layer of a model, float ones with the reason.
 
     A layer is a matmul with a parameter, whoever wrote it, in the order of the call.

@@ -25,6 +25,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import SCALE, STEP
+from jaxquant.inject import faces
 from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twice, subclass, wrap_methods
 from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
@@ -33,7 +34,7 @@ from jaxquant.state.table import Tables, behind, make_state, rows_of
 from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
-from jaxquant.trace.report import Row
+from jaxquant.trace.report import Report
 
 _CONTAINERS = (nnx.List, nnx.Dict)
 """Modules that hold others, and have no methods of an author's."""
@@ -68,7 +69,7 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
     return face.adopt(copy)
 
 
-def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) -> list[Row]:
+def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) -> Report:
     """List the layers that a call with example inputs runs; see ``describe_layers``."""
     model = model if quantized_with(model) is None else plain_model(model)
     face = Face.of(config, model)
@@ -258,6 +259,8 @@ class Face:
         """Make the class of one module. It knows the path: flax's ``ToNNX`` takes every attribute for a variable."""
         if (base, path) not in self._classes:
             fields = {**wrap_methods(base, nnx.Module, _is_method, Face.call), "_jaxquant_path": path}
+            if not path:  # flax's own repr shows the parts
+                fields |= dict.fromkeys(("__repr__", "__str__"), faces.describe_model)
             self._classes[base, path] = subclass(self, base, fields, _picklable(type(base)))
         return self._classes[base, path]
 

@@ -119,6 +119,12 @@ class Analysis:
         module = self._names[leaf.index][:-1]
         return {name[-1]: shape[len(leaf.stack) :] for name, shape in shapes if name and name[:-1] == module}
 
+    def is_as_wide_as_a_table(self, sites: Sequence[Contraction]) -> bool:
+        """Whether no layer follows these contractions, and they have an output for each row of an embedding table."""
+        tables = {self._shapes[index] for index in self.looked_up}
+        wide = {shape[0] for shape in tables if len(shape) == 2 and shape[0] != shape[1]}
+        return all(site.out_features in wide and not site.is_followed for site in sites)
+
     def weight_path(self, leaves: Sequence[int], size: int) -> str:
         """Return the path of a weight of a size, stacks of it included: that of the one leaf of its size, or of all."""
         fits = [index for index in leaves if math.prod(self._shapes[index]) == size]

@@ -35,7 +35,7 @@ from jaxquant.trace.decisions import Decisions, FaceHooks, decide
 from jaxquant.trace.plan import Contraction, mark_readings, mark_stored
 from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
-from jaxquant.trace.report import Decided, Report, Row, layer_rows, row_of
+from jaxquant.trace.report import Decided, Report, layer_rows, row_of
 from jaxquant.trace.rewrite import Rewriter
 
 Function = Callable[..., Any]
@@ -225,11 +225,11 @@ class Engine:
         self._has_seen_all |= is_whole
         return decisions
 
-    def layers(self, analysis: Analysis) -> list[Row]:
+    def layers(self, analysis: Analysis) -> Report:
         """List the layers of a program, with what would be decided, to the errors of ``decide``; binds nothing."""
         if self.resolver is not None:
             self._extended(analysis, self.decisions).apply(analysis.plan)
-        return layer_rows(analysis, self.resolver, self.backend)
+        return Report(tuple(layer_rows(analysis, self.resolver, self.backend)), "layers")
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
         assert self.resolver is not None

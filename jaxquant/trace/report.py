@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxquant.backends import Backend
 from jaxquant.config.rules import Resolver
 from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
 from jaxquant.core.recipe import Recipe
+from jaxquant.terminal import Tabular
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.reach import NOT_FLOAT
 
 Shape = tuple[int, ...]
+_HEADS = "quantize_logits_proj"
+_MAYBE_HEAD = "; last layer: if it is the output head, name it in a rule"
+"""Added to the reason of the last layer if it has an output for each row of an embedding table and no rule names it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +77,20 @@ class Row:
         return str(self.dtypes["drhs"])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """The contractions of a function in the order of its program; prints as a table."""
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Report(Tabular, Sequence[Row]):
+    """The contractions of a function, or the layers of a model, in the order of the program; prints as a table.
+
+    Attributes:
+      rows: the contractions or layers.
+      unit: what a row is.
+    """
 
     rows: tuple[Row, ...]
+    unit: str = "contractions"
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,16 +100,16 @@ class Report:
         """The rows with a recipe."""
         return [row for row in self.rows if row.recipe is not None]
 
-    def __str__(self) -> str:
-        header = ("path", "operation", "lhs", "rhs", "recipe", "reason")
-        cells = [
-            (row.path or "-", row.operation, _shape(row.lhs), _shape(row.rhs), row.recipe or "float", row.reason)
-            for row in self.rows
-        ]
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-                 for line in (header, *cells)]  # fmt: skip
-        return "\n".join([*lines, f"{len(self.quantized)} of {len(self.rows)} contractions are quantized"])
+    def _lines(self) -> list[Sequence[str]]:
+        names = ("path", "operation", "lhs", "rhs", "recipe", "reason")
+        cells = (
+            (r.path or "-", r.operation, _shape(r.lhs), _shape(r.rhs), r.recipe or "float", r.reason) for r in self
+        )
+        return [names, *cells]
+
+    def summary(self) -> str:
+        """Describe in one line how many are quantized."""
+        return f"{len(self.quantized)} of {len(self.rows)} {self.unit} are quantized"
 
 
 def _shape(shape: Shape) -> str:
@@ -188,6 +198,8 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
             why = f"{decision.reason}; out of reach: {site.reason}"
             asked = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
             row = dataclasses.replace(row, **asked)
+        elif row.recipe and _HEADS not in resolver.switches and analysis.is_as_wide_as_a_table(sites):
+            row = dataclasses.replace(row, reason=row.reason + _MAYBE_HEAD * (resolver.base.reason == row.reason))
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
         beside = analysis.shapes_beside(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
         rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(beside.items())))

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxquant import state as quantization_state
-from jaxquant.audit.health import HealthMonitor, HealthRow
+from jaxquant.audit.health import HealthRow, health
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
 from jaxquant.core.paths import leaves_by_path
@@ -77,7 +77,7 @@ def build_health(program: Program) -> Health:
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
         return program.loss(params, quant_state, part, key) * share
 
-    monitor = HealthMonitor(program.model.module, config, share_of_loss, example_inputs(config))
+    monitor = health(program.model.module, share_of_loss, example_inputs(config))
     sequences = sampled_sequences(config, mesh.shape["data"] * mesh.shape["fsdp"], monitor.shards)
     stride = config.batch_size // sequences
 
@@ -251,7 +251,7 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
       batch: of the failing step.
       key: of the failing step's random streams.
     """
-    monitor = HealthMonitor(program.model.module, program.config, program.loss, example_inputs(program.config))
+    monitor = health(program.model.module, program.loss, example_inputs(program.config))
     run = jax.jit(monitor, out_shardings=program.replicated)
     found = jax.device_get(processes.in_order(run(state.params, state.quant_state, dict(batch), key)))
     # Inputs and kernels in the order of the forward pass, output gradients in that of the backward pass.

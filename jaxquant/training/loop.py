@@ -112,7 +112,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         if processes.is_main():
             run_dir.mkdir(parents=True, exist_ok=True)
         _own(lambda: lock.acquire(say), run_dir)
-        say(coverage.text())
+        say(str(coverage))
         say(f"data: {data.description}")
         checkpoints = stack.enter_context(Checkpoints(run_dir, config))
         run = _Run(run_dir, lock, program, data, checkpoints, health, FiniteCheck(program))

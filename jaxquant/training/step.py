@@ -57,7 +57,7 @@ class Model:
     init: Callable[[jax.Array], tuple[Any, Any]]
     apply: Callable[..., Any]
     module: nn.Module
-    layers: list[Row]
+    layers: Sequence[Row]
 
 
 def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:

@@ -338,7 +338,7 @@ def test_the_table_has_shapes_and_says_where_what_has_no_path_was_asked_for():
         y = mlp(params, x)
         return y @ y.T
 
-    text = jaxquant.coverage(scores, mlp_params(), array(8, 32)).text()
+    text = str(jaxquant.coverage(scores, mlp_params(), array(8, 32)))
     assert re.search(r"\nup +8x32 · 32x64 +float", text)
     assert f"{Path(__file__).name}:" in text
     assert "scores)" in text

@@ -61,6 +61,13 @@ def test_which_layers_and_why():
     lines = dots(model, init(model, TOKENS))
     assert sum("xi8>" in line for line in lines) == 3 * 3
     assert sum("xi8>" not in line for line in lines) == 3 * 2  # the head and the router
+    assert str(model).splitlines()[1:4] == [f"  {path}: int8" for path in QUANTIZED]
+
+
+def test_the_last_layer_may_be_the_head():
+    layers = [nn.Embed(32, 16), nn.Dense(32), nn.Dense(16), nn.Dense(32)]
+    for each, x, hinted in ((layers, TOKENS, ["layers_3"]), (layers[1:], jnp.ones((2, 16)), [])):
+        assert [r.path for r in describe_layers(nn.Sequential(each), "fp8", x) if "output head" in r.reason] == hinted
 
 
 def test_a_rule_that_matches_nothing_and_a_model_in_which_nothing_would_be_quantized():

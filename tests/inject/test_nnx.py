@@ -81,6 +81,7 @@ def test_every_kind_of_layer_is_found_and_quantized(model):
     assert "output head" in reports["logits"].reason
     assert "router" in reports["gate"].reason
     quantized = maybe_quantize_model(model, asked("fp8"), X)
+    assert "\n  blocks/*/wi: fp8" in str(quantized)
     jax.tree.map(np.testing.assert_array_equal, pure(quantized, nnx.Param), before)
     assert nnx.graphdef(model) == graph, "the given model has changed"
     assert sorted({row.path for row in jaxquant.coverage(quantized, X).rows if row.is_low}) == sorted(QUANTIZED)

@@ -120,7 +120,7 @@ def check_forgotten(loop: Linen) -> None:
     found = jaxquant.coverage(frozen, loop.params, loop.state)
     found.check()
     assert len(found.frozen) == 1
-    assert "quant state frozen on purpose" in found.text()
+    assert "quant state frozen on purpose" in str(found)
 
 
 def check_optimized(loop: Linen) -> None:

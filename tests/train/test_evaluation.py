@@ -81,7 +81,7 @@ def test_command(run: Path, served: list[Path], rows: Any, capsys: pytest.Captur
     text, err = capsys.readouterr()
     assert err == ""
     for row in rows.values():
-        (line,) = [line for line in text.splitlines() if f"│ {row['model']} " in line]
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{row['model']} ")]
         for value in row.values():
             assert str(value) in line
 
