@@ -28,7 +28,7 @@ def _option(group: str, default: Any, least: float | None = None, most: float = 
       group: name of the option's group in ``GROUPS``.
       default: value if a config does not set the option.
       least, most: range of a number; ``least`` is None if the option is not a number.
-      wanted: text for errors that replaces "at least …" if that says too little.
+      wanted: text for errors that replaces "at least …" if that is too short.
     """
     return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, wanted)})
 

@@ -127,7 +127,7 @@ class QuantConfig(options.Options):
         self._check_options_are_read()
         self._resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
 
-    # -- what the config means ---------------------------------------------------------------------------------------
+    # -- meaning of the config ----------------------------------------------------------------------------------------
 
     @property
     def resolved_backend(self) -> BackendName | None:
@@ -201,7 +201,7 @@ class QuantConfig(options.Options):
             lists the other attributes of such an object that are set and, by name or dtype, concern quantization.
 
         Raises:
-          TypeError: the object has none of these forms.
+          TypeError: the object has another form.
           ValueError: a file cannot be read. Otherwise as for ``QuantConfig``.
           NotImplementedError: a MaxText config requests a feature that is not implemented.
         """

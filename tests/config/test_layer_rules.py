@@ -90,7 +90,7 @@ ON_QWIX = {"quantization": "int4", "use_qwix_quantization": True}
 BAD_RULES = [
     ({"path": "(", "recipe": None}, {}, "rule path '(' is not a regular expression: "),
     ({"path": "a", "recipe": "int9"}, {}, "rules[0].recipe 'int9' is not a known recipe; did you mean"),
-    ({"path": "a", "recipe": "intmp"}, {}, "rules[0].recipe 'intmp' has no numbers of its own"),
+    ({"path": "a", "recipe": "intmp"}, {}, "rules[0].recipe 'intmp' is not supported in a rule"),
     ({"path": 3, "recipe": None}, {}, "rules[0].path must be str, got 3 (int)"),
     ({"path": "a", "recipe": "fp8"}, {}, "('auto' for 'aqt_fp8'); set quant_backend to 'native'"),
     ({"path": "a", "recipe": "int4"}, ON_AQT, "'aqt'; set quant_backend to 'qwix' or 'native'"),
