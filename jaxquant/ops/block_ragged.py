@@ -1,7 +1,7 @@
 """block_ragged: the product of groups of rows and their weights, both in blocks, by our kernel for Hopper.
 
-Rows are brought to slabs of 128 (``groups.Slabs``), of which no two groups share one; the kernel multiplies each slab
-by its group's weight, or sums over the slabs of each group. As in ``block_scaled`` it is the lowering of a primitive.
+Rows are copied to slabs of 128 (``groups.Slabs``), each of one group. The kernel multiplies each slab by its group's
+weight, or sums over the slabs of each group. As in ``block_scaled``, it is the lowering of a primitive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxquant.ops.implementation import select_block_matmul
 
 Array = jax.Array
 OWN = "no chip multiplies groups of rows in blocks"
-"""Why XLA's program dequantizes them where no kernel was asked for."""
+"""Reason why XLA's program dequantizes the operands by default."""
 
 
 def choose(
@@ -36,18 +36,18 @@ def choose(
     out_dtype: str,
     implementation: str | None,
 ) -> str:
-    """Choose what multiplies groups of rows (``pallas`` or ``xla``), and note it; see ``select_block_matmul``.
+    """Select the implementation of a product of groups of rows (``pallas`` or ``xla``); see ``select_block_matmul``.
 
     Args:
-      lhs, rhs: operands; slabs as rows.
-      numbers: what is contracted, as in ``lax.ragged_dot_general``.
+      lhs, rhs: operands, with slabs as rows.
+      numbers: dimension numbers as in ``lax.ragged_dot_general``.
       out_dtype: dtype of the product.
-      implementation: the one that was asked for.
+      implementation: requested implementation, or None.
     """
 
     def refused() -> str | None:
         if isinstance(lhs, Rows) or isinstance(rhs, Rows):
-            return f"the block_matmul kernel has scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
+            return f"the block_matmul kernel supports scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
         return kernel.refusal(lhs, rhs, *_axes(numbers), out_dtype=out_dtype)
 
     return select_block_matmul(OWN, implementation, refused).name
@@ -56,13 +56,13 @@ def choose(
 def multiply(
     lhs: QTensor, rhs: QTensor, groups: Groups, *, numbers: RaggedDotDimensionNumbers, out_dtype: str
 ) -> Array:
-    """Multiply qvalues and the scales of their blocks by the kernel, which ``choose`` chose.
+    """Multiply qvalues and the scales of their blocks with the kernel.
 
     Args:
-      lhs, rhs: as ``choose`` takes them.
-      groups: of the rows; where they are contracted each group is whole blocks of 128.
-      numbers: what is contracted.
-      out_dtype: dtype of the result, in which rows behind the last group hold anything.
+      lhs, rhs: operands as in ``choose``.
+      groups: groups of the rows. If the rows are contracted, each group consists of whole blocks of 128.
+      numbers: dimension numbers.
+      out_dtype: dtype of the result, whose rows after the last group are undefined.
     """
     x, w, left, right = kernel.operands(lhs, rhs, *_axes(numbers))
     if not numbers.rhs_group_dimensions:
@@ -79,7 +79,7 @@ def _axes(numbers: RaggedDotDimensionNumbers) -> Any:
     return numbers.dot_dimension_numbers[0], ((), numbers.rhs_group_dimensions)
 
 
-# -- the primitive: what ``reference.grouped`` and ``reference.grouped_drhs`` take, with the contracted axes last ------
+# -- the primitive: arguments of ``reference.grouped`` and ``reference.grouped_drhs``, with the contracted axes last ---
 
 
 NAME = "block_scaled_ragged_dot"
@@ -112,7 +112,7 @@ def _lower(context: Any, *operands: Any, ragged_dot_dimension_numbers: Any, out_
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
-    """Multiply element by element: the kernel's groups are those of one."""
+    """Multiply one batch element after the other: the kernel has groups of one element only."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def one(own: Any) -> Array:

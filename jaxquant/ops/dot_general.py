@@ -1,4 +1,4 @@
-"""dot_general: the low-precision product of two arrays, in the frame of ``ops.quantized``."""
+"""dot_general: the low-precision product of two arrays, an ``Operation`` of ``ops.quantized``."""
 
 from __future__ import annotations
 
@@ -52,36 +52,36 @@ def dot_general(
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
     Takes the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized
-    along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values cut off by
-    a clipping calibration get none.
+    along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values that a
+    clipping calibration cut off get no gradient.
 
-    Inside ``jax.shard_map`` a scale of the whole tensor, dynamic or delayed, is that of all devices on which the
-    operand varies (with ``check_vma=False``: of all): the one that a single device computes. A scale a channel or a
-    tile is that of the device's own part, also where the contraction axis is sharded. Each gradient is summed over the
-    axes along which its operand does not vary.
+    Inside ``jax.shard_map`` a scale of the whole tensor, dynamic or delayed, covers all devices on which the operand
+    varies (with ``check_vma=False``: all devices), so it equals the scale that a single device computes. A scale of a
+    channel or a tile covers the device's own part, also if the contraction axis is sharded. Each gradient is summed
+    over the axes along which its operand does not vary.
 
     Args:
       lhs: activation, any float dtype.
-      rhs: weight, any float dtype; or a converted one, for which the result is the same to the bit. The gradient with
-        respect to lhs is then that of the dequantized weight, which has none itself.
+      rhs: weight, any float dtype; or a converted weight, for which the result is bit for bit the same. The gradient of
+        lhs is then computed from the dequantized weight, and the weight has no gradient.
       dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-      precision: passed to the matmuls; None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
+      precision: precision of the matmuls. None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
         accumulation on and off.
-      preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
-      recipe: all numbers.
-      state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient tells
-        ``jaxquant.state.update`` the state after the step.
-      key: random key for stochastic rounding; None derives one from the bits of the operands' scales and amax
-        histories, or of the output gradient where these are few.
-      out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
-        their operands do.
-      implementation: what computes the casts and matmuls, None to pick; see ``ops.implementation``.
-      prepared: what ``share`` has made of lhs for several contractions, None to quantize it here.
-      stored: whether lhs, rhs and the output gradient lie in memory, rather than being computed where they are
-        quantized; on Hopper a kernel casts those that do.
+      preferred_element_type: dtype of the result, or None for the promoted dtype of the operands.
+      recipe: recipe of the contraction.
+      state: amax state from ``initial_state``, for a recipe with delayed scaling. ``jaxquant.state.update`` computes
+        the state after the step from its gradient.
+      key: random key for stochastic rounding. None derives a key from the bits of the operands' scales and amax
+        histories, or from the output gradient if there are too few of these.
+      out_sharding: sharding as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients
+        have the sharding of their operands.
+      implementation: implementation of the casts and matmuls, or None to select one; see ``ops.implementation``.
+      prepared: lhs as prepared by ``share`` for several contractions, or None to quantize it here.
+      stored: whether lhs, rhs and the output gradient are stored in memory rather than computed where they are
+        quantized; on Hopper a kernel casts stored operands.
 
     Raises:
-      ValueError: missing state, tiles or shards that do not divide, an implementation that is not known.
+      ValueError: missing state, tiles or shards that do not divide, or an unknown implementation.
       TypeError: operands that are not float.
       NotImplementedError: a derivative of the gradients.
     """
@@ -113,10 +113,10 @@ class _Dot(Operation):
     """A contraction of two arrays.
 
     Attributes:
-      dims: what is contracted.
-      out_sharding: of the result, under explicit sharding.
-      copies: whether GPUs may copy fp8 operands so that the contraction lies last.
-      stored: whether lhs, rhs and the output gradient lie in memory.
+      dims: dimension numbers of the forward contraction.
+      out_sharding: sharding of the result, under explicit sharding.
+      copies: whether GPUs may copy fp8 operands so that the contraction axes are last in memory.
+      stored: whether lhs, rhs and the output gradient are stored in memory.
     """
 
     dims: Dimensions
@@ -134,7 +134,7 @@ class _Dot(Operation):
         return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values, is_stored)
 
     def _multiplies_values(self, name: Matmul, x: Array, out_dtype: str) -> bool:
-        """Check whether operands in tiles are multiplied as bfloat16 values; x is the output gradient, if of one."""
+        """Check whether tiled operands are multiplied as bfloat16 values; for gradients, x is the output gradient."""
         sides: tuple[Side, Side] = ("rhs", "lhs") if name == "drhs" else ("lhs", "rhs")
         specs = [spec for side in sides if (spec := self.recipe.resolve(name, side)) is not None]
         if len(specs) < 2 or any(not each.tile_size or each.codec or each.tiling != "nested" for each in specs):
@@ -161,7 +161,7 @@ class _Dot(Operation):
         place: NamedSharding | None,
         **more: Any,
     ) -> Array:
-        """Multiply the operands of one of the recipe's matmuls, as they are prepared for it."""
+        """Multiply the prepared operands of one of the recipe's matmuls."""
         default, accumulator = DEFAULT if name == "fwd" else HIGHEST, getattr(self.recipe, name).accumulator
         more |= {"precision": self.precision, "default_precision": default, "implementation": self.implementation}
         more |= {"scale_dtype": scale_dtype(self.recipe, out_dtype), "copies": self._copies(lhs, rhs, place)}
@@ -187,7 +187,7 @@ class _Dot(Operation):
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
             left, is_sent = _by_device(left, residual, dims)
-        # Activation · gradient is laid out as the kernel is; the caller's transposition undoes ours.
+        # Activation · gradient has the layout of the kernel; the caller's transposition undoes ours.
         operands = (residual, left, dims.swap()) if swaps else (left, residual, dims)
         more = {"parts_dtype": out_dtype if is_sent else "float32", "shards": matmul.shards}
         out = self._contract(name, *operands, out_dtype, place, **more)
@@ -195,7 +195,7 @@ class _Dot(Operation):
         return (out.transpose((*range(n, out.ndim), *range(n))) if swaps else out).transpose(order)
 
     def _gradient_dtype(self, name: Gradient, dtype: str) -> tuple[str, bool]:
-        """Return the dtype of a gradient's product, and whether it is to be laid out as the kernel is."""
+        """Return the dtype of a gradient's product, and whether the product should have the layout of the kernel."""
         asks = self.recipe.is_lean or getattr(self.recipe, name).accumulator == "float32"
         keeps_dtype = name == "drhs" and self.rhs.dtype != dtype and asks
         return "float32" if keeps_dtype and self.rhs.dtype == "float32" else dtype, keeps_dtype
@@ -229,7 +229,7 @@ class _Dot(Operation):
     def _gradient_operands(
         self, name: Gradient, grad: Array, shared: QTensor | None, residual: QTensor | Array, dims: Dimensions, key
     ) -> tuple[QTensor | Array, QTensor | Array]:
-        """Return the output gradient and the residual as the gradient's product reads them."""
+        """Return the output gradient and the residual as operands of the gradient's product."""
         recipe, matmul, axes = self.recipe, getattr(self.recipe, name), dims.lhs_contract
         spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
         if not isinstance(spec, TensorSpec):
@@ -247,12 +247,12 @@ class _Dot(Operation):
     def _rotated(
         self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, kept: TensorSpec, dims: Dimensions, key
     ) -> tuple[Array, QTensor, Axes]:
-        """Rotate both operands, and quantize the residual, if that was not done before it was kept.
+        """Rotate both operands, and quantize the residual if it was not quantized when it was saved.
 
         Returns the operands and the axes along which the gradient is to be quantized.
         """
         left, right = dims.lhs_contract, dims.rhs_contract
-        rotation = matmul.rotation if left else None  # the gradient of a product of a vector contracts no axis
+        rotation = matmul.rotation if left else None  # the gradient of a product with a vector contracts no axis
         if rotation is not None:
             index = rotated_axis(tuple(grad.shape[axis] for axis in left), rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
@@ -268,11 +268,11 @@ class _Dot(Operation):
         return grad, residual, left
 
     def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
-        """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.
+        """Return a noise seed from the bits of scales and amax histories, or None if there are too few bits.
 
-        The activation's scales, or its own amax beside a history, change with every batch, the weight's with every
-        step. Reading the output gradient instead would cost a pass over it. Powers of two are not enough of a change:
-        the amaxes of most tensors' blocks lie between the same two.
+        The activation's scales (or its amax, with a history) change with every batch, the weight's scales with every
+        step. Reading the output gradient instead would cost a pass over it. Power-of-two scales change too rarely: the
+        amaxes of most tensors' blocks lie between the same two powers.
         """
         if not self.recipe.is_stochastic:
             return None
@@ -283,18 +283,18 @@ class _Dot(Operation):
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
     def _copies(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
-        """Check whether copies of the 8-bit operands pay: with delayed scaling, whose casts wait for nothing."""
+        """Check whether copies of the 8-bit operands pay: only with delayed scaling, whose casts need no amax first."""
         is_delayed = self.copies and self.recipe.is_lean and self.recipe.delayed is not None
         is_delayed = is_delayed and place is None and not self.dims.lhs_batch
         return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
 
 
 _ENOUGH = {"float32": 16, "float8_e4m3fn": 512}
-"""Scales by their dtype, of one gradient step's own, whose bits make a key that no other step or layer has."""
+"""Scale dtype -> number of dynamic scales whose bits make a key that no other step or layer has."""
 
 
 def _tells_all(spec: Operand, scale: Array) -> bool:
-    """Check whether an activation's scales are its own and enough to tell it from all others."""
+    """Check whether an activation's scales are its own, and numerous enough to distinguish it from all others."""
     if not isinstance(spec, TensorSpec) or spec.scaling != "dynamic" or spec.calibration.method == "fixed":
         return False
     is_power_of_two = spec.scale_dtype == "float32" and spec.scale_rounding != "exact"
@@ -304,9 +304,9 @@ def _tells_all(spec: Operand, scale: Array) -> bool:
 def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
     """Return the left operand with a scale for each device's part of the contraction, and whether there are parts.
 
-    The sum of each part is then scaled, and sent between devices in the gradient's dtype. A compiler that cuts a single
-    integer matmul sends sums in int32. An axis that scales already cut is not cut again, and sums of other parts than
-    the devices' stay float32.
+    The sum of each part is then scaled, and sent between devices in the gradient's dtype. For a single integer matmul
+    the partitioner sends sums in int32. An axis that scales already split is not split again; sums of parts other than
+    the devices' parts stay float32.
     """
     for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         if not (isinstance(left, QTensor) and isinstance(right, QTensor)):

@@ -1,7 +1,7 @@
-"""ragged_dot: a matmul of groups of rows, each with a weight of its own, in low precision forward and backward.
+"""ragged_dot: a matmul of groups of rows, one weight per group, in low precision forward and backward.
 
-Group g of the rows is what ``ops.dot_general`` computes of these rows and ``rhs[g]``: its scales (per tensor: one for
-each group), its quant state and its gradients are its own. Rows behind the last group give zeros and are not seen.
+Group g of the result equals ``ops.dot_general`` of the group's rows and ``rhs[g]``, with separate scales (per tensor:
+one for each group), quant state and gradients. Rows after the last group give zeros and are not observed.
 
 Shapes: M rows, K contracting, N columns, G groups.
 
@@ -9,9 +9,9 @@ Shapes: M rows, K contracting, N columns, G groups.
     rhs [G, K, N] ── quantize, by group ─────────┴─ lax.ragged_dot_general ── scales ──► y [M, N]
     grad [M, N] ── by row, for dlhs; by group (and column), for drhs
 
-Tiles along the rows, of drhs, begin with the first row of their group: operands lie in ``Slabs`` there, each group
-filled with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats, or by a kernel
-(``block_ragged``).
+For drhs, tiles along the rows begin with the first row of their group: operands are copied to ``Slabs``, in which each
+group is padded with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats, or multiplied by
+a kernel (``block_ragged``).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ _DRHS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
-    """Make the quant state of a ragged matmul: that of ``ops.dot_general`` with a leading axis of groups.
+    """Return the quant state of a ragged matmul: the state of ``ops.dot_general`` with a leading axis of groups.
 
-    A recipe that shares scales of experts has one state for all groups, without that axis.
+    With a recipe that shares scales of experts, all groups share one state without that axis.
     """
     state = pieces.initial_state(recipe)
     if recipe.shares_experts:
@@ -94,25 +94,27 @@ def ragged_dot(
     key: RandomKey | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
-    """Contract groups of rows with a weight each, in the low precision of a recipe, forward and backward.
+    """Contract groups of rows with one weight per group, in the low precision of a recipe, forward and backward.
 
-    ``y[m] = lhs[m] · rhs[g]`` for the rows m of group g, and 0 for rows behind the last group.
+    ``y[m] = lhs[m] · rhs[g]`` for the rows m of group g, and 0 for rows after the last group.
 
     Args:
-      lhs: activations, the rows of each group beside each other.
-      rhs: weights; converted ones, of ``convert_kernel``, need no state and get no gradient.
-      group_sizes: rows of each group, in order; they may be 0, and their sum at most M.
-      precision, preferred_element_type: as in ``ops.dot_general``.
-      recipe: all numbers.
-      state: for a recipe with delayed scaling, from ``initial_state``.
+      lhs: activations, with the rows of each group next to each other.
+      rhs: weights. Converted weights, from ``convert_kernel``, need no state and get no gradient.
+      group_sizes: rows of each group, in order. They may be 0, and their sum is at most M.
+      precision, preferred_element_type: arguments of ``ops.dot_general``.
+      recipe: recipe of the matmul.
+      state: quant state from ``initial_state``, for a recipe with delayed scaling.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
-      implementation: what multiplies operands in blocks, None to pick (``ops.implementation``); all else is XLA's.
+      implementation: implementation of the product of operands in blocks, or None to select one
+        (``ops.implementation``). XLA computes everything else.
 
     Raises:
       ValueError: missing state, shapes that do not fit, an unknown implementation, or shards of the weight gradient
         that do not divide the rows.
       TypeError: operands that are not float.
-      NotImplementedError: what ``unsupported`` names in the recipe; an explicit mesh in the operands' types.
+      NotImplementedError: a feature of the recipe that ``unsupported`` names, or an explicit mesh in the operands'
+        types.
     """
     _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
     check_implementation("dot_general", implementation)
@@ -127,13 +129,13 @@ def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
     """Quantize weights as the forward pass does, for serving.
 
     Args:
-      recipe: all numbers; it must quantize weights.
+      recipe: recipe of the matmul; it must quantize weights.
       rhs: weights, in the dtype in which the op reads them.
-      state: as for ``ragged_dot``.
+      state: quant state as in ``ragged_dot``.
 
     Returns:
-      The weights, with the static scale of each group's activations (or of all) where these are not scaled
-      dynamically; 0 of a group that was never seen.
+      The weights. If activations are not scaled dynamically, they include the static scale of each group's activations
+      (or of all groups), which is 0 for a group that was never observed.
     """
     state = with_groups(recipe, state)
     tensor, _ = _forward_weights(recipe, rhs, state.get("kernel"), None)
@@ -143,7 +145,7 @@ def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
 
 
 def unsupported(recipe: Recipe) -> str:
-    """Explain why a recipe's numbers make no sense for groups of rows, "" where they do."""
+    """Return the reason why groups of rows cannot run a recipe, or "" if they can."""
     names = ("fwd_lhs", "dlhs_lhs", "drhs_lhs", "drhs_rhs")
     rows = [spec for name in names if isinstance(spec := recipe.specs[name], TensorSpec)]
     along_tokens = [recipe.resolve("drhs", "lhs"), recipe.resolve("drhs", "rhs")]
@@ -152,7 +154,7 @@ def unsupported(recipe: Recipe) -> str:
         "an outer scale of activations or gradients without micro": any(s.outer_scale and not s.micro for s in rows),
         "shards of a weight gradient that has tiles": recipe.drhs.shards > 1
         and any(spec is not None and spec.tile_size for spec in along_tokens),
-        "an average over tiles along the rows, which zeros fill": any(
+        "an average over tiles along the rows, which are padded with zeros": any(
             spec is not None and spec.tile_size and spec.calibration.average for spec in along_tokens
         ),
     }
@@ -198,7 +200,7 @@ class _Ragged(Operation):
         return QuantizedOperand(forward, Residual(named(kept), mask, seen))
 
     def _own_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
-        """Quantize rows for the weight gradient, in slabs where it has tiles."""
+        """Quantize rows for the weight gradient, in slabs if it has tiles."""
         recipe, matmul = self.recipe, self.recipe.drhs
         spec = recipe.resolve("drhs", "lhs")
         assert spec is not None
@@ -228,7 +230,7 @@ class _Ragged(Operation):
         return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
-        """Multiply the forward operands, rows behind the last group giving zeros."""
+        """Multiply the forward operands; rows after the last group give zeros."""
         if is_plain(lhs, 1) and is_plain(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
             right = of_rows(rhs.full_scale()[:, 0], groups.ids)
@@ -249,7 +251,7 @@ class _Ragged(Operation):
             return groups.zero_others(self._dlhs(grad, shared, residual, groups, key))
         if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
             return self._drhs(grad, shared, residual, groups, key)
-        # The rows of each shard by themselves, added in float32.
+        # The rows of each shard separately, added in float32.
         count, (ids, sizes) = self.recipe.drhs.shards, groups
         if grad.shape[0] % count:
             raise ValueError(
@@ -281,7 +283,7 @@ class _Ragged(Operation):
                 unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
                 grad = grad.astype(jnp.float32) * of_rows(scale[:, 0] / unit, groups.ids)
                 rhs = QTensor(rhs.qvalue, jnp.broadcast_to(unit, (rhs.shape[0], 1, 1)))
-            elif forward.granularity != "per_block":  # forward tiles: quantized again, along N
+            elif forward.granularity != "per_block":  # forward tiles: quantized again along N
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
             whole, unit = without_outer(rhs, dtype)
@@ -292,11 +294,11 @@ class _Ragged(Operation):
             return self._dequantized(left, rhs, groups, _DLHS, dtype)
         assert isinstance(rhs, QTensor)
         out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
-        right = of_rows(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1] or, of an own quantization along N, [M, K]
+        right = of_rows(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1], or [M, K] with a separate quantization along N
         return scaled(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
 
     def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
-        """Compute ``lhs · grad`` of each group, contracting its rows."""
+        """Compute ``lhs · grad`` of each group, contracting the group's rows."""
         recipe, matmul, spec = self.recipe, self.recipe.drhs, self.recipe.drhs.rhs
         if not grad.shape[0]:
             return jnp.zeros(self.rhs.shape, self.out_dtype)
@@ -319,7 +321,7 @@ class _Ragged(Operation):
         return scaled(recipe, self.out_dtype, out, lhs.scale[:, :, None], right.scale[:, None, :])
 
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
-        """Compute the weight gradient of operands in tiles along the tokens, each group's from its own first row."""
+        """Compute the weight gradient of operands in tiles along the tokens; tiles begin with a group's first row."""
         recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
         turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
         assert isinstance(matmul.rhs, TensorSpec)
@@ -348,17 +350,17 @@ class _Ragged(Operation):
         return self._multiply(grad, floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
 
     def observe(self, old, scale, amax, groups):
-        """Observe each group; one without rows "saw" zeros, which ``jaxquant.state.update`` reads as not used."""
+        """Observe each group. A group without rows returns zeros, which ``jaxquant.state.update`` reads as unused."""
         recipe = self.recipe
         assert recipe.delayed is not None
         new = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))(with_groups(recipe, old), scale, amax)
         sizes = scaling_groups(recipe, groups).sizes
-        used = all_reduce(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe one amax
+        used = all_reduce(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe the same amax
         new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
         return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 
     def _delayed_rows(self, x: Array, spec: TensorSpec, groups: Groups, state, floor: float):
-        """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
+        """Quantize rows with the scale of their group's history. Also returns the scale and amax of each group."""
         own = scaling_groups(self.recipe, groups).ids
         amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
         amax = all_reduce(jax.lax.pmax, amax, x, self.recipe.expert_axes)
@@ -373,10 +375,10 @@ class _Ragged(Operation):
         return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale)
 
     def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
-        """Multiply operands of which one is float or in tiles as floats; outer scales multiply the product.
+        """Multiply operands as floats if one is float or in tiles; outer scales multiply the product.
 
-        As ``contract`` does, but for integers in tiles: they become float32, where a dense matmul adds the sums of
-        tiles. A library has neither. Two operands in blocks are our kernel's where it is asked for and can.
+        Same as ``contract``, except for integers in tiles: they become float32, while a dense matmul adds the sums of
+        tiles. No library has either. Our kernel multiplies two operands in blocks if it is selected and supports them.
         """
         sides, precision = (lhs, rhs), None
         arrays = [side for side in sides if not isinstance(side, (QTensor, Rows))]
@@ -416,7 +418,7 @@ class _Ragged(Operation):
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
         asked = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
         if lhs.dtype.itemsize < 4 and platform_of(lhs) != "gpu":
-            asked = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no precision of theirs
+            asked = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no other precision
         dtype = accumulator_dtype(accumulator, self.out_dtype)
 
         def dot(lhs: Array, rhs: Array) -> Array:
@@ -428,7 +430,7 @@ class _Ragged(Operation):
 
 
 def _key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:
-    """Return the random key of a forward operand, on which rows behind the last group have no bearing."""
+    """Return the random key of a forward operand, independent of rows after the last group."""
     return forward_key(groups.zero_others(x) if spec.draws else x, spec, key)
 
 
@@ -441,7 +443,7 @@ def _current_scale(
 
 
 def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None, key: RandomKey | None):
-    """Quantize weights, and return the scale and amax of each group where they are scaled by past steps."""
+    """Quantize weights. Also returns the scale and amax of each group if the recipe uses delayed scaling."""
     spec = recipe.fwd.rhs
     if not isinstance(spec, TensorSpec):
         return x, None

@@ -96,4 +96,4 @@ def test_an_implementation_that_is_asked_for_reaches_every_op():
             jax.eval_shape(model.apply, given, x)
         reasons = {row["reason"] for row in choices if row["piece"] == "dot_general"}
         assert reasons
-        assert all(reason.startswith(REFUSED) or reason == "asked for" for reason in reasons), reasons
+        assert all(reason.startswith(REFUSED) or reason == "requested" for reason in reasons), reasons
