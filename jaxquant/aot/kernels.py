@@ -19,7 +19,7 @@ BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
 """Matrix products of scaled blocks, as requested and as compiled; they contract the last axes."""
 
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
-"""Names of our own kernels for GPUs that are matrix products; they contract the last axes."""
+"""Names of our GPU kernels that are matrix products; they contract the last axes."""
 
 MOVES = re.compile(r"__cub\$.*|TopK|PadToStatic|SliceToDynamic|__gpu\$.*")
 """Pattern of the targets of custom calls that only move or sort their operands."""

@@ -223,7 +223,7 @@ _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
 
 
 def summary_rows(audit: Audit) -> list[Row]:
-    """Return the figures of an audit next to those of the unquantized step, or "–" where a refused step has none."""
+    """Return the figures of an audit and of the unquantized step, or "–" where a refused step has none."""
     columns = {"quantized": audit, "unquantized": audit.unquantized} if audit.unquantized else {"step": audit}
 
     def cell(each: Audit, name: str) -> str:

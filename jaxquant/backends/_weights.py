@@ -57,7 +57,7 @@ def fill_missing_input_scales(path: str, recipe: Recipe, scale: Any, stacked: Co
       path: path of the layer.
       recipe: recipe of the layer.
       scale: scale of the kernel's rank, with an axis for each stack of layers or experts. None if the activation is
-        scaled dynamically, 0 where no activation was observed.
+        scaled dynamically, 0 for an activation that was not observed.
       stacked: axes along which layers are stacked; layers do not use each other's scales.
 
     Raises:

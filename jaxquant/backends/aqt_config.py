@@ -136,7 +136,7 @@ HONOURS: Honours = {
     },
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }
-"""Supported values of each field by itself. ``to_aqt`` rejects unsupported combinations."""
+"""Supported values of each single field. ``to_aqt`` rejects unsupported combinations."""
 
 
 # -- translation -------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def tile_size(recipe: Recipe) -> int | None:
     specs = {side: spec for side in ("lhs", "rhs") if isinstance(spec := getattr(recipe.fwd, side), TensorSpec)}
     sizes = {spec.tile_size for spec in specs.values()}
     if len(sizes) > 1:
-        raise _refuse(recipe, "fwd_lhs", "tile size that differs from that of fwd_rhs", "use one tile size for both")
+        raise _refuse(recipe, "fwd_lhs", "separate tile sizes for fwd_lhs and fwd_rhs", "use one tile size for both")
     return sizes.pop() if sizes else None
 
 

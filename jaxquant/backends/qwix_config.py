@@ -74,7 +74,7 @@ HONOURS: Honours = {
     },
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }
-"""Supported values of each field by itself. ``to_qwix`` rejects unsupported combinations."""
+"""Supported values of each single field. ``to_qwix`` rejects unsupported combinations."""
 FOUR_BITS = frozenset({"int4", "float4_e2m1fn"})
 """Element types that XLA for CPUs multiplies only if it reshapes an operand first."""
 

@@ -95,7 +95,7 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
     Args:
       x, magnitude: tile, and the magnitudes from which its scales are computed.
       cast: cast of the tile.
-      refs: references to results, beginning with those of this cast.
+      refs: references to results, beginning with the results of this cast.
       place: position of the tile in the program's block.
     """
     (k, j), kind = place, element(cast.spec.dtype)
