@@ -20,7 +20,7 @@ from jaxquant.aot.memory import part_names
 from jaxquant.aot.report import Audit
 from jaxquant.aot.topology import environment, require_compiler
 from jaxquant.core.typed import build
-from jaxquant.ops.implementation import noted
+from jaxquant.ops.implementation import collect_choices
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
 
@@ -52,7 +52,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         leaves = [_placed(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
     names = part_names(jitted, shapes)
-    with noted() as choices:
+    with collect_choices() as choices:
         traced = jitted.trace(*shapes)
     donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
 

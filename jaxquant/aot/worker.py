@@ -29,7 +29,7 @@ from jaxquant.aot.price import estimate
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
-from jaxquant.ops.implementation import noted
+from jaxquant.ops.implementation import collect_choices
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
@@ -96,7 +96,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
       jax.errors.JaxRuntimeError: the compiler failed for a reason other than lack of memory.
     """
     began = time.perf_counter()
-    with on_device_of(shapes), noted() as choices:
+    with on_device_of(shapes), collect_choices() as choices:
         lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
     made, memory, figures, refusal = asked, {}, {}, ""

@@ -20,7 +20,7 @@ from jaxquant.core.sharding import Placement, fit_varying, transposed
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.gradients import once
+from jaxquant.ops.gradients import first_order_call
 from jaxquant.ops.pieces import QuantState, with_shards
 from jaxquant.ops.prepared import share
 
@@ -241,7 +241,7 @@ class LibraryBackend(Backend):
             serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
         run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
-        return once(recipe.name, run, lhs, rhs, (setup.key,))
+        return first_order_call(recipe.name, run, lhs, rhs, (setup.key,))
 
     def quantize_weight(
         self,

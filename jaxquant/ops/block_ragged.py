@@ -21,11 +21,11 @@ from jaxquant.kernels.block_matmul import reference
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
 from jaxquant.kernels.platforms import module
 from jaxquant.kernels.varying import vary_alike
-from jaxquant.ops.groups import Groups, Rows, Slabs, of_rows
+from jaxquant.ops.groups import Groups, Rows, Slabs, expand_groups
 from jaxquant.ops.implementation import select_block_matmul
 
 Array = jax.Array
-OWN = "no chip multiplies groups of rows in blocks"
+NO_INSTRUCTION = "no chip multiplies groups of rows in blocks"
 """Reason why XLA's program dequantizes the operands by default."""
 
 
@@ -50,7 +50,7 @@ def choose(
             return f"the block_matmul kernel supports scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
         return kernel.refusal(lhs, rhs, *_axes(numbers), out_dtype=out_dtype)
 
-    return select_block_matmul(OWN, implementation, refused).name
+    return select_block_matmul(NO_INSTRUCTION, implementation, refused).name
 
 
 def multiply(
@@ -71,7 +71,7 @@ def multiply(
     slabs = Slabs.of(groups, BLOCK)
     own = jnp.where(slabs.groups.ids < groups.sizes.size, slabs.groups.ids, -1)
     out = _bind(_ROWS, slabs.cut(x[0]), w, slabs.cut(left[0]), right, own, out_dtype)
-    places = of_rows(slabs.groups.starts * BLOCK - groups.starts, groups.ids) + jnp.arange(groups.ids.size)
+    places = expand_groups(slabs.groups.starts * BLOCK - groups.starts, groups.ids) + jnp.arange(groups.ids.size)
     return jnp.take(out, places, axis=0, mode="clip")
 
 

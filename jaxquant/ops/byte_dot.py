@@ -143,8 +143,8 @@ def byte_dot(
         a = contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
     if rows[0] >= ROWS if is_int8 else copies:
         b = contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
-    kept = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    out = float_dot(a, b, dims.numbers, precision=precision, **kept)
+    arguments = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    out = float_dot(a, b, dims.numbers, precision=precision, **arguments)
     has_algorithm = is_fp8 and {lhs.dtype.name, rhs.dtype.name} != {"float8_e5m2"} and min(rows) > 1
     if has_algorithm and capability_of(lhs, rhs) >= (8, 9):
         out = _algorithm.bind(out, is_fast=precision in (None, jax.lax.Precision.DEFAULT))
@@ -163,13 +163,13 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
     them; programs in the form of StableHLO 1.16 support only e5m2.
     """
     value = out
-    while _makes(value, "sdy.sharding_constraint"):
+    while _is_result_of(value, "sdy.sharding_constraint"):
         value = value.owner.operands[0]
-    if tuple(context.module_context.platforms) != ("cuda",) or not _makes(value, "stablehlo.dot_general"):
+    if tuple(context.module_context.platforms) != ("cuda",) or not _is_result_of(value, "stablehlo.dot_general"):
         return [out]
     dot, made = value.owner, value
     if is_cut(context):
-        dot, made = _exchanged(dot)
+        dot, made = _swap_operands(dot)
     fp8, result = ir.Float8E5M2Type.get(), ir.F32Type.get()
     dot.attributes["algorithm"] = stablehlo.DotAlgorithm.get(fp8, fp8, result, 1, 1, 1, is_fast)
     if "precision_config" in dot.attributes:
@@ -180,12 +180,12 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
     return [made if out == value else out]
 
 
-def _makes(value: Any, name: str) -> bool:
+def _is_result_of(value: Any, name: str) -> bool:
     """Check whether an operation of this name produces a value, which may instead be a function argument."""
     return isinstance(value.owner, ir.Operation | ir.OpView) and value.owner.name == name
 
 
-def _exchanged(dot: Any) -> tuple[Any, Any]:
+def _swap_operands(dot: Any) -> tuple[Any, Any]:
     """Swap the operands of a plain matrix product. Returns the new product, and its transpose.
 
     The partitioner writes a plain product as ``stablehlo.dot``, which has no algorithm: it would be lost.
@@ -198,8 +198,8 @@ def _exchanged(dot: Any) -> tuple[Any, Any]:
     with ir.InsertionPoint(dot), dot.location:
         kind = ir.RankedTensorType.get(out.type.shape[::-1], out.type.element_type)
         made = stablehlo.dot_general(kind, rhs, lhs, stablehlo.DotDimensionNumbers.get([], [], [0], [1]))
-        held: Any = stablehlo.optimization_barrier([made])  # or XLA folds the transposition into the product
-        return made.owner, stablehlo.transpose(held, ir.DenseI64ArrayAttr.get([1, 0]))
+        barrier: Any = stablehlo.optimization_barrier([made])  # or XLA folds the transposition into the product
+        return made.owner, stablehlo.transpose(barrier, ir.DenseI64ArrayAttr.get([1, 0]))
 
 
 batching.primitive_batchers[_algorithm] = lambda batched, dims, **options: (

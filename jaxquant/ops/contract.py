@@ -40,12 +40,12 @@ class Dequantized:
     values: Array
 
 
-def accumulator_dtype(asked: str | None, out_dtype: str) -> str:
+def accumulator_dtype(requested: str | None, out_dtype: str) -> str:
     """Return ``preferred_element_type``: the recipe's if it has one, else the result's dtype, but never float16.
 
     A float16 sum of 8-bit products overflows before the scales are applied.
     """
-    return asked or ("float32" if out_dtype == "float16" else out_dtype)
+    return requested or ("float32" if out_dtype == "float16" else out_dtype)
 
 
 def contract(
@@ -92,8 +92,8 @@ def contract(
         scales = [side.outer_scale for side in (lhs, rhs) if isinstance(side, QTensor) and side.outer_scale is not None]
         outer = functools.reduce(jnp.multiply, (scale.reshape(()) for scale in scales)) if scales else None
         # A float matmul adds in float32 and rounds once, for either dtype.
-        asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
-        returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
+        requested = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
+        returned = accumulator_dtype(requested, out_dtype if outer is None else "float32")
 
         def as_floats(lhs: Any, rhs: Any) -> Array:
             left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
@@ -114,14 +114,14 @@ def contract(
         return _one_row(product, lhs, rhs, dims)
 
     axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
-    kept: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
-    refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
+    options: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
+    refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **options, scale_dtype=scale_dtype)
     is_hopper = capability_of(lhs.qvalue, rhs.qvalue)[0] == 9
     reason_to_prefer = INT8_PAYS if is_hopper and lhs.qvalue.dtype == rhs.qvalue.dtype == jnp.int8 else None
     if select_implementation("dot_general", implementation, refused, reason_to_prefer).name == "pallas":
-        return kernel.einsum(lhs, rhs, *axes, **kept)
-    kept |= {"precision": default_precision if precision is None else precision, "out_sharding": out_sharding}
-    return _product(lhs, rhs, dims, **kept, scale_dtype=scale_dtype, parts_dtype=parts_dtype, copies=copies)
+        return kernel.einsum(lhs, rhs, *axes, **options)
+    options |= {"precision": default_precision if precision is None else precision, "out_sharding": out_sharding}
+    return _product(lhs, rhs, dims, **options, scale_dtype=scale_dtype, parts_dtype=parts_dtype, copies=copies)
 
 
 SMALL = 2**20
@@ -242,10 +242,10 @@ def _product(
     place = _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles)
 
     def dot(a: Array, b: Array) -> Array:
-        a, b = _alike(a, b)
+        a, b = _cast_alike(a, b)
         sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
-        kept = {"precision": precision, "preferred_element_type": accumulator, "out_sharding": fit_sizes(place, sizes)}
-        return byte_dot(a, b, dims, **kept, copies=copies)
+        more = {"precision": precision, "preferred_element_type": accumulator, "out_sharding": fit_sizes(place, sizes)}
+        return byte_dot(a, b, dims, **more, copies=copies)
 
     out = dot(lhs.qvalue, rhs.qvalue)
     lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract + dims.lhs_batch)
@@ -289,7 +289,7 @@ def _names(entries: Sequence[Any]) -> list[str]:
     return [name for entry in entries if entry for name in (entry if isinstance(entry, tuple) else (entry,))]
 
 
-def _alike(a: Array, b: Array) -> tuple[Array, Array]:
+def _cast_alike(a: Array, b: Array) -> tuple[Array, Array]:
     """Cast operands to a dtype that has a matmul: a float operand's, int8 for int4 except on TPUs, e4m3 for e2m1.
 
     XLA:CPU fails on products of 4-bit operands (jax 0.10 and 0.12), XLA:GPU widens them to 32 bits.

@@ -24,7 +24,7 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 
 
-def has_scales_of_elements(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
+def has_batch_scales(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
     """Whether each batch element of a kernel has its own scale, because training quantized each separately."""
     spec = recipe.fwd.rhs
     is_plain = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor" and weight.block is None
@@ -73,12 +73,12 @@ def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     if not any(entries):
         return operands
 
-    def lay(x: Array) -> Array:
+    def shard(x: Array) -> Array:
         at = lambda *spec: NamedSharding(places[0].mesh, PartitionSpec(*spec))  # noqa: E731
         x = jax.sharding.reshard(x, at()) if explicit_sharding(x) is None else x  # so that its gradient is replicated
         return jax.sharding.reshard(x, at(*entries, *jax.typeof(x).sharding.spec[count:]))
 
-    return tree.unflatten(map(lay, leaves))
+    return tree.unflatten(map(shard, leaves))
 
 
 def check_input_scale(recipe: Recipe, weight: QTensor) -> None:

@@ -20,7 +20,7 @@ from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, device_parts, named, transposed
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.ops.contract import contract, multiplies_values
-from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
+from jaxquant.ops.converted import check_input_scale, each_element, has_batch_scales
 from jaxquant.ops.dimensions import Axes, Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import check_implementation
@@ -88,7 +88,7 @@ def dot_general(
     check_implementation("dot_general", implementation)
     check_float("dot_general", lhs=lhs, rhs=rhs)
     dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
-    if isinstance(rhs, QTensor) and has_scales_of_elements(recipe, rhs, dims):
+    if isinstance(rhs, QTensor) and has_batch_scales(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
@@ -196,17 +196,18 @@ class _Dot(Operation):
 
     def _gradient_dtype(self, name: Gradient, dtype: str) -> tuple[str, bool]:
         """Return the dtype of a gradient's product, and whether the product should have the layout of the kernel."""
-        asks = self.recipe.is_lean or getattr(self.recipe, name).accumulator == "float32"
-        keeps_dtype = name == "drhs" and self.rhs.dtype != dtype and asks
+        requests_float32 = self.recipe.is_lean or getattr(self.recipe, name).accumulator == "float32"
+        keeps_dtype = name == "drhs" and self.rhs.dtype != dtype and requests_float32
         return "float32" if keeps_dtype and self.rhs.dtype == "float32" else dtype, keeps_dtype
 
-    def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
+    def cast_gradients(self, grad: Array, others: Any) -> tuple[Any, Any]:
         casts = []
         for name in get_args(Gradient):
             matmul: MatmulSpec = getattr(self.recipe, name)
-            spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
+            spec, residual_spec = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
             residual = self.recipe.resolve(name, "rhs" if name == "dlhs" else "lhs")
-            folds = kept == FORWARD and residual is not None and residual.granularity != "per_block"  # see ``align``
+            # ``align`` folds the scale of the residual into the gradient.
+            folds = residual_spec == FORWARD and residual is not None and residual.granularity != "per_block"
             is_own = matmul.rotation is not None or matmul.is_late or matmul.shards > 1 or matmul.arithmetic is not None
             if not isinstance(spec, TensorSpec) or folds or is_own:
                 return None, None
@@ -214,7 +215,7 @@ class _Dot(Operation):
             has_values = self._multiplies_values(name, grad, self._gradient_dtype(name, grad.dtype.name)[0])
             block = block_shape(grad.shape, spec, dims.lhs_contract, 1, dims.lhs_batch)
             casts.append(Cast(spec, block, SMALLEST_GRADIENT_SCALE, not has_values, has_values))
-        made = cast_all(grad, tuple(casts), recipe=self.recipe, implementation=self.implementation, beside=beside)
+        made = cast_all(grad, tuple(casts), recipe=self.recipe, implementation=self.implementation, others=others)
         if made is None:
             return None, None
         first, second = (values or tensor for values, tensor in made)
@@ -231,13 +232,13 @@ class _Dot(Operation):
     ) -> tuple[QTensor | Array, QTensor | Array]:
         """Return the output gradient and the residual as operands of the gradient's product."""
         recipe, matmul, axes = self.recipe, getattr(self.recipe, name), dims.lhs_contract
-        spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
+        spec, residual_spec = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
         if not isinstance(spec, TensorSpec):
             dtype = self._gradient_dtype(name, grad.dtype.name)[0]
             return grad, dequantize(residual, dtype) if isinstance(residual, QTensor) else residual
-        if isinstance(kept, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
-            shared, (grad, residual, axes) = None, self._rotated(grad, residual, matmul, kept, dims, key)
-        elif isinstance(residual, QTensor) and kept == FORWARD:
+        if isinstance(residual_spec, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
+            shared, (grad, residual, axes) = None, self._rotated(grad, residual, matmul, residual_spec, dims, key)
+        elif isinstance(residual, QTensor) and residual_spec == FORWARD:
             forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             grad, residual = align(grad, residual, dims, forward_spec, is_delayed=shared is not None)
         if shared is not None:
@@ -245,7 +246,7 @@ class _Dot(Operation):
         return self.cast_gradient(grad, spec, axes, dims.lhs_batch, key, shards=matmul.shards)[0], residual
 
     def _rotated(
-        self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, kept: TensorSpec, dims: Dimensions, key
+        self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, spec: TensorSpec, dims: Dimensions, key
     ) -> tuple[Array, QTensor, Axes]:
         """Rotate both operands, and quantize the residual if it was not quantized when it was saved.
 
@@ -256,13 +257,13 @@ class _Dot(Operation):
         if rotation is not None:
             index = rotated_axis(tuple(grad.shape[axis] for axis in left), rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
-        turn = rotation_of(rotation, None if key is None else fold(key, 2))
-        grad = turn(grad, *left)
+        rotate_axis = rotation_of(rotation, None if key is None else fold(key, 2))
+        grad = rotate_axis(grad, *left)
         if matmul.is_late:
             whole, unit = without_outer(residual, grad.dtype.name)
-            whole = turn(whole, *right)
-            own = fold(key, 3) if kept.draws and key is not None else None
-            tensor, _, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
+            whole = rotate_axis(whole, *right)
+            own = fold(key, 3) if spec.draws and key is not None else None
+            tensor, _, _ = quantize_operand(whole, spec, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
             residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)
         return grad, residual, left
@@ -277,9 +278,9 @@ class _Dot(Operation):
         if not self.recipe.is_stochastic:
             return None
         scales = [side.forward.scale for side in (lhs, rhs) if isinstance(side.forward, QTensor)]
-        if not state and not (isinstance(lhs.forward, QTensor) and _tells_all(self.recipe.fwd.lhs, lhs.forward.scale)):
+        if not state and not (isinstance(lhs.forward, QTensor) and _is_unique(self.recipe.fwd.lhs, lhs.forward.scale)):
             return None
-        scales += [] if lhs.kept.seen is None else [lhs.kept.seen.amax]
+        scales += [] if lhs.residual.observation is None else [lhs.residual.observation.amax]
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
     def _copies(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
@@ -293,7 +294,7 @@ _ENOUGH = {"float32": 16, "float8_e4m3fn": 512}
 """Scale dtype -> number of dynamic scales whose bits make a key that no other step or layer has."""
 
 
-def _tells_all(spec: Operand, scale: Array) -> bool:
+def _is_unique(spec: Operand, scale: Array) -> bool:
     """Check whether an activation's scales are its own, and numerous enough to distinguish it from all others."""
     if not isinstance(spec, TensorSpec) or spec.scaling != "dynamic" or spec.calibration.method == "fixed":
         return False

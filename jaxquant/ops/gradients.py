@@ -45,13 +45,13 @@ def first_order(name: str, values: tuple[Array, ...], inputs: tuple[Array, ...] 
 
 @first_order.defjvp
 def _mark_tangents(name, primals, tangents):
-    (values, *_), (slopes, *others) = primals, tangents
-    hidden = tuple(slope for each in others for slope in each)
-    return values, tuple(_no_derivative.bind(slope, *hidden, recipe=name) for slope in slopes)
+    (values, *_), (value_tangents, *others) = primals, tangents
+    hidden = tuple(tangent for each in others for tangent in each)
+    return values, tuple(_no_derivative.bind(tangent, *hidden, recipe=name) for tangent in value_tangents)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def once(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tuple[Any, ...] = ()) -> Array:
+def first_order_call(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tuple[Any, ...] = ()) -> Array:
     """Compute ``run(lhs, rhs, *rest)``, a quantized contraction of a library, and refuse second derivatives.
 
     Autodiff would find zero or wrong second derivatives: some go through the rounding, some are the library's own.
@@ -65,18 +65,18 @@ def once(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tup
     return run(lhs, rhs, *rest)
 
 
-def _once_fwd(name, run, lhs, rhs, rest):
+def _first_order_fwd(name, run, lhs, rhs, rest):
     out, pull = jax.vjp(lambda a, b: run(a, b, *rest), lhs, rhs)
     out, mark = first_order(name, (out, jnp.zeros(())), (lhs, rhs))
     return out, (pull, mark)
 
 
-def _once_bwd(name, run, saved, grad):
+def _first_order_bwd(name, run, saved, grad):
     pull, mark = saved
     return *first_order(name, tuple(pull(grad)), (grad, mark)), None
 
 
-once.defvjp(_once_fwd, _once_bwd)
+first_order_call.defvjp(_first_order_fwd, _first_order_bwd)
 
 
 def _refuse(*_: Any, recipe: str) -> NoReturn:
@@ -107,7 +107,7 @@ def forward_only(function: str, x: Array) -> Array:
 
 @forward_only.defjvp
 def _mark_loop(function, primals, tangents):
-    return primals[0], _forward_slope.bind(tangents[0], function=function)
+    return primals[0], _forward_tangent.bind(tangents[0], function=function)
 
 
 def _refuse_reverse(*_: Any, function: str) -> NoReturn:
@@ -126,7 +126,7 @@ def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[...,
     """Return an identity primitive of a tangent that is never evaluated: it is transposed or refused."""
     primitive = Primitive(name)
     primitive.def_impl(refuse)
-    primitive.def_abstract_eval(lambda slope, *_, **__: slope)
+    primitive.def_abstract_eval(lambda tangent, *_, **__: tangent)
     ad.deflinear2(primitive, transpose)
     batching.primitive_batchers[primitive] = refuse
     mlir.register_lowering(primitive, refuse)
@@ -135,14 +135,14 @@ def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[...,
 
 _no_derivative = _linear("no_second_derivative", _refuse, _refuse)
 batching.primitive_batchers[_no_derivative] = _map_batch
-_forward_slope = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
-_backward_slope = _linear("no_forward_derivative", _refuse_forward, lambda slope, *_, layer: [slope])
+_forward_tangent = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
+_backward_tangent = _linear("no_forward_derivative", _refuse_forward, lambda tangent, *_, layer: [tangent])
 
 # A primitive: for a custom_jvp in a scan or remat under vmap, jax would batch the tangent, as in forward mode.
 _operand = Primitive(REVERSE_ONLY)
 _operand.def_impl(lambda x, *, layer: x)
 _operand.def_abstract_eval(lambda x, *, layer: x)
-ad.defjvp(_operand, lambda slope, x, *, layer: _backward_slope.bind(slope, layer=layer))
+ad.defjvp(_operand, lambda tangent, x, *, layer: _backward_tangent.bind(tangent, layer=layer))
 batching.defvectorized(_operand)
 mlir.register_lowering(_operand, lambda context, x, *, layer: [x])
 

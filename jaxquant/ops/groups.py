@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     def spread(self, ids: Array) -> Array:
         """Return the scale of every row."""
-        return of_rows(self.scale, ids)
+        return expand_groups(self.scale, ids)
 
     def dequantize(self, ids: Array, dtype: str) -> Array:
         return (self.qvalue.astype(jnp.float32) * self.spread(ids)).astype(dtype)
@@ -69,7 +69,7 @@ class Groups(NamedTuple):
         """The first row of each group, [G]."""
         return jnp.cumsum(self.sizes) - self.sizes
 
-    def zero_others(self, rows: Array) -> Array:
+    def zero_ungrouped(self, rows: Array) -> Array:
         """Zero the rows after the last group."""
         return jnp.where((self.ids < self.sizes.size)[:, None], rows, 0)
 
@@ -77,7 +77,7 @@ class Groups(NamedTuple):
         """Return the largest amax of each row's group, [M, 1, …], from the amaxes of blocks, [M, …]."""
         rows = amax.reshape(self.ids.size, -1)
         found = all_reduce(jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax, except_axes)
-        return of_rows(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
+        return expand_groups(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
 
 
 class Slabs(NamedTuple):
@@ -98,10 +98,10 @@ class Slabs(NamedTuple):
         rows, count = groups.ids.size, groups.sizes.size
         # The largest number of slabs that any group sizes need.
         slabs = Groups.of(-(-groups.sizes // step), max(1, (rows + min(rows, count) * (step - 1)) // step))
-        first = jnp.arange(slabs.ids.size) - of_rows(slabs.starts, slabs.ids)
+        first = jnp.arange(slabs.ids.size) - expand_groups(slabs.starts, slabs.ids)
         place = first[:, None] * step + jnp.arange(step)[None]
-        is_row = (slabs.ids < count)[:, None] & (place < of_rows(groups.sizes, slabs.ids)[:, None])
-        return cls(jnp.where(is_row, of_rows(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
+        is_row = (slabs.ids < count)[:, None] & (place < expand_groups(groups.sizes, slabs.ids)[:, None])
+        return cls(jnp.where(is_row, expand_groups(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
 
     @property
     def rows(self) -> Groups:
@@ -126,7 +126,7 @@ class Slabs(NamedTuple):
         return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole, compute_dtype=compute)
 
 
-def of_rows(per_group: Array, ids: Array) -> Array:
+def expand_groups(per_group: Array, ids: Array) -> Array:
     return jnp.take(per_group, ids, axis=0, mode="clip")
 
 
@@ -171,7 +171,7 @@ def quantize_rows(
     statistic = all_reduce(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if (average := spec.calibration.average) is not None:
         unit = power_of_two_below(statistic)  # exact, and no square overflows
-        each = average[0](x.astype(jnp.float32) / of_rows(unit, ids))
+        each = average[0](x.astype(jnp.float32) / expand_groups(unit, ids))
         total = jax.ops.segment_sum(each, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
         total = total if has_own else total.sum(axis=1, keepdims=True)
         count = sizes[:, None].astype(jnp.float32) * (1 if has_own else x.shape[1])
@@ -181,7 +181,7 @@ def quantize_rows(
     # The statistic of a single number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
-    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key, compute).qvalue, scale)
+    return Rows(quantize_with_scale(x, spec, expand_groups(scale, ids), None, key, compute).qvalue, scale)
 
 
 def slab_size(recipe: Recipe, lhs: Any) -> int:
@@ -231,7 +231,7 @@ def row_scales(rows: QTensor | Rows, groups: Groups) -> Array:
     return rows.spread(groups.ids) if isinstance(rows, Rows) else rows.full_scale()
 
 
-def part_of(rows: Any, part: slice) -> Any:
+def slice_rows(rows: Any, part: slice) -> Any:
     if isinstance(rows, Rows):
         return Rows(rows.qvalue[part], rows.scale)
     return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
@@ -263,8 +263,8 @@ def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
     scale = side.outer_scale
     assert scale is not None
     if contracts_rows:
-        return of_rows(scale, groups.starts // side.shape[1])
-    return scale if scale.ndim == 2 else of_rows(scale[:, 0], groups.ids)
+        return expand_groups(scale, groups.starts // side.shape[1])
+    return scale if scale.ndim == 2 else expand_groups(scale[:, 0], groups.ids)
 
 
 def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:

@@ -44,34 +44,34 @@ class Choice:
     reason: str
 
     @property
-    def wants_kernel(self) -> bool:
+    def requests_kernel(self) -> bool:
         """Whether a kernel was requested or selected, even if it does not run."""
         return self.name == "pallas" or self.reason.startswith(REFUSED)
 
 
-PICKED = "XLA's program, as no kernel is known to be faster here"
+XLA_BY_DEFAULT = "XLA's program, as no kernel is known to be faster here"
 """Reason for XLA if no kernel is known to be faster."""
 
-_made: dict[tuple[str, Choice], None] = {}
+_choices: dict[tuple[str, Choice], None] = {}
 
 
 def choices_made() -> list[tuple[str, Choice]]:
     """Return each piece and choice of this process's traces, without duplicates. A cached trace adds no choice."""
-    return list(_made)
+    return list(_choices)
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[dict[str, str]]]:
+def collect_choices() -> Iterator[list[dict[str, str]]]:
     """Collect the choices of new traces as rows, filled when the block ends. A cached trace adds no choice."""
-    earlier, rows = dict(_made), []
-    _made.clear()
+    earlier, rows = dict(_choices), []
+    _choices.clear()
     try:
         yield rows
     finally:
-        rows += [{"piece": piece, "implementation": each.name, "reason": each.reason} for piece, each in _made]
-        earlier |= _made
-        _made.clear()
-        _made.update(earlier)
+        rows += [{"piece": piece, "implementation": each.name, "reason": each.reason} for piece, each in _choices]
+        earlier |= _choices
+        _choices.clear()
+        _choices.update(earlier)
 
 
 def check_implementation(op: str, implementation: str | None) -> None:
@@ -102,7 +102,7 @@ def select_implementation(
     if implementation is not None:
         choice = Choice(implementation, "requested")
     else:
-        choice = Choice("xla", PICKED) if reason_to_prefer is None else Choice("pallas", reason_to_prefer)
+        choice = Choice("xla", XLA_BY_DEFAULT) if reason_to_prefer is None else Choice("pallas", reason_to_prefer)
     if choice.name == "pallas" and (why := refusal()) is not None:
         choice = Choice("xla", f"{_NOT_SELECTED if implementation is None else REFUSED}{why}")
     return record_choice(piece, choice)
@@ -110,23 +110,23 @@ def select_implementation(
 
 def record_choice(piece: str, choice: Choice) -> Choice:
     """Record the choice of a call for a piece, for ``choices_made``, and return it."""
-    _made[piece, choice] = None
+    _choices[piece, choice] = None
     return choice
 
 
-def select_block_matmul(own: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
+def select_block_matmul(chip: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
     """Select the implementation of a product of two operands in blocks, and record it for ``choices_made``.
 
     Args:
-      own: reason why the chip's own block matmul cannot compute the product, or None if it can.
+      chip: reason why the chip's own block matmul cannot compute the product, or None if it can.
       implementation: requested implementation. None selects the chip's own matmul, or else the kernel if it can run.
       kernel: function that returns the reason why the kernel cannot, or None if it can. Called only if the chip cannot.
     """
     if implementation == "xla":
         return record_choice(BLOCKS, Choice("xla", "requested"))
-    if own is None:
-        asked = REFUSED if implementation == "pallas" else ""
-        return record_choice(BLOCKS, Choice("cudnn", f"{asked}the chip multiplies these blocks"))
+    if chip is None:
+        prefix = REFUSED if implementation == "pallas" else ""
+        return record_choice(BLOCKS, Choice("cudnn", f"{prefix}the chip multiplies these blocks"))
     if (why := kernel()) is not None:
-        return record_choice(BLOCKS, Choice("xla", f"{own}; {why}" if implementation is None else f"{REFUSED}{why}"))
+        return record_choice(BLOCKS, Choice("xla", f"{chip}; {why}" if implementation is None else f"{REFUSED}{why}"))
     return record_choice(BLOCKS, Choice("pallas", BLOCKS_PAY if implementation is None else "requested"))

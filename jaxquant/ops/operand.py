@@ -110,18 +110,18 @@ def quantize_operand(
       ValueError: a required scale, state or key is missing, or tiles or shards do not divide the axis.
     """
     if spec.codec is not None:
-        return _alone(encode_tensor(x, spec.codec, axes))
+        return _unobserved(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)
     is_cast = is_stored and spec.scaling == "delayed" and spec.rounding == "nearest"
-    cut = _cut(x, axes, batch) if is_cast else None
-    cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, cut=cut)
+    split = _split(x, axes, batch) if is_cast else None
+    cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, split=split)
     if static_scale is not None and spec.outer_scale:
         outer = static_scale.reshape((1,) * x.ndim)
-        return _alone(row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)))
+        return _unobserved(row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)))
     if static_scale is not None and static_scale.size > 1:
-        return _alone(row_major(_cast_tiles(x, spec, axes, static_scale, compute)))
+        return _unobserved(row_major(_cast_tiles(x, spec, axes, static_scale, compute)))
     if static_scale is not None:
-        return _alone(cast(x, static_scale)[0])
+        return _unobserved(cast(x, static_scale)[0])
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} needs a static scale for an operand of shape {x.shape}, but the model has none; "
@@ -133,20 +133,17 @@ def quantize_operand(
         )
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute}
         more["except_axes"] = recipe.expert_axes
-        return _alone(row_major(quantize(x, spec, axes, key=key, **more)))
+        return _unobserved(row_major(quantize(x, spec, axes, key=key, **more)))
     if state is None or recipe.delayed is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} uses delayed scaling, but no quant state was passed for this operand; pass the "
-            "quant state that init returned"
-        )
+        raise ValueError(f"recipe {recipe.name!r} uses delayed scaling and needs quant state; pass the state of init")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
     if delayed.is_warm(state):
         scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
-        tensor, other, seen = cast(x, scale)
+        tensor, other, kernel_amax = cast(x, scale)
         if 0 in axes:
             tensor, other = other, tensor  # the copy has the contraction last
-        amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
-        if seen is not None:
+        amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if kernel_amax is None else kernel_amax, x, except_axes=whole)
+        if kernel_amax is not None:
             return poisoned(tensor, amax, spec), poisoned(other, amax, spec), Observation(scale, amax)
     else:
         amax = all_reduce(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
@@ -165,7 +162,7 @@ def quantize_operand(
     return tensor, tensor, Observation(scale, amax)
 
 
-def _alone(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
+def _unobserved(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
     """Return a tensor as (tensor, tensor for the other axes, no observation)."""
     return tensor, tensor, None
 
@@ -175,7 +172,7 @@ def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     return dataclasses.replace(tensor, scale=delayed.poison_lost(tensor.scale, amax, element(spec.dtype)))
 
 
-def _cut(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
+def _split(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
     """Return the axis at which the transposed copy is split, or None if no copy pays.
 
     Hopper's 8-bit matmuls read operands with the contraction last. One matmul reads the tensor as stored, the others
@@ -196,10 +193,10 @@ def _cast(
     compute: str,
     key: RandomKey | None,
     implementation: str | None,
-    cut: int | None,
+    split: int | None,
     refusal: str | None = None,
 ) -> tuple[QTensor, QTensor, Array | None]:
-    """Quantize with a known scale. Returns the tensor, its copy (``_cut``), and the amax if a kernel computed it."""
+    """Quantize with a known scale. Returns the tensor, its copy (``_split``), and the amax if a kernel computed it."""
     scale = scale.reshape((1,) * x.ndim)
 
     def refused() -> str | None:
@@ -209,13 +206,13 @@ def _cast(
             return "the quantize kernel divides by float32 scales, not by rounded scales or reciprocals"
         if spec.rounding != "nearest":
             return f"the quantize kernel rounds to nearest, but the recipe's rounding is {spec.rounding!r}"
-        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
+        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, split=split)
 
-    reason_to_prefer = None if cut is None else STORED_CASTS_PAY
+    reason_to_prefer = None if split is None else STORED_CASTS_PAY
     if select_implementation("quantize", implementation, refused, reason_to_prefer).name == "xla":
         tensor = row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute))
         return tensor, tensor, None
-    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
+    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, compute_dtype=compute, split=split)
     return QTensor(q, scale), QTensor(copy, scale), amax.astype(x.dtype)
 
 

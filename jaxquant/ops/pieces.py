@@ -46,8 +46,7 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
         raise ValueError(
-            f"recipe {recipe.name!r} needs quant state for {wanted or 'no tensor'}, but got {given or 'none'}; create "
-            f"it with {make}"
+            f"recipe {recipe.name!r} needs state of {wanted or 'no tensor'}, got {given or 'none'}; make it with {make}"
         )
 
 

@@ -47,19 +47,19 @@ class Residual(NamedTuple):
       tensor: qvalues of the forward pass, a separate quantization, or the float tensor.
       mask: elements that a clipping calibration cut off, eight to a byte. None if there are none, or if the qvalues
         show them.
-      seen: observation of delayed scaling, without the scale if the tensor has it.
+      observation: observation of delayed scaling, without the scale if the tensor has it.
     """
 
     tensor: QTensor | Array
     mask: Array | None
-    seen: Observation | None
+    observation: Observation | None
 
 
 class QuantizedOperand(NamedTuple):
     """An operand as the forward pass reads it (a ``QTensor``, ``groups.Rows`` or an array), and its residual."""
 
     forward: Any
-    kept: Residual
+    residual: Residual
 
 
 def make_prepared(
@@ -92,35 +92,35 @@ def make_prepared(
     """
     spec = recipe.resolve("fwd", side)
     if (made := cast_forward(x, recipe, side, axes, batch, has_values, implementation)) is not None:
-        return QuantizedOperand(made[0], Residual(named(made[1]), None, None))
-    forward, other, seen = x, x, None
+        return QuantizedOperand(made[0], Residual(tag(made[1]), None, None))
+    forward, other, observation = x, x, None
     more = {"batch": batch, "state": state, "implementation": implementation}
     if spec is not None:
         options = {"key": forward_key(x, spec, key), "is_stored": is_stored}
-        forward, other, seen = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
+        forward, other, observation = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
     operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
     kept = other if kind == "forward" else x
     if kind == "own":
-        kept, own = _own(x, recipe, side, axes, key, **more)
-        seen = own if seen is None else seen
-    elif kind == "forward" and seen is not None and spec is not None and element(spec.dtype).kind != "int":
-        seen = seen._replace(scale=None)  # the tensor has it; for integers see delayed.poison_lost
+        kept, own = _quantize_residual(x, recipe, side, axes, key, **more)
+        observation = own if observation is None else observation
+    elif kind == "forward" and observation is not None and spec is not None and element(spec.dtype).kind != "int":
+        observation = observation._replace(scale=None)  # the tensor has it; for integers see delayed.poison_lost
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
-    return QuantizedOperand(forward, Residual(named(kept), None if reads else clip_mask(x, forward, spec), seen))
+    return QuantizedOperand(forward, Residual(tag(kept), None if reads else clip_mask(x, forward, spec), observation))
 
 
 prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7, 8, 9))
 """Jitted ``make_prepared``: a program contains it once for all operands of one shape."""
 
 
-def named(kept: Any) -> Any:
+def tag(residual: Any) -> Any:
     """Attach a name to a quantized residual, for remat policies; float arrays stay as they are."""
-    if isinstance(kept, Array):
-        return kept
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
+    if isinstance(residual, Array):
+        return residual
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), residual)
 
 
-def _own(
+def _quantize_residual(
     x: Array, recipe: Recipe, side: Side, axes: Axes, key: RandomKey | None, **more: Any
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes now, so that the float tensor need not be kept."""
@@ -132,8 +132,8 @@ def _own(
     if matmul.rotation is not None and axes:  # the gradient of a product with a vector contracts no axis
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
-    tensor, _, seen = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
-    return tensor, seen
+    tensor, _, observation = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
+    return tensor, observation
 
 
 def share(
@@ -196,7 +196,7 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
 
 
 def cast_all(
-    x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, beside: Any = ()
+    x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, others: Any = ()
 ) -> list[tuple[Dequantized | None, QTensor | None]] | None:
     """Return an operand's values and elements for each cast, or None if XLA quantizes it, one cast after the other.
 
@@ -205,7 +205,7 @@ def cast_all(
       casts: casts of the operand.
       recipe: recipe whose arithmetic applies.
       implementation: implementation of the casts, or None to select one.
-      beside: arrays of the same program, whose platform is used if x has none.
+      others: arrays of the same program, whose platform is used if x has none.
     """
     if any(cast.spec.tile_size is None or cast.spec.codec is not None for cast in casts) or x.ndim < 2:
         return None
@@ -215,7 +215,7 @@ def cast_all(
             return "the block cast divides in float32"
         return kernel.refusal(x, casts)
 
-    arrays = jax.tree.leaves((x, beside))
+    arrays = jax.tree.leaves((x, others))
     reason_to_prefer = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
     if capability_of(*arrays)[0] == 9 and not any(cast.has_values and cast.has_elements for cast in casts):
         reason_to_prefer = HOPPER_CASTS_PAY
@@ -225,17 +225,17 @@ def cast_all(
     return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]
 
 
-def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, beside: Array) -> QTensor:
+def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, like: Array) -> QTensor:
     """Return the quantized operand as abstract arrays.
 
     Args:
       spec: spec of the operand.
       shape: shape of the operand.
       axes, batch: contraction and batch axes of the operand.
-      beside: array of the same program, whose mesh is used.
+      like: array of the same program, whose mesh is used.
     """
     block = block_shape(shape, spec, axes, 1, batch)
-    place = NamedSharding(jax.typeof(beside).sharding.mesh, PartitionSpec())
+    place = NamedSharding(jax.typeof(like).sharding.mesh, PartitionSpec())
     types = ((shape, spec.dtype), (scale_shape(shape, block), spec.scale_dtype))
     parts = [jax.ShapeDtypeStruct(*each, sharding=place) for each in types]
     return QTensor(*parts, block=None if is_even(shape, block) else block)  # pyright: ignore[reportArgumentType]

@@ -161,12 +161,12 @@ class Operation(abc.ABC):
         """Return a noise seed for this call, or None to derive it from the output gradient."""
         return None
 
-    def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
+    def cast_gradients(self, grad: Array, others: Any) -> tuple[Any, Any]:
         """Quantize the output gradient for each gradient in one read, or return None if each reads it separately.
 
         Args:
           grad: output gradient.
-          beside: arrays of the same program.
+          others: arrays of the same program.
         """
         return None, None
 
@@ -220,31 +220,31 @@ def _forward(op: Operation, lhs, rhs, sizes: Array | None, state: QuantState, ke
     out = op.product(left.forward, right.forward, groups)
     seed = op.noise_seed(left, right, state) if key is None else None
     out = checkpoint_name(out, RESULT_NAME)
-    kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
+    saved_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.has_opaque_gradient else ()
     # Residuals carry no tangent; the mark carries one, so that a derivative of the gradients is refused.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
-    return first_order(name, (out,), inputs)[0], ((left.kept, right.kept, sizes, kept_state, key, seed), mark)
+    return first_order(name, (out,), inputs)[0], ((left.residual, right.residual, sizes, saved_state, key, seed), mark)
 
 
 def _backward(op: Operation, saved: Any, grad: Array):
     (left, right, sizes, state, key, seed), mark = saved
-    recipe, groups, given = op.recipe, _groups(op, sizes), grad
+    recipe, groups, output_grad = op.recipe, _groups(op, sizes), grad
     keys, own = (None, None), None
     if groups is not None and recipe.is_stochastic:
-        grad = groups.zero_others(grad)  # its bits seed the noise
+        grad = groups.zero_ungrouped(grad)  # its bits seed the noise
     if recipe.is_stochastic:
         if key is None and seed is None:
             key = content_key(grad)
         else:
             key = device_key(key_of(seed) if key is None else key, grad)
         keys, own = two_keys(key), key
-    shared, other, seen = None, None, None
+    shared, other, observation = None, None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
         own = None if "output_grad" in state else own
         of = op.computing("dlhs" if spec == operands[0] else "drhs")
-        shared, other, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
+        shared, other, observation = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
     first, second = (made if operand == spec else None for made, operand in zip((shared, other), operands, strict=True))
     if shared is None:
         first, second = op.cast_gradients(grad, (left.tensor, right.tensor))
@@ -253,14 +253,15 @@ def _backward(op: Operation, saved: Any, grad: Array):
     with jax.named_scope("drhs"):
         drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1])
     dlhs, drhs = _finish(dlhs, left, recipe.fwd.lhs, op.lhs), _finish(drhs, right, recipe.fwd.rhs, op.rhs)
-    uses = {"input": (left.tensor, left.seen), "kernel": (right.tensor, right.seen), "output_grad": (shared, seen)}
+    uses = {"input": (left.tensor, left.observation), "kernel": (right.tensor, right.observation)}
+    uses["output_grad"] = shared, observation
     observed = {}
     for name, old in state.items():
-        tensor, seen = uses[name]
-        scale = tensor.scale.reshape(1) if seen.scale is None else seen.scale
-        new = op.observe(old, scale, seen.amax, groups)
+        tensor, observation = uses[name]
+        scale = tensor.scale.reshape(1) if observation.scale is None else observation.scale
+        new = op.observe(old, scale, observation.amax, groups)
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
-    gradients = first_order(recipe.name, (dlhs, drhs), (given, *mark) if mark else ())
+    gradients = first_order(recipe.name, (dlhs, drhs), (output_grad, *mark) if mark else ())
     return *gradients, None, observed, None, None
 
 
@@ -271,13 +272,13 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
     return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
-def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -> Array:
+def _finish(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
     """Cast a gradient to its operand's dtype and placement, and zero it where the forward pass clipped."""
-    if kept.mask is not None:
-        gradient = jnp.where(jnp.unpackbits(kept.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
-    elif reads_clip(operand) and isinstance(kept.tensor, QTensor):
+    if residual.mask is not None:
+        gradient = jnp.where(jnp.unpackbits(residual.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
+    elif reads_clip(operand) and isinstance(residual.tensor, QTensor):
         assert isinstance(operand, TensorSpec)
-        clipped = jnp.abs(kept.tensor.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
+        clipped = jnp.abs(residual.tensor.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
         gradient = jnp.where(clipped, 0, gradient)
     return fit_varying(gradient.astype(primal.dtype), primal.place.varying)
 

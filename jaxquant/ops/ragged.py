@@ -45,17 +45,17 @@ from jaxquant.ops.groups import (
     Rows,
     Slabs,
     as_rows,
+    expand_groups,
     floats,
     group_amax,
     is_plain,
-    of_rows,
     outer_scale,
-    part_of,
     quantize_rows,
     quantize_weights,
     row_scales,
     scaling_groups,
     slab_size,
+    slice_rows,
     values,
     whole_values,
     with_groups,
@@ -63,7 +63,7 @@ from jaxquant.ops.groups import (
 from jaxquant.ops.implementation import check_implementation, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
 from jaxquant.ops.pieces import QuantState, eight_bits, scaled
-from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
+from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, tag
 from jaxquant.ops.quantized import Operation, quantized, serve
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -185,19 +185,19 @@ class _Ragged(Operation):
         self, x: Array, groups: Groups, state: delayed.TensorState | None, key: RandomKey | None
     ) -> QuantizedOperand:
         recipe, spec = self.recipe, self.recipe.fwd.lhs
-        forward, seen, mask = x, None, None
+        forward, observation, mask = x, None, None
         if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
             assert state is not None
-            forward, seen = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
+            forward, observation = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
         elif isinstance(spec, TensorSpec):
             forward = quantize_rows(recipe, x, spec, groups, False, _key(x, spec, groups, key))
         if forward is not x:
             own = QTensor(forward.qvalue, forward.spread(groups.ids)) if isinstance(forward, Rows) else forward
             mask = clip_mask(x, own, spec)
-        kept = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
-        if kept is None:
-            kept = self._own_rows(x, groups, key)
-        return QuantizedOperand(forward, Residual(named(kept), mask, seen))
+        residual = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
+        if residual is None:
+            residual = self._own_rows(x, groups, key)
+        return QuantizedOperand(forward, Residual(tag(residual), mask, observation))
 
     def _own_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
         """Quantize rows for the weight gradient, in slabs if it has tiles."""
@@ -212,14 +212,14 @@ class _Ragged(Operation):
 
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> QuantizedOperand:
         recipe, matmul = self.recipe, self.recipe.dlhs
-        forward, seen = _forward_weights(recipe, x, state, key)
-        kept = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
-        if kept is None:
+        forward, observation = _forward_weights(recipe, x, state, key)
+        residual = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
+        if residual is None:
             spec = recipe.resolve("dlhs", "rhs")
             assert spec is not None
-            turned = rotation_of(matmul.rotation, None)(x, 2)
-            kept = quantize_weights(recipe, turned, spec, 1, forward_key(x, spec, key))
-        return QuantizedOperand(forward, Residual(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
+            rotated = rotation_of(matmul.rotation, None)(x, 2)
+            residual = quantize_weights(recipe, rotated, spec, 1, forward_key(x, spec, key))
+        return QuantizedOperand(forward, Residual(tag(residual), clip_mask(x, forward, recipe.fwd.rhs), observation))
 
     def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: RandomKey | None) -> Any:
         spec = self.recipe.fwd.lhs
@@ -233,22 +233,22 @@ class _Ragged(Operation):
         """Multiply the forward operands; rows after the last group give zeros."""
         if is_plain(lhs, 1) and is_plain(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
-            right = of_rows(rhs.full_scale()[:, 0], groups.ids)
+            right = expand_groups(rhs.full_scale()[:, 0], groups.ids)
             out = scaled(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
         else:
             out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
-        return groups.zero_others(out).astype(self.out_dtype)
+        return groups.zero_ungrouped(out).astype(self.out_dtype)
 
     def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
         state = with_groups(self.recipe, state)
-        rows, seen = self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
-        return rows, rows, seen
+        rows, observation = self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
+        return rows, rows, observation
 
     def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key) -> Array:
         if name == "dlhs":
-            return groups.zero_others(self._dlhs(grad, shared, residual, groups, key))
+            return groups.zero_ungrouped(self._dlhs(grad, shared, residual, groups, key))
         if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
             return self._drhs(grad, shared, residual, groups, key)
         # The rows of each shard separately, added in float32.
@@ -262,7 +262,7 @@ class _Ragged(Operation):
         for start in range(0, grad.shape[0], step):
             first, last = (jnp.clip(x - start, 0, step) for x in (groups.starts, groups.starts + sizes))
             rows = slice(start, start + step)
-            left, right = (part_of(side, rows) for side in (residual, shared))
+            left, right = (slice_rows(side, rows) for side in (residual, shared))
             own_key = None if key is None else fold(key, start)
             out = self._drhs(grad[rows], right, left, Groups(ids[rows], last - first), own_key)
             total = total + out.astype(jnp.float32)
@@ -273,28 +273,28 @@ class _Ragged(Operation):
         matmul, forward, dtype = self.recipe.dlhs, self.recipe.fwd.rhs, grad.dtype.name
         if not isinstance(matmul.lhs, TensorSpec):
             return self._float_gradient(grad, rhs, groups)
-        turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
-        grad = turn(grad, 1)
+        rotate_axis = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
+        grad = rotate_axis(grad, 1)
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
             assert isinstance(forward, TensorSpec)
             if is_plain(rhs, 1):  # forward per channel: multiplied into the gradient
                 scale = rhs.full_scale()
                 unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
-                grad = grad.astype(jnp.float32) * of_rows(scale[:, 0] / unit, groups.ids)
+                grad = grad.astype(jnp.float32) * expand_groups(scale[:, 0] / unit, groups.ids)
                 rhs = QTensor(rhs.qvalue, jnp.broadcast_to(unit, (rhs.shape[0], 1, 1)))
             elif forward.granularity != "per_block":  # forward tiles: quantized again along N
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
             whole, unit = without_outer(rhs, dtype)
             own = fold(key, 3) if again.draws and key is not None else None
-            rhs = with_outer(quantize_weights(self.recipe, turn(whole, 2), again, 1, own), unit)
+            rhs = with_outer(quantize_weights(self.recipe, rotate_axis(whole, 2), again, 1, own), unit)
         left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
         if not (is_plain(left, 1) and is_plain(rhs, 2)):
             return self._dequantized(left, rhs, groups, _DLHS, dtype)
         assert isinstance(rhs, QTensor)
         out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
-        right = of_rows(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1], or [M, K] with a separate quantization along N
+        right = expand_groups(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1], or [M, K] if quantized along N
         return scaled(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
 
     def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
@@ -308,7 +308,7 @@ class _Ragged(Operation):
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and is_plain(lhs, 1):
             # forward by row: multiplied into the gradient
             scale = lhs.full_scale()
-            unit = power_of_two_below(jnp.max(groups.zero_others(scale)))
+            unit = power_of_two_below(jnp.max(groups.zero_ungrouped(scale)))
             grad = grad.astype(jnp.float32) * (scale / unit)
             lhs = Rows(lhs.qvalue, jnp.broadcast_to(unit, (groups.sizes.size, 1)))
         if step := slab_size(self.recipe, lhs):
@@ -323,9 +323,9 @@ class _Ragged(Operation):
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
         """Compute the weight gradient of operands in tiles along the tokens; tiles begin with a group's first row."""
         recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
-        turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
+        rotate_axis = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
         assert isinstance(matmul.rhs, TensorSpec)
-        right = slabs.quantize(recipe, turn(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
+        right = slabs.quantize(recipe, rotate_axis(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
         again = matmul.lhs if matmul.is_late else None
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
             assert isinstance(recipe.fwd.lhs, TensorSpec)
@@ -334,7 +334,7 @@ class _Ragged(Operation):
             whole, unit = whole_values(lhs, groups, dtype)
             own = fold(key, 3) if again.draws and key is not None else None
             unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
-            lhs = slabs.quantize(recipe, turn(slabs.cut(whole), 0), again, own)
+            lhs = slabs.quantize(recipe, rotate_axis(slabs.cut(whole), 0), again, own)
             lhs = with_outer(lhs, unit) if isinstance(lhs, QTensor) else lhs
         elif isinstance(lhs, Rows) and matmul.lhs == FORWARD:
             lhs = Rows(slabs.cut(lhs.qvalue), lhs.scale)
@@ -344,7 +344,7 @@ class _Ragged(Operation):
         return self._dequantized(lhs, right, rows, _DRHS, "float32" if is_wide else dtype)
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: Groups) -> Array:
-        return groups.zero_others(self._float_gradient(grad, kernel, groups))
+        return groups.zero_ungrouped(self._float_gradient(grad, kernel, groups))
 
     def _float_gradient(self, grad: Array, rhs: QTensor | Array, groups: Groups) -> Array:
         return self._multiply(grad, floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
@@ -372,7 +372,7 @@ class _Ragged(Operation):
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)
-        return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale)
+        return Rows(quantize_with_scale(x, spec, expand_groups(scale, groups.ids), compute_dtype=compute).qvalue, scale)
 
     def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
         """Multiply operands as floats if one is float or in tiles; outer scales multiply the product.
@@ -416,14 +416,14 @@ class _Ragged(Operation):
             select_implementation("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
-        asked = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
+        requested = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
         if lhs.dtype.itemsize < 4 and platform_of(lhs) != "gpu":
-            asked = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no other precision
+            requested = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no other precision
         dtype = accumulator_dtype(accumulator, self.out_dtype)
 
         def dot(lhs: Array, rhs: Array) -> Array:
             return jax.lax.ragged_dot_general(
-                lhs, rhs, groups.sizes, numbers, precision=asked, preferred_element_type=dtype
+                lhs, rhs, groups.sizes, numbers, precision=requested, preferred_element_type=dtype
             )
 
         return wide_on_cpus(dot, lhs, rhs, dtype)
@@ -431,7 +431,7 @@ class _Ragged(Operation):
 
 def _key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:
     """Return the random key of a forward operand, independent of rows after the last group."""
-    return forward_key(groups.zero_others(x) if spec.draws else x, spec, key)
+    return forward_key(groups.zero_ungrouped(x) if spec.draws else x, spec, key)
 
 
 def _current_scale(

@@ -87,7 +87,7 @@ KINDS = [
 def test_it_runs_where_it_can_run_and_else_the_reason_is_told(
     monkeypatch, kind, options, size, expected, why, is_ragged
 ):
-    monkeypatch.setattr(implementation, "_made", {})
+    monkeypatch.setattr(implementation, "_choices", {})
     jax.clear_caches()  # what was traced before notes no choice
     if is_ragged:
         shapes = (on(kind, *shape, size=size) for shape in RAGGED)

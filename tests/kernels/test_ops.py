@@ -66,7 +66,7 @@ def in_form(form, run):
 @pytest.mark.parametrize(("name", "form"), [("fp8", ""), ("int8_delayed", ""), ("fp8", "vmap"), ("fp8", "shard_map")])
 def test_a_step_has_the_bits_of_xlas(name, form, monkeypatch):
     jax.clear_caches()  # what was traced before notes no choice
-    monkeypatch.setattr(implementation, "_made", {})
+    monkeypatch.setattr(implementation, "_choices", {})
     spec, (x, w, g) = recipe(name), inputs()
     state = warm(initial_state(spec), 448.0 if name == "fp8" else 127.5)
     run = {each: jax.jit(in_form(form, functools.partial(gradients, spec, each))) for each in ("pallas", "xla")}

@@ -15,11 +15,11 @@ from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
 
-def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, cut: int | None = None) -> str | None:
+def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, split: int | None = None) -> str | None:
     """Return the reason why the kernel cannot quantize a tensor, or None if it can.
 
     Args:
-      x, scale, dtype, compute_dtype, cut: arguments of ``quantize``.
+      x, scale, dtype, compute_dtype, split: arguments of ``quantize``.
     """
     if dtype not in DTYPES:
         return f"the quantize kernel writes {', '.join(DTYPES)}, not {dtype}"
@@ -32,13 +32,13 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, cut: int 
     if platform_of(x) != "gpu":
         return None
     options = {"dtype": dtype, "compute_dtype": compute_dtype, "capability": capability_of(x)}
-    return module("quantize", "gpu").refusal(_matrix(x.shape, cut), x.dtype.name, **options)
+    return module("quantize", "gpu").refusal(_matrix(x.shape, split), x.dtype.name, **options)
 
 
-def _matrix(shape: tuple[int, ...], cut: int | None) -> tuple[int, int]:
-    """Return the rows and columns of a tensor that is split before axis ``cut`` (by default, the last axis)."""
-    cut = len(shape) - 1 if cut is None else cut
-    return math.prod(shape[:cut]), math.prod(shape[cut:])
+def _matrix(shape: tuple[int, ...], split: int | None) -> tuple[int, int]:
+    """Return the rows and columns of a tensor that is split before axis ``split`` (by default, the last axis)."""
+    split = len(shape) - 1 if split is None else split
+    return math.prod(shape[:split]), math.prod(shape[split:])
 
 
 def quantize(
@@ -47,7 +47,7 @@ def quantize(
     *,
     dtype: str,
     compute_dtype: str = "float32",
-    cut: int | None = None,
+    split: int | None = None,
 ) -> tuple[Shaped[Array, "*shape"], Shaped[Array, "*shape"], Float[Array, ""]]:
     """Return the quantized elements of a tensor, a copy of them, and the amax; ``refusal`` must return None.
 
@@ -55,13 +55,13 @@ def quantize(
       x: tensor, float32 or bfloat16.
       scale: one float32 number.
       dtype, compute_dtype: arguments of ``reference.quantize``.
-      cut: first axis in the memory of the copy, followed by the axes after it. None makes no copy and returns the
+      split: first axis in the memory of the copy, followed by the axes after it. None makes no copy and returns the
         elements twice. Only GPUs have a kernel that writes a copy.
     """
-    (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1))
+    (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, split)), scale.reshape(1, 1))
     on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)
-    copies, where = {"transposed": cut is not None}, {}
-    if cut is None:
+    copies, where = {"transposed": split is not None}, {}
+    if split is None:
         tpu = module("quantize", "tpu")
         where["tpu"] = on(tpu.quantize)
         if interpretable(matrix):
@@ -70,7 +70,7 @@ def quantize(
         where["cuda"] = on(module("quantize", "gpu").quantize, **copies)
     out = jax.lax.platform_dependent(matrix, scales, **where, default=on(reference.quantize, **copies))
     q = out.q.reshape(x.shape)
-    if cut is None:
+    if split is None:
         return q, q, out.amax
-    copy = out.q_t.reshape(*x.shape[cut:], *x.shape[:cut])
-    return q, copy.transpose((*range(x.ndim - cut, x.ndim), *range(x.ndim - cut))), out.amax
+    copy = out.q_t.reshape(*x.shape[split:], *x.shape[:split])
+    return q, copy.transpose((*range(x.ndim - split, x.ndim), *range(x.ndim - split))), out.amax
