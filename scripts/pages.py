@@ -1,6 +1,6 @@
 """Hook of mkdocs that writes the API pages and the tables of options from the code.
 
-A line ``<!-- api: PAGE -->`` becomes the entries of a page of ``API``, each followed by its example in
+A line ``<!-- api: PAGE -->`` becomes the entries of a page of ``PAGES``, each followed by its example in
 ``examples/api.md``. A line ``<!-- options: CLASS -->`` becomes a table of the fields of a class of ``OPTIONS``.
 """
 
@@ -18,72 +18,51 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples/api.md"
-API: dict[str, dict[str, str]] = {
-    "jaxquant": {"jaxquant": ""},
-    "state": {"jaxquant.state": ""},
-    "optim": {"jaxquant.optim": ""},
-    "ops": {"jaxquant.ops": ""},
-    "serving": {
-        "jaxquant.serving": "",
-        "jaxquant.serving.kv_cache": "empty append read nbytes quantization_of",
-    },
-    "export": {
-        "jaxquant.export": "export check_export FORMATS SCHEMES STATIC_INPUTS Source Vocabulary LlamaShape HfFolder "
-        "open_gguf Row",
-        "jaxquant.export.hf": "read_quantization to_recipe CheckpointQuantization LayerRule LayerSpec OperandSpec",
-    },
-    "formats": {
-        "jaxquant.formats": "CODECS Codec codec BlockParameters block_parameters PackedArray pack_array matmul "
-        "fake_quantize encode_tensor",
-    },
-    "recipes": {
-        "jaxquant.config.rules": "Rule",
-        "jaxquant.core.recipe": "Recipe MatmulSpec TensorSpec DelayedSpec SparsitySpec Rotation",
-        "jaxquant.core.tensor_spec": "Micro",
-        "jaxquant.core.calibration": "Calibration",
-        "jaxquant.core.qtensor": "QTensor make_qtensor dequantize",
-    },
-    "trace": {"jaxquant.trace": ""},
-    "audit": {
-        "jaxquant.audit.rows": "Coverage Row",
-        "jaxquant.audit.health": "Monitor HealthRow",
-        "jaxquant.audit.cost": "saved_for_backward",
-    },
-    "aot": {"jaxquant.aot": ""},
-    "maxtext": {"jaxquant.compat.maxtext": ""},
-    "mlc": {"jaxquant.compat.mlc": ""},
-    "max": {
-        "jaxquant.compat.max": "parse_quant_config QuantConfig QuantizationEncoding QuantFormat WeightScaleSpec "
-        "InputScaleSpec ScaleGranularity ScaleOrigin fp4_packed_k interleave_scales deinterleave_scales",
-    },
-}
-"""Page -> module -> public names; "" is the module's ``__all__``."""
-MEMBERS = {
-    "jaxquant.QuantConfig": "[from_any]",
-    "jaxquant.core.qtensor.QTensor": "[parts, blocks, float_dtype, astype, transpose, reshape]",
-    **{f"jaxquant.core.recipe.{name}": "false" for name in API["recipes"]["jaxquant.core.recipe"].split()},
-    **dict.fromkeys(("jaxquant.config.rules.Rule", "jaxquant.core.calibration.Calibration"), "false"),
-}
-"""Public members of the classes that have internal ones."""
-OPTIONS = {
-    "QuantConfig": "jaxquant.config.quant_config",
-    "TrainConfig": "jaxquant.training.config",
-    "Rule": "jaxquant.config.rules",
-}
+_NAMES = """
+jaxquant jaxquant
+state jaxquant.state
+optim jaxquant.optim
+ops jaxquant.ops
+serving jaxquant.serving
+serving jaxquant.serving.kv_cache empty append read nbytes quantization_of
+export jaxquant.export export check_export FORMATS SCHEMES STATIC_INPUTS Source Vocabulary LlamaShape HfFolder
+export jaxquant.export open_gguf Row
+export jaxquant.export.hf read_quantization to_recipe CheckpointQuantization LayerRule LayerSpec OperandSpec
+formats jaxquant.formats CODECS Codec codec BlockParameters block_parameters PackedArray pack_array matmul
+formats jaxquant.formats fake_quantize encode_tensor
+recipes jaxquant.config.rules Rule
+recipes jaxquant.core.recipe Recipe MatmulSpec TensorSpec DelayedSpec SparsitySpec Rotation
+recipes jaxquant.core.tensor_spec Micro
+recipes jaxquant.core.calibration Calibration
+recipes jaxquant.core.qtensor QTensor make_qtensor dequantize
+trace jaxquant.trace
+audit jaxquant.audit.rows Coverage Row
+audit jaxquant.audit.cost saved_for_backward
+aot jaxquant.aot
+maxtext jaxquant.compat.maxtext
+mlc jaxquant.compat.mlc
+max jaxquant.compat.max parse_quant_config QuantConfig QuantizationEncoding QuantFormat WeightScaleSpec InputScaleSpec
+max jaxquant.compat.max ScaleGranularity ScaleOrigin fp4_packed_k interleave_scales deinterleave_scales
+"""
+NAMES = [tuple(line.split()) for line in _NAMES.strip().splitlines()]
+"""Page, module and public names of the module; without names, those in its ``__all__``."""
+PAGES = list(dict.fromkeys(page for page, *_ in NAMES))
+MEMBERS = {"jaxquant.QuantConfig": "[from_any]", "jaxquant.core.qtensor.QTensor": "[parts, blocks, astype]"}
+"""Public members of classes that have internal ones; a class of ``recipes`` that is not here has none."""
+OPTIONS = {"QuantConfig": "config.quant_config", "TrainConfig": "training.config", "Rule": "config.rules"}
 
 
 def public_names() -> dict[str, list[str]]:
     """Return the full names on each page; an object with two public names stands under the first."""
-    pages: dict[str, list[str]] = {page: [] for page in API}
+    pages: dict[str, list[str]] = {page: [] for page in PAGES}
     seen: set[int] = set()
-    for page, modules in API.items():
-        for name, listed in modules.items():
-            module = importlib.import_module(name)
-            for each in listed.split() or module.__all__:
-                value = getattr(module, each)
-                if not isinstance(value, types.ModuleType) and id(value) not in seen and not each.startswith("__"):
-                    seen.add(id(value))
-                    pages[page].append(f"{name}.{each}")
+    for page, name, *listed in NAMES:
+        module = importlib.import_module(name)
+        for each in listed or module.__all__:
+            value = getattr(module, each)
+            if not isinstance(value, types.ModuleType) and id(value) not in seen and not each.startswith("__"):
+                seen.add(id(value))
+                pages[page].append(f"{name}.{each}")
     return pages
 
 
@@ -98,7 +77,8 @@ def api(page: str) -> str:
     shown = examples()
     parts = [f"The examples on this page start with:\n\n{shown[page]}"] if page in shown else []
     for name in public_names()[page]:
-        parts.append(f"::: {name}" + (f"\n    options: {{members: {MEMBERS[name]}}}" if name in MEMBERS else ""))
+        members = MEMBERS.get(name, "false" if page == "recipes" else "")
+        parts.append(f"::: {name}" + (f"\n    options: {{members: {members}}}" if members else ""))
         parts.append(f"**Example**\n\n{shown[name]}" if name in shown else "")
     return "\n\n".join(parts)
 
@@ -132,7 +112,7 @@ def options(name: str) -> str:
     """
     from jaxquant.config.recipes import RECIPES
 
-    cls, quant = (getattr(importlib.import_module(OPTIONS[each]), each) for each in (name, "QuantConfig"))
+    cls, quant = (getattr(importlib.import_module(f"jaxquant.{OPTIONS[each]}"), each) for each in (name, "QuantConfig"))
     hints, texts = typing.get_type_hints(cls), dict(described(cls))
     elsewhere = {field.name for field in dataclasses.fields(quant)} if name == "TrainConfig" else set()
     lines = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
