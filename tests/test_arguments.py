@@ -52,9 +52,9 @@ def swapped_step(params: Any, quant_state: Any) -> Any:
 
 
 CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
-NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass what init, jaxquant\.state\.split or a gradient"
-SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
-PARTS = r"params has \[.*they are swapped, or one of them is the whole variables; call merge\(params, quant_state"
+NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass the result of init, jaxquant\.state\.split or a gradient"
+SWAPPED = r"quant_state and observation are swapped; .*update\(quant_state, observation\)"
+PARTS = r"params has \[.*they are swapped, or one of them is the complete variables; call merge\(params, quant_state"
 WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 FIRST = r"{0} takes a Flax module first: jaxquant.{0}\(model, variables, config, .* for NNX; got \("
@@ -67,7 +67,7 @@ MISTAKES = {
     "state.update([quant_state], observation)": NO_STATE,
     "state.accumulate(quant_state, (observation,))": NO_STATE,
     **{f"state.{each}": NO_STATE for each in ("accumulate(None, observation)", "warm(None)", "warm(MODEL)")},
-    "state.from_flax({}, quant_state)": "the model has quant state '.*', and what is restored has not; restore it into",
+    "state.from_flax({}, quant_state)": "the model has quant state '.*', but the checkpoint does not; restore it into",
     "state.split(MODEL)": "variables are Dense, not the dict of collections that model.init returns",
     **{f"state.merge({each}, quant_state)": PARTS for each in ("variables", "float_variables")},
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
@@ -136,7 +136,7 @@ def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, given):
         return (optax.apply_updates(carried[0], updates), opt_state), value
 
     run = {"jit": jax.jit(step), "scan": lambda carried: jax.lax.scan(step, carried, None, 3)}[way]
-    with pytest.raises(ValueError, match=r"updates quant state, as at '.*', .*jaxquant\.state\.split.*TrainState"):
+    with pytest.raises(ValueError, match=r"updates quant state, such as '.*', .*jaxquant\.state\.split.*TrainState"):
         jax.eval_shape(run, (variables, tx.init(variables)))
 
 
