@@ -238,7 +238,7 @@ def _details(spec: TensorSpec) -> Iterator[str]:
     if spec.micro is not None:
         yield from _micro(spec.micro)
     if spec.has_grid_scale:
-        yield f"on native with a scale of {element(spec.dtype).scale_bits} bits, which keeps the codes of decoded values"
+        yield f"on native with a scale of {element(spec.dtype).scale_bits} bits, to keep the codes of decoded values"
     if spec.source == "forward":
         yield "quantized from the operand of the forward matmul"
     yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"

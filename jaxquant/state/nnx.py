@@ -98,8 +98,8 @@ def value_and_grad(
 
     Args:
       f: loss function of (model, ...).
-      argnums: positions of the models. A position selects the model's ``nnx.Param``; ``nnx.DiffState(0,
-        nnx.LoRAParam)`` selects other parameters. Quant state is added to either.
+      argnums: positions of the models. A position selects the model's ``nnx.Param``, and for example
+        ``nnx.DiffState(0, nnx.LoRAParam)`` other parameters. Quant state is added to either.
       has_aux: whether ``f`` returns (loss, aux).
       options: further arguments of ``nnx.value_and_grad``.
 
