@@ -1,4 +1,4 @@
-"""The matmul with a packed kernel, which is decoded as it goes."""
+"""The matmul with a packed kernel, which is decoded in chunks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jaxquant.formats.codec import Parts
 from jaxquant.formats.packed_array import PackedArray
 
 DECODED_ELEMENTS = 1 << 20
-"""Elements of a kernel that are in float at a time."""
+"""Number of kernel elements that are in float at a time."""
 
 
 def matmul(x: Float[Array, "... K"], kernel: PackedArray) -> Float[Array, "... N"]:
-    """Compute ``x · decode(kernel)``, a few rows of the kernel at a time, so that it is never whole in float.
+    """Compute ``x · decode(kernel)`` for a few rows of the kernel at a time, so that only these rows are in float.
 
-    The kernel is decoded in float32 and rounded to the dtype of ``x``; products are summed in float32. The gradient is
-    that of the decoded kernel, for ``x`` alone: a packed kernel is frozen.
+    The kernel is decoded in float32 and rounded to the dtype of ``x``; products are summed in float32. Only ``x`` has a
+    gradient, computed with the decoded kernel; a packed kernel is frozen.
 
     Args:
-      x: float.
-      kernel: two axes, packed along the contraction, either ``[K, N]`` with axis 0 or ``[N, K]`` with axis 1, as
-        checkpoints store it.
+      x: float array.
+      kernel: kernel of two axes, packed along the contraction: either ``[K, N]`` with axis 0 or ``[N, K]`` with axis 1,
+        as checkpoints store it.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: the shapes do not match.
     """
     if kernel.ndim != 2 or x.ndim == 0 or x.shape[-1] != kernel.shape[kernel.axis]:
         raise ValueError(
@@ -84,14 +84,14 @@ def _no_gradient(part: jax.Array):
 
 
 class _Cut(NamedTuple):
-    """Equal chunks of rows: the parts that have rows, as ``[chunk, row, ...]``, and those of the whole tensor."""
+    """Equal chunks of rows: the parts that have rows, as ``[chunk, row, ...]``, and the parts without rows."""
 
     rows: Parts
     whole: Parts
 
 
 def _cuts(kernel: PackedArray) -> Iterator[tuple[int, _Cut]]:
-    """Yield the kernel's rows in chunks, and what is left over as one smaller chunk."""
+    """Yield the kernel's rows in chunks; the rest is one smaller chunk."""
     rows, depth = kernel.shape[1 - kernel.axis], kernel.shape[kernel.axis]
     size = min(max(1, DECODED_ELEMENTS // max(depth, 1)), max(rows, 1))
     whole = {name: part for name, part in kernel.parts.items() if part.ndim == 0}

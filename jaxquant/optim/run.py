@@ -1,4 +1,4 @@
-"""Run an optimizer on moments in 8 bits: all at once or a parameter at a time by XLA, or by a kernel."""
+"""Running an optimizer on 8-bit moments: all parameters at once or one at a time with XLA, or with a kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxquant.optim.parts import Part, Update
 Shardings = Callable[[str, Any], NamedSharding | None]
 PIECE = "optimizer update"
 _OVERFLOWS = 2.0**54
-"""A momentum of gradients whose square overflows float32: at least (1 - b1) · 2^64, and b1 is .999 at most."""
+"""Bound on momenta: above it the square of the gradient overflows float32 ((1 - b1) · 2^64, with b1 at most 0.999)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Moment:
     """A moment in 8 bits.
 
     Attributes:
-      path: its own.
-      codec, signed: how it is coded.
-      coded: its codes, and what is kept of each group.
+      path: path of the moment.
+      codec, signed: codec, and whether the moment is signed.
+      coded: codes and the statistics of each group.
     """
 
     path: str
@@ -43,20 +43,20 @@ class Moment:
 
     @property
     def axis(self) -> int:
-        """The axis of its groups, counted from the end."""
+        """Axis of the groups, counted from the end."""
         return axis_of(self.coded.codes, self.coded.largest)
 
     @property
     def group(self) -> int:
-        """The elements of a group."""
+        """Number of elements in a group."""
         return self.coded.codes.shape[self.axis] // self.coded.largest.shape[self.axis]
 
 
 def axis_of(codes: Any, largest: Any) -> int:
-    """Return the axis of a moment's groups, counted from the end: where codes are more than groups.
+    """Return the axis of a moment's groups, counted from the end: the axis with more codes than groups.
 
     Args:
-      codes, largest: of the moment, as ``Coded`` has them.
+      codes, largest: arrays of the moment, as in ``Coded``.
     """
     return next(i for i in range(-codes.ndim, 0) if codes.shape[i] != largest.shape[i])
 
@@ -69,15 +69,16 @@ def run(
     applies: bool,
     changes: jax.Array | None = None,
 ) -> Any:
-    """Compute a function of trees with each ``Moment`` as float32; return it with each as ``Coded``.
+    """Run a function of trees with each ``Moment`` decoded to float32; return the result with each as ``Coded``.
 
     Args:
-      function: (updates, state, parameters) -> (updates or parameters, state).
-      args: of it, with moments in the state.
-      implementation: "xla", "pallas" or None, as ``quantize_state`` takes it.
-      shardings: how parameters are cut.
-      applies: whether the function returns parameters.
-      changes: where it is False, state is returned as it was, and parameters where the function returns them.
+      function: function (updates, state, parameters) -> (updates or parameters, state).
+      args: arguments of the function, with moments in the state.
+      implementation: "xla", "pallas" or None, as for ``quantize_state``.
+      shardings: sharding of parameters, as for ``quantize_state``.
+      applies: whether the function returns parameters instead of updates.
+      changes: flag, or None. If it is False, the old state is returned, and the old parameters if the function returns
+        parameters.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Moment))
     start, end = len(jax.tree.leaves(args[0])), len(leaves) - len(jax.tree.leaves(args[2]))
@@ -90,7 +91,7 @@ def run(
         return made
 
     coded = [x for x in leaves if isinstance(x, Moment)]
-    chosen: set[int] = set()  # outputs that the kernel has kept where nothing changes
+    chosen: set[int] = set()  # outputs for which the kernel already applies ``changes``
     platform = platform_of(coded[0].coded.codes) if coded else ""
     kernel = implementation == "pallas" or (implementation is None and platform == "tpu")
     if coded and (kernel or platform == "gpu"):
@@ -100,10 +101,10 @@ def run(
         out, scalars = update.rest(floats, taken)
         last: dict[Any, dict[int, Any]] = {}
         for part, numbers in zip(taken, scalars, strict=True):
-            before = len(out) - end  # an output of the state has the number of its input, and so many more
+            before = len(out) - end  # offset from the index of a state's input to the index of its output
             states = {i + before: i for i in range(start, end)}
             if kernel:
-                order = sorted(part.inputs, reverse=applies)  # weights lie behind the state, gradients before it
+                order = sorted(part.inputs, reverse=applies)  # weights come after the state, gradients before it
                 made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:
@@ -116,7 +117,7 @@ def run(
         if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
             out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
     if changes is not None:
-        first = 0 if applies else before + start  # updates are no old array's new one
+        first = 0 if applies else before + start  # updates do not replace an old array
         for o, old in enumerate([*(leaves[end:] if applies else ()), *leaves[start:end]], first):
             if o not in chosen:
                 kept = old.coded if isinstance(old, Moment) else old
@@ -127,13 +128,13 @@ def run(
 def _is_taken(
     part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
 ) -> bool:
-    """Choose whether a part is computed by itself, and note why not."""
+    """Return whether a part is computed separately, and record the choice."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
     if not coded:
         return False
     if not kernel:
         if part.refusal:
-            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
+            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not one parameter at a time, because {part.refusal}"))
         return part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
@@ -141,7 +142,7 @@ def _is_taken(
         why = "its moments have groups along different axes"
     if why is None:
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
-    asked = "asked for" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+    asked = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
     record_choice(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
     return why is None
@@ -161,15 +162,18 @@ def _by_kernel(
     shardings: Shardings | None,
     changes: jax.Array | None,
 ) -> dict[int, Any]:
-    """Compute a part by the kernel: number of an output -> a ``Coded`` for a moment, an array for others.
+    """Compute a part with the kernel.
 
     Args:
-      update, part: which part of what.
-      scalars: of it.
-      leaves: the inputs of all the update, moments coded.
-      states: number of an output that is state -> the input that it replaces.
-      order: inputs, in the order in which other outputs take their memory.
-      shardings, changes: as ``run`` takes them.
+      update, part: the update and its part.
+      scalars: scalars of the part.
+      leaves: inputs of the complete update, with coded moments.
+      states: mapping from the index of an output that is state to the index of the input that it replaces.
+      order: indices of inputs, in the order in which other outputs reuse their memory.
+      shardings, changes: arguments of ``run``.
+
+    Returns:
+      Outputs by index: a ``Coded`` for a moment, an array otherwise.
     """
     given = {i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs}
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
@@ -221,16 +225,20 @@ def _in_turn(
     states: Mapping[int, int],
     last: dict[Any, dict[int, Any]],
 ) -> dict[int, Any]:
-    """Compute a part by XLA when the one before it is done: number of an output -> a ``Coded`` or an array.
+    """Compute a part with XLA after the previous part is done.
 
-    XLA for GPUs computes many parts at once, and would hold the float32 moments of all. So a part is decoded with
-    magnitudes of groups that wait for the codes of the part before. Nothing in float32 of a parameter's size goes
-    through the barrier, which would keep it.
+    XLA:GPU would compute many parts at once and hold the float32 moments of all of them. Therefore the largest
+    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. No float32
+    array of a parameter's size passes through the barrier, because the barrier would keep it alive.
 
     Args:
-      update, part, scalars, leaves, states: as ``_by_kernel`` takes them.
-      last: codes of the part before, by the numbers of outputs, for each set of axes over which arrays vary inside of
-        ``jax.shard_map``: a barrier makes all that goes through it vary over the axes of any. It is brought up to date.
+      update, part, scalars, leaves, states: arguments of ``_by_kernel``.
+      last: codes of the previous part, by output index, for each set of axes over which arrays vary inside
+        ``jax.shard_map``, because the outputs of a barrier vary over the axes of all its inputs. It is updated in
+        place.
+
+    Returns:
+      Outputs by index: a ``Coded`` for a moment, an array otherwise.
     """
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
     varying = varying_axes(next(iter(moments.values())).coded.codes)
@@ -263,16 +271,16 @@ def _coded(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> 
     return coded._replace(codes=merge_axes(coded.codes, x))
 
 
-# Jits of their own, or an optimizer's init outside of a jit would compile each operation by itself.
+# Jitted, because outside of a jit an optimizer's init would otherwise compile each operation separately.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> Coded:
-    """Encode a moment; what is not finite, or too large, as 0.
+    """Encode a moment; elements that are not finite or too large are encoded as 0.
 
     Args:
-      codec, signed: how.
-      axis: of the groups, counted from the end.
-      groups: their number along it.
-      x: the moment.
+      codec, signed: codec, and whether the moment is signed.
+      axis: axis of the groups, counted from the end.
+      groups: number of groups along the axis.
+      x: moment.
     """
     coded = _coded(codec, signed, axis, groups, x)
     if coded.exponent is None:
