@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 
@@ -311,6 +311,9 @@ class QuantConfig(options.Options):
                 )
 
 
+ConfigLike: TypeAlias = QuantConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""What a ``config`` argument may be: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path
+of a YAML or JSON file. Objects with the fields, such as MaxText's config, are accepted too."""
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """Fields of a config without a quantized KV cache."""
 _MISSING: Any = object()
