@@ -1,4 +1,4 @@
-"""Output as it is taken: a terminal of any width and any characters, a pipe, nobody any more."""
+"""Output for any destination: terminals of any width and encoding, pipes, and closed pipes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code of a program that Ctrl-C ended, as a shell has it."""
+"""Exit code after Ctrl-C, as in a shell."""
 _STAND_INS = {"×": "x", "·": "*"}
-"""Replacements of signs in tables, of the same width."""
+"""Replacements, of the same width, for characters in tables."""
 _PIECE = re.compile(r"\s*[^\s/]*/*")
-"""The parts of a cell that are never broken: words, and parts of a path with the slash behind them."""
+"""Parts of a cell that are never broken: words, and parts of a path including the slash after them."""
 
 
 def accept_all_characters() -> None:
-    """Write what the output cannot encode as an escape, and the signs of tables as others; every command calls this."""
+    """Escape characters that the terminal cannot encode and replace the signs in tables. Called by every command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="jaxquant")
@@ -35,12 +35,12 @@ def run(
     """Run a command and return its exit code.
 
     Args:
-      work: the command, which returns its own exit code.
-      also: errors to tell in a sentence, beside those of bad input and of the file system.
-      interrupted: what to say on Ctrl-C.
+      work: function that runs the command and returns its exit code.
+      also: exceptions that are shown as a sentence, in addition to bad input and file system errors.
+      interrupted: message on Ctrl-C.
 
     Returns:
-      What the command returns; 1 where nobody reads the output any more, 2 on an error, 130 on Ctrl-C.
+      The exit code of ``work``; 1 if stdout was closed, 2 after an error, 130 after Ctrl-C.
     """
     accept_all_characters()
     try:
@@ -67,10 +67,10 @@ codecs.register_error("jaxquant", _stand_in)
 
 
 def close_output() -> None:
-    """Let what is still written go nowhere, once nobody reads standard output."""
+    """Discard further output after stdout is closed."""
     try:
         number = sys.stdout.fileno()
-    except (OSError, ValueError):  # it is no file
+    except (OSError, ValueError):  # stdout is not a file
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
@@ -78,18 +78,19 @@ def close_output() -> None:
 
 
 def columns() -> int | None:
-    """Return how wide a table may be: COLUMNS, else the terminal's columns, else None, as in a pipe."""
+    """Return the maximum width of a table: COLUMNS, otherwise the terminal's columns, otherwise None, as in a pipe."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return None
 
 
 def fit(lines: Sequence[Sequence[str]], room: int | None) -> list[list[str]]:
-    """Wrap the cells of a table, at blanks and after slashes alone, so that its lines fit; the widest column gives way.
+    """Wrap the cells of a table only at blanks and after slashes, so that its lines fit; the widest column shrinks.
 
     Args:
-      lines: cells, those of the header too.
-      room: characters for the cells of a line, less than which no column goes that would cut a word; None is no bound.
+      lines: cells, including the header.
+      room: number of characters for the cells of a line, or None for no limit. A column never gets narrower than its
+        longest word.
     """
     cells = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in cells]
@@ -113,7 +114,7 @@ def _wrap(text: str, width: int) -> str:
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], left: Collection[str]) -> None:
-    """Print rows of equal keys as a table; the columns of ``left`` begin at the left, the others are figures."""
+    """Print rows with equal keys as a table. Columns in ``left`` are aligned to the left, others to the right."""
     from rich.table import Table
 
     table = Table()
@@ -125,7 +126,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]], left: Collection[str]) -> None:
 
 
 def show(table: Any) -> None:
-    """Print a table of rich: no word is cut, and its lines fit the terminal where they can."""
+    """Print a rich table so that no word is split and lines fit the terminal if possible."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
