@@ -109,12 +109,12 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield f"  {describe_matmul(spec)}"
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a tensor format has its own scales
-    if whole := whole_tensors(recipe):
-        yield f"A NaN in one row makes the complete {', '.join(whole)} NaN, because one scale covers the tensor."
+    if poisoned := poisoned_tensors(recipe):
+        yield f"One NaN makes every element NaN in: {', '.join(poisoned)} (one scale covers the tensor)."
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
-    of_input, of_weight = describe_kept(recipe, "lhs"), describe_kept(recipe, "rhs")
+    of_input, of_weight = describe_residual(recipe, "lhs"), describe_residual(recipe, "rhs")
     yield f"Kept for the backward pass: the input {of_input}, the weight {of_weight}."
     if recipe.delayed:
         yield describe_delayed(recipe.delayed)
@@ -130,7 +130,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield "The experts of one weight share per-tensor scales and their state."
 
 
-def whole_tensors(recipe: Recipe) -> list[str]:
+def poisoned_tensors(recipe: Recipe) -> list[str]:
     """Return the names of the tensors that become all NaN if one element is NaN."""
     named = zip(("input", "weight", "output gradient"), TENSORS.values(), strict=True)
     return [name for name, places in named if any(getattr(recipe.specs[each], "spreads_nan", False) for each in places)]
@@ -155,7 +155,7 @@ def describe_kernels(recipe: Recipe) -> Iterator[str]:
         yield f"Kernels of quant_backend native: {'; '.join(picked)}. `implementation: xla` disables them."
 
 
-def describe_kept(recipe: Recipe, side: Side) -> str:
+def describe_residual(recipe: Recipe, side: Side) -> str:
     """Describe the residual of a forward operand."""
     kind = recipe.kept(side)
     if kind == "own":

@@ -215,7 +215,7 @@ class Engine:
         if analysis.is_decided and self.decisions is not None and not is_first:
             return self.decisions
         if not is_whole and not self._has_seen_all and self.resolver is not None:
-            self.resolver.check_alone()
+            self.resolver.check_no_float_blocks()
         decisions = self._extended(analysis, self.decisions, check=is_first)
         decisions.apply(analysis.plan)
         self._check(analysis, is_first, decisions.paths)

@@ -18,7 +18,7 @@ from jaxquant import RECIPES
 from jaxquant.__main__ import main as jaxquant_main
 from jaxquant.aot.command import _parse
 from jaxquant.bench import chart
-from jaxquant.config.explain import whole_tensors
+from jaxquant.config.explain import poisoned_tensors
 from jaxquant.core.typed import build
 from jaxquant.training.__main__ import COMMANDS, read_config
 from jaxquant.training.config import TrainConfig
@@ -88,7 +88,7 @@ def strings_table() -> str:
     lines = ["| `quantization` | numbers | `auto` | also on | one NaN spoils all of |", "| --- " * 5 + "|"]
     for row, names in groups.values():
         others = ", ".join(row.backends[1:])
-        whole = ", ".join(whole_tensors(row.recipe)) if row.recipe else ""
+        whole = ", ".join(poisoned_tensors(row.recipe)) if row.recipe else ""
         lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} | {whole} |")
     return "\n".join(lines)
 

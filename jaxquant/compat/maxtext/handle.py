@@ -295,7 +295,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
             f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes a whole model "
             "and has no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
         )
-    resolver.check_alone()
+    resolver.check_no_float_blocks()
     for recipe in resolver.recipes:
         load(backend).check(recipe)
     if is_program:

@@ -134,7 +134,7 @@ def get_quantization_rule(config: Any) -> list[Any] | None:
     resolver, base = config.resolver(), config.recipe()
     if resolver is None:
         return None
-    resolver.check_alone()
+    resolver.check_no_float_blocks()
     entries = [] if config.quantize_router_proj else [(".*/gate", None)]
     entries += [(HEAD, base)] if config.quantize_logits_proj and HEAD not in dict(resolver.patterns) else []
     entries += [(f"{LAYERS}|mtp_block/.*" if config.quantize_mtp else LAYERS, base)] if base is not None else []
