@@ -29,7 +29,7 @@ from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twi
 from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
-from jaxquant.state.table import Tables, behind, make_state, rows_of
+from jaxquant.state.table import Tables, make_state, move_row_axis, rows_of
 from jaxquant.trace.decisions import FaceHooks
 from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
@@ -209,7 +209,7 @@ class Face:
             owner, _, name = layer.rpartition("/")
             # Axes of scanned layers and of experts come first: what maps parameters along axis 0 maps their state so.
             lead = min(row[STEP].ndim if STEP in row else row[SCALE].ndim - 1 for row in rows.values())
-            setattr(modules[owner], name, QuantState(behind(make_state(rows), lead)))
+            setattr(modules[owner], name, QuantState(move_row_axis(make_state(rows), lead)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
