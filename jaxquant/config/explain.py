@@ -157,7 +157,7 @@ def describe_kernels(recipe: Recipe) -> Iterator[str]:
 
 def describe_residual(recipe: Recipe, side: Side) -> str:
     """Describe the residual of a forward operand."""
-    kind = recipe.kept(side)
+    kind = recipe.residual_kind(side)
     if kind == "own":
         return f"as the {'weight' if side == 'lhs' else 'input'}'s gradient reads it"
     return "as the forward matmul reads it" if kind == "forward" and recipe.resolve("fwd", side) else "in float"
@@ -217,7 +217,7 @@ def _scale(spec: TensorSpec) -> str:
     if calibration.method == "fixed":
         return f"from the fixed range {calibration.minimum:g} to {calibration.maximum:g}"
     times = "" if calibration.factor == 1 else f"{calibration.factor:g} times "
-    return f"from {times}this step's {METHODS[calibration.method].words}"
+    return f"from {times}this step's {METHODS[calibration.method].description}"
 
 
 _DIRECTION = {"up": "up", "nearest": "to nearest"}

@@ -158,10 +158,10 @@ class QTensor:
     def _full_block(self) -> Shape:
         """``block`` with one entry for each axis, 0 along axes of stacked layers; it must not be None."""
         assert self.block is not None
-        block, gone = list(self.block), len(self.block) - self.ndim
-        for _ in range(gone):
+        block, missing = list(self.block), len(self.block) - self.ndim
+        for _ in range(missing):
             block.remove(0)
-        return (0,) * -gone + tuple(block)
+        return (0,) * -missing + tuple(block)
 
     def astype(self, dtype: Any) -> QTensor:
         """Return the tensor with another dtype of the float array that it replaces.
@@ -211,7 +211,7 @@ class QTensor:
         """
         count = len(sizes)
 
-        def whole(_: str, part: Any) -> Any:
+        def broadcast(_: str, part: Any) -> Any:
             if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
                 raise NotImplementedError(
                     f"a converted kernel of shape {self.shape} with scales of shape {tuple(self.scale.shape)} cannot "
@@ -220,7 +220,7 @@ class QTensor:
             return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
 
         block = None if self.block is None else (*(0,) * count, *self.blocks[count:])
-        return dataclasses.replace(self.replace(whole), block=block)
+        return dataclasses.replace(self.replace(broadcast), block=block)
 
     def full_scale(self) -> Float[Array, "*counts"]:
         """Return the scales in float32, multiplied by the outer scale."""
@@ -309,10 +309,10 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
             raise ValueError(
                 f"{name} has blocks of shape {tensor.block} for elements of shape {shape}; set one size for each axis"
             )
-        wanted = scale_shape(shape, tensor.blocks)
-        if scale != wanted:
+        expected = scale_shape(shape, tensor.blocks)
+        if scale != expected:
             raise ValueError(
-                f"{name} of shape {shape} in blocks of {tensor.blocks} has scales of shape {scale}, not {wanted}"
+                f"{name} of shape {shape} in blocks of {tensor.blocks} has scales of shape {scale}, not {expected}"
             )
     elif any(n == 0 or (size % n and size) for size, n in zip(shape, scale, strict=True)):
         raise ValueError(
@@ -323,7 +323,7 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         raise ValueError(
             f"{name} has scales of {tensor.scale.dtype.name}; use one of {', '.join(get_args(ScaleDtype))}"
         )
-    zero, outer, given = tensor.zero_point, tensor.outer_scale, tensor.input_scale
+    zero, outer, input_scale = tensor.zero_point, tensor.outer_scale, tensor.input_scale
     if zero is not None and (zero.dtype, tuple(zero.shape)) != (tensor.qvalue.dtype, scale):
         raise ValueError(
             f"{name} has a zero_point of {zero.dtype.name}{tuple(zero.shape)}; it must have the dtype of qvalue and "
@@ -333,10 +333,10 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
     if outer is not None and outer.dtype != jnp.float32:
         raise ValueError(f"{name} has an outer_scale of {outer.dtype.name}; use float32")
-    if given is not None and (given.ndim, given.dtype) != (len(shape), jnp.float32):
+    if input_scale is not None and (input_scale.ndim, input_scale.dtype) != (len(shape), jnp.float32):
         raise ValueError(
-            f"{name} has an input_scale of {given.dtype.name}{tuple(given.shape)}; it must be float32 and have the "
-            f"rank of {shape}"
+            f"{name} has an input_scale of {input_scale.dtype.name}{tuple(input_scale.shape)}; it must be float32 and "
+            f"have the rank of {shape}"
         )
 
 
@@ -356,8 +356,8 @@ def _check_encoded(tensor: QTensor, name: str) -> None:
         raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; set the sizes of its contraction")
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
     count = -(-math.prod(tensor.blocks) // encoding.elements_per_block) * encoding.bytes_per_block
-    wanted = [1] * (len(contraction) - 1) + [count]
-    if not contraction or [stored[axis] for axis in contraction] != wanted:
+    expected = [1] * (len(contraction) - 1) + [count]
+    if not contraction or [stored[axis] for axis in contraction] != expected:
         raise ValueError(
             f"{name} of {stored} bytes does not hold a contraction of {tensor.blocks} in {tensor.codec}, which needs "
             f"{count} bytes"

@@ -199,7 +199,7 @@ class Recipe:
         specs = [spec for operand in TENSORS[tensor] if isinstance(spec := self.specs[operand], TensorSpec)]
         return next((spec for spec in specs if spec.scaling == "delayed"), next(iter(specs), None))
 
-    def kept(self, side: Side) -> Literal["forward", "own", "float"]:
+    def residual_kind(self, side: Side) -> Literal["forward", "own", "float"]:
         """Return the kind of residual that the backward pass keeps of a forward operand.
 
         ``forward``: the operand of the forward matmul; ``own``: a separate quantization, made in the forward pass;

@@ -205,7 +205,7 @@ def _drawn(key: RandomKey) -> Seed:
     return Seed(seed.first, hash_bits(seed.first + 3 * seed.second))  # not symmetric: `two_keys` swaps them
 
 
-def two_keys(key: RandomKey) -> tuple[Seed, Seed]:
+def gradient_keys(key: RandomKey) -> tuple[Seed, Seed]:
     """Return the keys of the two roundings of an output gradient in a backward pass."""
     first, second = seed_of(key)
     return Seed(second, first), Seed(first ^ jnp.uint32(0x9E3779B9), second)
@@ -261,10 +261,10 @@ def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None) -> jax.Ar
     """
     if spec.rounding == "nearest":
         return (asymmetric_cast if spec.has_grid_scale else saturating_cast)(x, element(spec.dtype))
-    return stochastic_cast(x, element(spec.dtype), needed_key(spec, key))
+    return stochastic_cast(x, element(spec.dtype), require_key(spec, key))
 
 
-def needed_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
+def require_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
     """Return the random key, or raise if it is missing for a spec with stochastic rounding.
 
     Raises:

@@ -35,17 +35,17 @@ def absolute(x: Array) -> Array:
     return _absolute.bind(x)
 
 
-def largest(x: Array, below: float = 1.0, **axes: Any) -> Array:
+def largest(x: Array, negative_factor: float = 1.0, **axes: Any) -> Array:
     """Return the largest magnitude along axes, as ``jnp.max`` does, with NaN as in ``absolute``.
 
     Args:
       x: values.
-      below: factor for the magnitudes of negative values; a value other than 1 returns float32.
+      negative_factor: factor for the magnitudes of negative values; a value other than 1 returns float32.
       axes: arguments of ``jnp.max``.
     """
-    if below != 1.0:
+    if negative_factor != 1.0:
         wide = x.astype(jnp.float32)
-        x = jax.lax.max(wide, wide * np.float32(-below))
+        x = jax.lax.max(wide, wide * np.float32(-negative_factor))
     return jnp.max(absolute(x), **axes)
 
 

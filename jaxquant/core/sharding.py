@@ -49,11 +49,11 @@ def is_whole(x: Array) -> bool:
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
-        return not is_untold(x)
+        return not may_shard(x)
     return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
-def is_untold(x: Array) -> bool:
+def may_shard(x: Array) -> bool:
     """Return whether a compiler may shard x although its type has no mesh, because there are several devices."""
     return jax.typeof(x).sharding.mesh.empty and jax.device_count() > 1
 
@@ -109,9 +109,9 @@ class Placement:
     sharding: NamedSharding | None
 
     @classmethod
-    def of(cls, x: Array, beside: Array) -> Placement:
-        """Return the placement of x; x is replicated if it has none and ``beside`` is on an explicit mesh."""
-        sharding, other = explicit_sharding(x), explicit_sharding(beside)
+    def of(cls, x: Array, like: Array) -> Placement:
+        """Return the placement of x; x is replicated if it has none and ``like`` is on an explicit mesh."""
+        sharding, other = explicit_sharding(x), explicit_sharding(like)
         if sharding is None and other is not None:
             sharding = NamedSharding(other.mesh, PartitionSpec())
         return cls(varying_axes(x), sharding)
@@ -134,16 +134,16 @@ def _placed(sharding: NamedSharding, entries: Iterable[Any]) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
+def fit_varying(x: Array, expected: frozenset[str]) -> Array:
     """Make a cotangent vary along exactly the mesh axes of its primal.
 
     Sums over the axes along which only the cotangent varies, because each device holds the share of its own part.
     """
     present = varying_axes(x)
-    if present - wanted:
-        x = jax.lax.psum(x, tuple(sorted(present - wanted)))
-    if wanted - present:
-        x = jax.lax.pcast(x, tuple(sorted(wanted - present)), to="varying")
+    if present - expected:
+        x = jax.lax.psum(x, tuple(sorted(present - expected)))
+    if expected - present:
+        x = jax.lax.pcast(x, tuple(sorted(expected - present)), to="varying")
     return x
 
 
@@ -189,7 +189,7 @@ def placed_like(x: Array, like: Array) -> Array:
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
-def whole_axis(x: Array, axis: int) -> Array:
+def gather_axis(x: Array, axis: int) -> Array:
     """Gather one axis of x, for an operation that mixes its elements."""
     sharding = explicit_sharding(x)
     if sharding is None:

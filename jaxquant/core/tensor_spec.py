@@ -158,7 +158,7 @@ class TensorSpec:
             )
 
     @property
-    def share_below(self) -> float:
+    def negative_factor(self) -> float:
         """Factor for the magnitude of negative values in the statistic."""
         top = element(self.dtype).max
         return top / (top + 1) if self.has_grid_scale else 1.0

@@ -37,7 +37,7 @@ def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.n
     """Return the scale of each block as the training of such a weight has it."""
     spec = keeping_grid(TensorSpec(dtype))
     if spec.has_grid_scale:
-        weight = np.where(weight < 0, weight * np.float32(spec.share_below), weight)
+        weight = np.where(weight < 0, weight * np.float32(spec.negative_factor), weight)
     amax = jnp.asarray(block_amax(weight, block))
     return np.asarray(scale_of_amax(amax, element(dtype).max, spec, _SMALLEST)[0])
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxquant.core.qtensor import CODEC_MARK, QTensor
-from jaxquant.core.sharding import whole_axis
+from jaxquant.core.sharding import gather_axis
 from jaxquant.formats.table import codec
 
 
@@ -40,7 +40,7 @@ def encode_tensor(x: Float[Array, "*shape"], format: str, axes: Sequence[int]) -
             f"an array of shape {x.shape} has fewer than two elements along {axes}, too few for {row.name}"
         )
     for axis in axes:
-        x = whole_axis(x, axis)
+        x = gather_axis(x, axis)
     moved = jnp.moveaxis(checkpoint_name(x, CODEC_MARK + row.name), axes, range(-len(axes), 0))
     rows = moved.reshape(*moved.shape[: x.ndim - len(axes)], count)
     padding = -count % row.elements_per_block

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from jaxquant.core.scales import compile_impl
-from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_untold, is_whole, platform_of, varying_axes
+from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_whole, may_shard, platform_of, varying_axes
 
 Array = jax.Array
 _KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
@@ -34,7 +34,7 @@ def cut_refusal(*operands: Array, waits: bool = False) -> str | None:
     """
     if any(explicit_sharding(x) is not None for x in operands):
         return "an operand has a mesh with explicit axes, outside of jax.shard_map"
-    if all(is_whole(x) or (waits and is_untold(x)) for x in operands):
+    if all(is_whole(x) or (waits and may_shard(x)) for x in operands):
         return None
     return "an operand may be sharded automatically: there are several devices, and it is not inside jax.shard_map"
 
@@ -67,7 +67,7 @@ def unless_cut(whole: Callable[..., Array], cut: Callable[..., Array], *operands
       operands: arrays, in any pytree.
     """
     leaves, tree = jax.tree.flatten(operands)
-    if not any(map(is_untold, leaves)):
+    if not any(map(may_shard, leaves)):
         return whole(*operands)
     first, second = (
         jax.make_jaxpr(lambda *leaves, run=run: run(*tree.unflatten(leaves)))(*leaves) for run in (whole, cut)

@@ -123,7 +123,7 @@ class Slabs(NamedTuple):
         x = x.reshape(*self.source.shape, x.shape[1])
         whole = functools.partial(self.groups.largest, except_axes=recipe.expert_axes)
         compute = cast_dtype(recipe, x.dtype.name)
-        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole, compute_dtype=compute)
+        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, outer_amax=whole, compute_dtype=compute)
 
 
 def expand_groups(per_group: Array, ids: Array) -> Array:
@@ -164,7 +164,7 @@ def quantize_rows(
     has_own = spec.granularity in ("per_channel", "per_tile") and spec.calibration.method != "fixed"
     if has_own and not contracts_rows:
         whole = functools.partial(groups.largest, except_axes=recipe.expert_axes) if x.size else None
-        return quantize(x, spec, (1,), key=key, floor=floor, whole=whole, compute_dtype=compute)
+        return quantize(x, spec, (1,), key=key, floor=floor, outer_amax=whole, compute_dtype=compute)
     is_whole = spec.granularity == "per_tensor"  # a scale of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)

@@ -26,7 +26,7 @@ from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.scales import SMALLEST_SCALE
-from jaxquant.core.sharding import platform_of, whole_axis
+from jaxquant.core.sharding import gather_axis, platform_of
 from jaxquant.kernels.block_quantize import api as kernel
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.platforms import capability_of
@@ -98,7 +98,7 @@ def make_prepared(
     if spec is not None:
         options = {"key": forward_key(x, spec, key), "is_stored": is_stored}
         forward, other, observation = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
-    operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
+    operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.residual_kind(side)
     kept = other if kind == "forward" else x
     if kind == "own":
         kept, own = _quantize_residual(x, recipe, side, axes, key, **more)
@@ -187,7 +187,7 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
     if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor) and x.size):
         return None
     outside = outside_range(x, operand, tensor)
-    return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
+    return checkpoint_name(jnp.packbits(gather_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
 # -- one read of an operand for all its matmuls, by a kernel -----------------------------------------------------------
@@ -251,7 +251,7 @@ def cast_forward(
       has_values: whether the forward pass multiplies the operand dequantized, in bfloat16.
     """
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
-    spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.kept(side)
+    spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.residual_kind(side)
     if spec is None:
         return None
     cast = Cast(spec, block_shape(x.shape, spec, axes, 1, batch), SMALLEST_SCALE)

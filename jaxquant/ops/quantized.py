@@ -29,7 +29,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, operand_dtype
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
-from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
+from jaxquant.core.rounding import RandomKey, content_key, gradient_keys, key_of
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
 from jaxquant.ops.converted import check_input_scale, straight_through
@@ -238,7 +238,7 @@ def _backward(op: Operation, saved: Any, grad: Array):
             key = content_key(grad)
         else:
             key = device_key(key_of(seed) if key is None else key, grad)
-        keys, own = two_keys(key), key
+        keys, own = gradient_keys(key), key
     shared, other, observation = None, None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
