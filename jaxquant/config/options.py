@@ -191,10 +191,7 @@ def _check_bounds(options: Options) -> None:
     if len(flags) not in (0, len(OPERANDS)):
         raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
     if bounds and not all(flags):
-        raise ValueError(
-            "per_tensor_scales has no effect together with constant_bound_config, whose bounds are per tensor; remove "
-            "one of them"
-        )
+        raise ValueError("per_tensor_scales has no effect together with constant_bound_config; remove one of them")
 
 
 def _bounded(recipe: Recipe, options: Options) -> Recipe:

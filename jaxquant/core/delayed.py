@@ -166,9 +166,7 @@ def _scale(
     return scale.reshape(old.shape)
 
 
-def poison_nonfinite(
-    scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element
-) -> Float[Array, "*shape"]:
+def poison_scale(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
     """Return the scales that multiply qvalues: NaN for integers that represent NaN or infinity.
 
     A dynamic scale is then not finite anyway. Floats represent NaN themselves, and saturate infinities.

@@ -169,7 +169,7 @@ def _unobserved(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
 
 def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     """Set the scales of an integer tensor to NaN if its input has NaN or infinity; see ``delayed.poison_lost``."""
-    return dataclasses.replace(tensor, scale=delayed.poison_nonfinite(tensor.scale, amax, element(spec.dtype)))
+    return dataclasses.replace(tensor, scale=delayed.poison_scale(tensor.scale, amax, element(spec.dtype)))
 
 
 def _split(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:

@@ -366,7 +366,7 @@ class _Ragged(Operation):
         amax = all_reduce(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        return rows._replace(scale=delayed.poison_nonfinite(scale, amax[:, None], element(spec.dtype))), Observation(
+        return rows._replace(scale=delayed.poison_scale(scale, amax[:, None], element(spec.dtype))), Observation(
             scale, amax
         )
 

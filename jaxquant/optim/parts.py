@@ -56,11 +56,11 @@ class Update:
         self._jaxpr: Any = flat.jaxpr
         self._consts = flat.consts
         self._owner = {v: Part([i]) for i, v in enumerate(self._jaxpr.invars) if i in large}
-        self._joined: dict[int, Part] = {}  # id of a part -> the part into which it was merged
-        self._spread: dict[Any, Any] = {}  # a scalar broadcast to an array -> the scalar
-        self._why: dict[Any, Any] = {}  # an array computed from a part -> the reason it is not in the part
+        self._merged: dict[int, Part] = {}  # id of a part -> the part into which it was merged
+        self._broadcast: dict[Any, Any] = {}  # a scalar broadcast to an array -> the scalar
+        self._reasons: dict[Any, Any] = {}  # an array computed from a part -> the reason it is not in the part
         for equation in self._jaxpr.eqns:
-            self._read(equation)
+            self._add_equation(equation)
         roots = [part for part in map(self._part, self._owner) if part is not None]
         self.parts = list({id(part): part for part in roots}.values())
         """All parts, including those with a refusal."""
@@ -68,7 +68,7 @@ class Update:
             if (part := self._part(v)) is not None:
                 part.outputs.append(i)
 
-    def rest(self, inputs: Sequence[Any], taken: Sequence[Part]) -> tuple[list[Any], list[list[Array]]]:
+    def rest(self, inputs: Sequence[Any], excluded: Sequence[Part]) -> tuple[list[Any], list[list[Array]]]:
         """Compute everything except some parts.
 
         Args:
@@ -78,18 +78,18 @@ class Update:
         Returns:
           All outputs, with None for outputs of the excluded parts, and the scalars of each excluded part.
         """
-        apart = {number for part in taken for number in part.outputs}
-        skipped = {id(equation) for part in taken for equation in part.equations}
-        dropped = {number for part in taken for number in part.inputs}
-        kept = [i for i in range(len(inputs)) if i not in dropped]
-        wanted = [v for i, v in enumerate(self._jaxpr.outvars) if i not in apart]
-        wanted += [v for part in taken for v in part.scalars.values()]
+        excluded_outputs = {number for part in excluded for number in part.outputs}
+        skipped = {id(equation) for part in excluded for equation in part.equations}
+        dropped = {number for part in excluded for number in part.inputs}
+        remaining = [i for i in range(len(inputs)) if i not in dropped]
+        outvars = [v for i, v in enumerate(self._jaxpr.outvars) if i not in excluded_outputs]
+        outvars += [v for part in excluded for v in part.scalars.values()]
         equations = [equation for equation in self._jaxpr.eqns if id(equation) not in skipped]
-        given = [self._jaxpr.invars[i] for i in kept]
-        jaxpr = _jaxpr(self._jaxpr.constvars, given, wanted, equations)
-        made = iter(eval_jaxpr(jaxpr, self._consts, *(inputs[i] for i in kept)))
-        outputs = [None if i in apart else next(made) for i in range(len(self._jaxpr.outvars))]
-        return outputs, [[next(made).astype(jnp.float32) for _ in part.scalars] for part in taken]
+        invars = [self._jaxpr.invars[i] for i in remaining]
+        jaxpr = _jaxpr(self._jaxpr.constvars, invars, outvars, equations)
+        results = iter(eval_jaxpr(jaxpr, self._consts, *(inputs[i] for i in remaining)))
+        outputs = [None if i in excluded_outputs else next(results) for i in range(len(self._jaxpr.outvars))]
+        return outputs, [[next(results).astype(jnp.float32) for _ in part.scalars] for part in excluded]
 
     def dtype(self, output: int) -> Any:
         """Return the dtype of an output, by its index."""
@@ -108,45 +108,45 @@ class Update:
             value = x != 0 if v.aval.dtype == bool else x
             arrays[v] = jnp.broadcast_to(value, inputs[0].shape) if v.aval.shape else value
         for equation in part.equations:  # eval_jaxpr would compute on the mesh of the trace
-            given = [v.val if isinstance(v, Literal) else arrays[v] for v in equation.invars]
-            arrays[equation.outvars[0]] = equation.primitive.bind(*given, **equation.params)
+            operands = [v.val if isinstance(v, Literal) else arrays[v] for v in equation.invars]
+            arrays[equation.outvars[0]] = equation.primitive.bind(*operands, **equation.params)
         return [arrays[self._jaxpr.outvars[i]] for i in part.outputs]
 
     def _part(self, v: Any) -> Part | None:
         part = None if isinstance(v, Literal) else self._owner.get(v)
-        while part is not None and id(part) in self._joined:
-            part = self._joined[id(part)]
+        while part is not None and id(part) in self._merged:
+            part = self._merged[id(part)]
         return part
 
-    def _join(self, one: Part, two: Part) -> None:
+    def _merge(self, one: Part, two: Part) -> None:
         if one is not two:
-            self._joined[id(two)] = one
+            self._merged[id(two)] = one
             for field in ("inputs", "equations"):
                 getattr(one, field).extend(getattr(two, field))
             one.inputs.sort()
             one.scalars |= two.scalars
             one.refusal = one.refusal or two.refusal
 
-    def _read(self, equation: Any) -> None:
-        name, given, out = equation.primitive.name, equation.invars, next(iter(equation.outvars), None)
-        met = [part for part in map(self._part, given) if part is not None]
-        if not met:
-            if name == "broadcast_in_dim" and not given[0].aval.shape:
-                self._spread[out] = given[0]
+    def _add_equation(self, equation: Any) -> None:
+        name, operands, out = equation.primitive.name, equation.invars, next(iter(equation.outvars), None)
+        parts = [part for part in map(self._part, operands) if part is not None]
+        if not parts:
+            if name == "broadcast_in_dim" and not operands[0].aval.shape:
+                self._broadcast[out] = operands[0]
             return
-        part = met[0]
-        for other in {id(each): each for each in met}.values():
-            self._join(part, other)
+        part = parts[0]
+        for other in {id(each): each for each in parts}.values():
+            self._merge(part, other)
         part.refusal = part.refusal or self._refusal(equation)
         if name not in ELEMENTWISE:
-            self._why |= dict.fromkeys(equation.outvars, part.refusal)
+            self._reasons |= dict.fromkeys(equation.outvars, part.refusal)
         else:
             part.equations.append(equation)
             self._owner[out] = part
-            part.scalars |= {v: self._spread.get(v, v) for v in given if self._is_scalar(v)}
+            part.scalars |= {v: self._broadcast.get(v, v) for v in operands if self._is_scalar(v)}
 
     def _is_scalar(self, v: Any) -> bool:
-        return not isinstance(v, Literal) and self._part(v) is None and (not v.aval.shape or v in self._spread)
+        return not isinstance(v, Literal) and self._part(v) is None and (not v.aval.shape or v in self._broadcast)
 
     def _refusal(self, equation: Any) -> str | None:
         name = equation.primitive.name
@@ -158,7 +158,7 @@ class Update:
             if self._is_scalar(v) and v.aval.dtype not in (jnp.float32, bool):
                 return f"{name} has a scalar operand in {v.aval.dtype.name}"
             if v.aval.shape and not self._is_scalar(v) and self._part(v) is None:
-                return self._why.get(v, f"{name} has an array operand that does not belong to the parameter")
+                return self._reasons.get(v, f"{name} has an array operand that does not belong to the parameter")
         return None
 
 
@@ -173,9 +173,9 @@ def _inlined(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> lis
     read = lambda v: v.val if isinstance(v, Literal) else known[v]  # noqa: E731
     for equation in jaxpr.eqns:
         if (inner := equation.params.get(_CALLS.get(equation.primitive.name, ""))) is not None:
-            made = _inlined(inner.jaxpr, inner.consts, [read(v) for v in equation.invars])
+            results = _inlined(inner.jaxpr, inner.consts, [read(v) for v in equation.invars])
         else:
-            given = {v: known[v] for v in equation.invars if not isinstance(v, Literal)}
-            made = eval_jaxpr(_jaxpr([], list(given), equation.outvars, [equation]), [], *given.values())
-        known |= zip(equation.outvars, made, strict=True)
+            operands = {v: known[v] for v in equation.invars if not isinstance(v, Literal)}
+            results = eval_jaxpr(_jaxpr([], list(operands), equation.outvars, [equation]), [], *operands.values())
+        known |= zip(equation.outvars, results, strict=True)
     return [read(v) for v in jaxpr.outvars]

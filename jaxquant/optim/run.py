@@ -97,7 +97,7 @@ def run(
     if coded and (kernel or platform == "gpu"):
         shapes = {x.coded.codes.shape for x in coded}
         update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
-        taken = [part for part in update.parts if _is_taken(part, leaves, kernel, implementation, shardings)]
+        taken = [part for part in update.parts if _runs_separately(part, leaves, kernel, implementation, shardings)]
         out, scalars = update.rest(floats, taken)
         last: dict[Any, dict[int, Any]] = {}
         for part, numbers in zip(taken, scalars, strict=True):
@@ -105,10 +105,10 @@ def run(
             states = {i + before: i for i in range(start, end)}
             if kernel:
                 order = sorted(part.inputs, reverse=applies)  # weights come after the state, gradients before it
-                made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
+                made = _run_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:
-                made = _in_turn(update, part, numbers, leaves, states, last)
+                made = _run_sequentially(update, part, numbers, leaves, states, last)
             out = [made.get(o, x) for o, x in enumerate(out)]
     else:
         out = flat(*floats)
@@ -125,7 +125,7 @@ def run(
     return structure[0].unflatten(out)
 
 
-def _is_taken(
+def _runs_separately(
     part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
 ) -> bool:
     """Return whether a part is computed separately, and record the choice."""
@@ -142,9 +142,9 @@ def _is_taken(
         why = "its moments have groups along different axes"
     if why is None:
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
-    asked = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+    reason = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
-    record_choice(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
+    record_choice(PIECE, Choice("pallas", reason) if why is None else Choice("xla", refused))
     return why is None
 
 
@@ -152,7 +152,7 @@ def _sharding(moment: Moment, shardings: Shardings | None) -> NamedSharding | No
     return None if shardings is None else shardings(moment.path, moment.coded.codes)
 
 
-def _by_kernel(
+def _run_kernel(
     update: Update,
     part: Part,
     scalars: Sequence[jax.Array],
@@ -175,11 +175,13 @@ def _by_kernel(
     Returns:
       Outputs by index: a ``Coded`` for a moment, an array otherwise.
     """
-    given = {i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs}
+    coded_inputs = {
+        i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs
+    }
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
     first = next(iter(moments.values()))
     arrays, place, results = [], {}, []
-    for i, x in given.items():
+    for i, x in coded_inputs.items():
         place[i] = len(arrays)
         arrays += _present(x)
     free = [i for i in order if i not in moments and i not in states.values()]
@@ -189,14 +191,14 @@ def _by_kernel(
             i = next((i for i in free if leaves[i].dtype == dtype), None)
             free = [each for each in free if each != i]
         if i in moments:
-            parts = _present(given[i])
+            parts = _present(coded_inputs[i])
             results += [Result(x.dtype.name, moments[i].group if n else 1, place[i] + n) for n, x in enumerate(parts)]
         else:
             results.append(Result(dtype.name, 1, None if i is None else place.get(i)))
 
     def body(scalars: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         rest, floats = iter(arrays), []
-        for i, x in given.items():
+        for i, x in coded_inputs.items():
             parts = Coded(*(next(rest) for _ in _present(x)), *[None] * (x.largest is None))
             floats.append(_decoded(dataclasses.replace(moments[i], coded=parts)) if i in moments else parts.codes)
         made = []
@@ -212,12 +214,12 @@ def _by_kernel(
 
     def output(o: int) -> Any:
         i = states.get(o, -1)
-        return Coded(*(next(made) for _ in _present(given[i]))) if i in moments else next(made)
+        return Coded(*(next(made) for _ in _present(coded_inputs[i]))) if i in moments else next(made)
 
     return {o: output(o) for o in part.outputs}
 
 
-def _in_turn(
+def _run_sequentially(
     update: Update,
     part: Part,
     scalars: Sequence[jax.Array],
@@ -232,7 +234,7 @@ def _in_turn(
     array of a parameter's size passes through the barrier, because the barrier would keep it alive.
 
     Args:
-      update, part, scalars, leaves, states: arguments of ``_by_kernel``.
+      update, part, scalars, leaves, states: arguments of ``_run_kernel``.
       last: codes of the previous part, by output index, for each set of axes over which arrays vary inside
         ``jax.shard_map``, because the outputs of a barrier vary over the axes of all its inputs. It is updated in
         place.
@@ -242,7 +244,7 @@ def _in_turn(
     """
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
     varying = varying_axes(next(iter(moments.values())).coded.codes)
-    largest, waited = jax.lax.optimization_barrier(
+    largest, previous = jax.lax.optimization_barrier(
         ({i: m.coded.largest for i, m in moments.items()}, last.get(varying, {}))
     )
     for i, m in moments.items():
@@ -254,7 +256,7 @@ def _in_turn(
         if (m := moments.get(states.get(o, -1))) is not None:
             codes[o] = encode(m.codec, m.signed, m.axis, m.coded.largest.shape[m.axis], made[o])
     last[varying] = codes
-    return waited | made | codes
+    return previous | made | codes
 
 
 def _present(coded: Coded) -> list[jax.Array]:

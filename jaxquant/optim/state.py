@@ -155,7 +155,7 @@ def quantize_state(
 
             return map_by_path(of_leaf, tree)
 
-        return _packed(moments, map_moments(of_moment, moments, state))
+        return _split_coded(moments, map_moments(of_moment, moments, state))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *, changes: Any = None, **extra: Any
@@ -190,7 +190,7 @@ def quantize_state(
         inner = map_moments(of_moment, moments, state.inner)
         flag = None if changes is None else changes.read()
         new, inner = run(function, (updates, inner, params), implementation, shardings, apply, flag)
-        return NewWeights(new, jax.random.key(0)) if apply else new, _packed(moments, inner)
+        return NewWeights(new, jax.random.key(0)) if apply else new, _split_coded(moments, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -230,11 +230,11 @@ def update_where(
     """
     flag = counted = Changes(changes)
     if isinstance(tx, optax.MultiSteps):  # it may trace its optimizer in several branches, so count in a separate trace
-        counted, inner, takes = Changes(changes), tx.inner_opt, tx
+        counted, inner, optimizer = Changes(changes), tx.inner_opt, tx
         jax.eval_shape(lambda: inner.update(gradients, state.inner_opt_state, params, changes=counted, **extra))
     else:
-        takes = optax.with_extra_args_support(tx)
-    updates, new = takes.update(gradients, state, params, changes=flag, **extra)
+        optimizer = optax.with_extra_args_support(tx)
+    updates, new = optimizer.update(gradients, state, params, changes=flag, **extra)
     is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
     if counted.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
         raise ValueError(
@@ -381,16 +381,16 @@ def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | 
     return None
 
 
-def _packed(moments: Moments, state: Any) -> QuantizedState:
+def _split_coded(moments: Moments, state: Any) -> QuantizedState:
     """Split a state with ``Coded`` moments into a ``QuantizedState``."""
-    apart: list[dict[str, Any]] = [{}, {}]
+    statistics: list[dict[str, Any]] = [{}, {}]
 
     def of_moment(name: str, signed: bool, tree: Any) -> Any:
         def part(i: int) -> Any:
             is_coded = lambda x: isinstance(x, Coded)  # noqa: E731
             return jax.tree.map(lambda x: x[i] if is_coded(x) else None if i else x, tree, is_leaf=is_coded)
 
-        apart[0][name], apart[1][name] = part(1), part(2)
+        statistics[0][name], statistics[1][name] = part(1), part(2)
         return part(0)
 
-    return QuantizedState(map_moments(of_moment, moments, state), *apart)
+    return QuantizedState(map_moments(of_moment, moments, state), *statistics)

@@ -308,9 +308,7 @@ def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
 
     new = [take(prefix, own) for prefix, own in named_tables(like)]
     if rows:
-        raise ValueError(
-            f"quant state has {next(iter(rows))!r}, but the model does not; restore it into the model that was saved"
-        )
+        raise ValueError(f"quant state has {next(iter(rows))!r}, but the model does not; restore it into its own model")
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_tables), new)
 
 

@@ -59,9 +59,7 @@ def split(variables: Tree) -> tuple[Any, Any]:
         )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
-        raise ValueError(
-            f"variables have collections {others} in addition to parameters and quant state; split them off first"
-        )
+        raise ValueError(f"variables have collections {others} besides parameters and quant state; split those off")
     return variables["params"], variables.get(OVERWRITE_WITH_GRADIENT, {})
 
 

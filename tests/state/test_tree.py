@@ -83,7 +83,7 @@ def test_of_several_accumulations_out_of_step_one_is_enough():
 
 
 def test_variables_that_are_not_split_are_refused():
-    with pytest.raises(ValueError, match=r"collections \['cache'\] in addition to"):
+    with pytest.raises(ValueError, match=r"collections \['cache'\] besides"):
         state.split({"params": {}, "cache": {}})
     with pytest.raises(ValueError, match=r"no collection 'params', only .*; pass all that model.init returned,"):
         state.split({"cache": {}})
