@@ -90,7 +90,7 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    lines += ["", *(_recipe(recipe) if recipe else ["It has no recipe of its own."])]
+    lines += ["", *(_recipe(recipe) if recipe else ["It has no fixed recipe."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
         lines += ["", "Options that it reads, with their defaults:"]

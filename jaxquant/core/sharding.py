@@ -137,7 +137,7 @@ def _placed(sharding: NamedSharding, entries: Iterable[Any]) -> NamedSharding:
 def fit_varying(x: Array, expected: frozenset[str]) -> Array:
     """Make a cotangent vary along exactly the mesh axes of its primal.
 
-    Sums over the axes along which only the cotangent varies, because each device holds the share of its own part.
+    Sums over the axes along which only the cotangent varies, because each device holds only a partial sum.
     """
     present = varying_axes(x)
     if present - expected:
