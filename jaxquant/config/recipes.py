@@ -323,7 +323,7 @@ def _composition(name: str, place: str) -> RecipeRow:
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} is not supported in a composition; use another string, or null")
+            raise ValueError(f"{place}.{matmul} {string!r} is not possible in a composition; use another or null")
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} leaves all three matmuls in float; name a string, or leave {place} empty")
