@@ -19,7 +19,7 @@ from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
-from jaxquant.kernels.platforms import capability_of, unless_cut
+from jaxquant.kernels.platforms import capability_of, unless_sharded
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
@@ -104,7 +104,7 @@ def contract(
         if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
             by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
             by_blocks = functools.partial(block_scaled.multiply, dims=dims, out_dtype=returned, by=by)
-            out = None if by == "xla" else unless_cut(by_blocks, as_floats, lhs, rhs)
+            out = None if by == "xla" else unless_sharded(by_blocks, as_floats, lhs, rhs)
         out = as_floats(lhs, rhs) if out is None else out
         return (out if outer is None else out * outer).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):

@@ -265,7 +265,7 @@ def cast_forward(
         casts.append(Cast(own, block_shape(x.shape, own, others, 1, batch), SMALLEST_SCALE))
     elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
         is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own copy
-        casts = [cast._replace(is_turned=not is_last), cast._replace(is_turned=is_last)]
+        casts = [cast._replace(is_transposed=not is_last), cast._replace(is_transposed=is_last)]
     made = cast_all(x, tuple(casts), recipe=recipe, implementation=implementation)
     if made is None:
         return None

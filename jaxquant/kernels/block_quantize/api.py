@@ -19,10 +19,10 @@ from jaxquant.kernels.block_quantize.tuning import TILE
 from jaxquant.kernels.platforms import (
     MOST_BLOCKS,
     capability_of,
-    cut_refusal,
     interpretable,
     module,
     platform_refusal,
+    sharding_refusal,
 )
 
 _SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
@@ -49,7 +49,7 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
         return f"the block cast supports at most {MOST_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
         return "the block cast counts in 32 bits, and jax_enable_x64 is on"
-    return cut_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
+    return sharding_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
 
 
 def _spec_refusal(spec: TensorSpec) -> str | None:
