@@ -86,7 +86,7 @@ def test_an_implementation_that_is_asked_for_reaches_every_op():
     config, x = {"quantization": "fp8_current", "implementation": "pallas"}, X[:, :8]
     plain = Served(None)
     variables = plain.init(jax.random.key(0), x)
-    converted = jaxquant.convert(variables, config, x, model=plain)
+    converted = jaxquant.convert(plain, variables, config, x)
     for model, given in (
         (jaxquant.maybe_quantize_model(plain, config, x), variables),
         (Served(maxtext.configure_quantization(config)), variables),
