@@ -18,7 +18,7 @@ from jaxquant.aot.kernels import Kernel
 from jaxquant.aot.links import members
 
 BIG = 1e6
-"""Bytes above which a fusion or copy counts as big."""
+"""Number of bytes above which a fusion or copy counts as big."""
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")

@@ -103,7 +103,7 @@ class Backend:
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
-        """Return the backend that computes a contraction: this backend, or native if it completes one without the op.
+        """Return the backend that computes a contraction: this one, or the completing one if this lacks the op.
 
         Args:
           operation, recipe, dtype, is_split: arguments of ``unsupported``.
@@ -111,7 +111,7 @@ class Backend:
         return self
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Contract an activation with a weight, as in training, or as in serving if the weight is converted.
+        """Contract an activation with a weight: as in training, or as in serving if the weight is converted.
 
         Args:
           lhs, rhs: activation and weight.

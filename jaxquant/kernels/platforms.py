@@ -23,7 +23,7 @@ MOST_BLOCKS = 65535
 
 
 def sharding_refusal(*operands: Array, waits: bool = False) -> str | None:
-    """Return the reason why a compiler may shard operands, which it cannot do in a kernel, or None if it cannot shard.
+    """Return the reason why a kernel cannot run because a compiler may shard its operands, or None if it will not.
 
     The types decide while tracing: operands without a mesh are safe if there is one device, operands inside
     ``jax.shard_map`` if it maps all axes of the mesh.

@@ -107,7 +107,7 @@ def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> 
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 ROWS = 64
-"""Rows of the other operand from which on GPUs copy an int8 operand.
+"""Smallest number of rows of the other operand for which GPUs copy an int8 operand.
 
 On an H200 the copy moves two bytes an element at 4 TB/s. Without it, the matmul computes two operations an element and
 row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). Both take the same time at about 40 rows.
@@ -181,7 +181,7 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
 
 
 def _is_result_of(value: Any, name: str) -> bool:
-    """Check whether an operation of this name produces a value, which may instead be a function argument."""
+    """Check whether a value is the result of an operation with this name; it may be a function argument."""
     return isinstance(value.owner, ir.Operation | ir.OpView) and value.owner.name == name
 
 

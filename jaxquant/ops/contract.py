@@ -35,7 +35,7 @@ DEQUANTIZED_MARK = "jaxquant dequantized"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dequantized:
-    """A quantized operand whose bfloat16 values, which are multiplied, a kernel wrote."""
+    """The bfloat16 values of a quantized operand of a float matmul, written by a kernel."""
 
     values: Array
 
@@ -203,7 +203,7 @@ def _unscaled(x: Any) -> QTensor:
 
 
 def _one_row(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
-    """Multiply a single row with a row of zeros below it. Small weights do not need this.
+    """Multiply a single row, with a row of zeros added below it unless the weight is small.
 
     GPUs and TPUs have no matmul for one row; element by element they take up to 25 times as long (commit b55b3a5).
     """
@@ -365,7 +365,7 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
 
 
 def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
-    """Split axes into pieces of a step. Returns the tensor, and the new places of old axes and of the axes of pieces.
+    """Split axes into pieces of a step. Returns the tensor, the new position of each old axis, and of each tile axis.
 
     A smaller last piece is padded with zeros, which do not change a sum of products.
     """

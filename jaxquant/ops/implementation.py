@@ -21,7 +21,7 @@ STORED_CASTS_PAY = "an H200 casts and measures a tensor 1.85 times as fast: benc
 INT8_PAYS = "on an H200 the kernel takes half the time of XLA's int8 matmul: benchmarks/results/kernels-nvidia-h200.md"
 """Reason why Hopper GPUs multiply int8 with the kernel by default."""
 HOPPER_CASTS_PAY = "on an H200 the kernel is 1.2 to 1.6 times as fast as XLA: benchmarks/results/kernels-nvidia-h200.md"
-"""Reason why Hopper GPUs cast blocks with the kernel by default, except for casts that also write values: slower."""
+"""Reason why Hopper GPUs cast blocks with the kernel by default, unless they also write values."""
 TPU_CASTS_PAY = "on TPUs the kernel has a fraction of the cycles of XLA's program, by their compiler's schedules"
 """Reason why TPUs cast blocks with the kernel by default."""
 

@@ -167,7 +167,7 @@ def _share(x, states, recipe, axes, implementation, is_stored):
 
 
 def can_share(recipe: Recipe) -> bool:
-    """Check whether an activation is quantized, and alike for all its contractions: without noise or flax mode."""
+    """Check whether an activation is quantized in the same way for all its contractions: without noise or flax mode."""
     kinds = [spec for spec in (recipe.fwd.lhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     return bool(kinds) and not recipe.matches_flax and all(spec.rounding == "nearest" for spec in kinds)
 

@@ -143,7 +143,7 @@ class _Plan(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a matrix along both axes. A cluster counts once: it shares rows if grouped, else columns."""
+        """Tiles of a matrix along both axes. A cluster counts as one: it shares rows if grouped, else columns."""
         counts = [math.ceil(self.M / self.tile.rows), self.N // COLUMNS]
         axis = 1 if self.mode == "grouped" else 0
         counts[axis] = math.ceil(counts[axis] / self.tile.cluster)
