@@ -181,7 +181,7 @@ def _quantizer(spec: TensorSpec) -> aqt_quantizer.Quantizer:
 def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_quantizer.Quantizer:
     """Return a quantizer that keeps the forward's qvalues: with a scale of exactly 1, or none if the other is float."""
     if not isinstance(spec, TensorSpec) or spec.granularity == "per_tile":
-        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a spec of its own")
+        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a separate spec")
     if other is None:
         return aqt_quantizer.quantizer_make(None, initialize_calibration=False)
     whole = _quantizer(TensorSpec(spec.dtype))
@@ -249,7 +249,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
             source = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             if spec == FORWARD:
                 if theirs == "lhs" or name == "fwd":
-                    raise _refuse(recipe, place, "forward tensor to reuse there", "give it a spec of its own")
+                    raise _refuse(recipe, place, "forward tensor to reuse there", "give it a separate spec")
                 setattr(raw.dg_quantizer, theirs, _reused(recipe, place, source, other))
                 raw.rhs.use_fwd_quant = True
                 spec = None if other is None else source

@@ -56,7 +56,7 @@ def _spec_refusal(spec: TensorSpec) -> str | None:
     if spec.dtype not in ("float8_e4m3fn", "float8_e5m2"):
         return f"the block cast writes float8_e4m3fn and float8_e5m2, not {spec.dtype}"
     if spec.rounding != "nearest" or spec.reciprocal:
-        return "the block cast divides by the scale and rounds to nearest"
+        return "the block cast supports only division by the scale and rounding to nearest"
     if spec.scale_dtype == "float8_e4m3fn" or spec.scale_rounding == "nearest":
         return "the block cast supports scales in float32, and powers of two that are rounded up"
     is_plain = spec.calibration == Calibration() and not spec.clips and spec.scaling == "dynamic"
