@@ -32,7 +32,7 @@ Array = jax.Array
 
 
 class Rows(NamedTuple):
-    """Quantized rows whose scale is their group's scale: qvalue [M, C], scale [G, 1] or [G, C].
+    """Quantized rows with one scale per group: qvalue [M, C], scale [G, 1] or [G, C].
 
     Rows with separate scales are a ``QTensor``.
     """
@@ -157,7 +157,7 @@ def quantize_rows(
     key: RandomKey | None,
     floor: float = SMALLEST_SCALE,
 ) -> QTensor | Rows:
-    """Quantize rows with separate scales (contracting columns) or their group's (per tensor, contracting rows)."""
+    """Quantize rows with separate scales (contracting columns) or a scale per group (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
     compute, (ids, sizes) = cast_dtype(recipe, x.dtype.name), groups
@@ -185,7 +185,7 @@ def quantize_rows(
 
 
 def slab_size(recipe: Recipe, lhs: Any) -> int:
-    """Return the number of rows of a slab for the weight gradient (whole tiles, runs and vectors); 0 without tiles.
+    """Return the number of rows of a slab for the weight gradient: whole tiles, runs and vectors; 0 without tiles.
 
     Args:
       recipe: recipe of the matmul.

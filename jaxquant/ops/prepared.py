@@ -167,7 +167,7 @@ def _share(x, states, recipe, axes, implementation, is_stored):
 
 
 def can_share(recipe: Recipe) -> bool:
-    """Check whether an activation is quantized, and alike for all its contractions: without noise or flax mode."""
+    """Check whether an activation is quantized in the same way for all its contractions: without noise or flax mode."""
     kinds = [spec for spec in (recipe.fwd.lhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     return bool(kinds) and not recipe.matches_flax and all(spec.rounding == "nearest" for spec in kinds)
 
@@ -212,7 +212,7 @@ def cast_all(
 
     def refused() -> str | None:
         if cast_dtype(recipe, x.dtype.name) != "float32":
-            return "the block cast divides in float32"
+            return "the block cast supports only division in float32"
         return kernel.refusal(x, casts)
 
     arrays = jax.tree.leaves((x, others))
@@ -265,7 +265,7 @@ def cast_forward(
         casts.append(Cast(own, block_shape(x.shape, own, others, 1, batch), SMALLEST_SCALE))
     elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
         is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own copy
-        casts = [cast._replace(is_turned=not is_last), cast._replace(is_turned=is_last)]
+        casts = [cast._replace(is_transposed=not is_last), cast._replace(is_transposed=is_last)]
     made = cast_all(x, tuple(casts), recipe=recipe, implementation=implementation)
     if made is None:
         return None

@@ -46,7 +46,7 @@ Gradient = Literal["dlhs", "drhs"]
 
 @dataclasses.dataclass(frozen=True)
 class Primal:
-    """Shape, dtype and placement of an operand and of its gradient."""
+    """Shape, dtype and sharding of an operand and of its gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -273,7 +273,7 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
 
 
 def _finish(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
-    """Cast a gradient to its operand's dtype and placement, and zero it where the forward pass clipped."""
+    """Cast a gradient to its operand's dtype and varying axes, and zero it where the forward pass clipped."""
     if residual.mask is not None:
         gradient = jnp.where(jnp.unpackbits(residual.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
     elif reads_clip(operand) and isinstance(residual.tensor, QTensor):

@@ -35,7 +35,7 @@ from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import all_reduce, platform_of
-from jaxquant.kernels.platforms import unless_cut
+from jaxquant.kernels.platforms import unless_sharded
 from jaxquant.ops import block_ragged, pieces
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
@@ -403,7 +403,7 @@ class _Ragged(Operation):
 
         if not arrays and block_ragged.choose(left, right, numbers, returned, self.implementation) == "pallas":
             by_blocks = functools.partial(block_ragged.multiply, numbers=numbers, out_dtype=returned)
-            out = unless_cut(by_blocks, as_floats, left, right, groups)
+            out = unless_sharded(by_blocks, as_floats, left, right, groups)
         else:
             out = as_floats(left, right, groups)
         return out * functools.reduce(jnp.multiply, outer) if outer else out

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import CALLS
-from jaxquant.kernels.platforms import UNLESS_CUT
+from jaxquant.kernels.platforms import UNLESS_SHARDED
 from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Derived, Flow, Leaf, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
@@ -26,7 +26,7 @@ from jaxquant.trace.reach import Place, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 from jaxquant.trace.structure import steps_of
 
-JITS = frozenset({"jit", "pjit", "closed_call", "core_call", UNLESS_CUT})
+JITS = frozenset({"jit", "pjit", "closed_call", "core_call", UNLESS_SHARDED})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
