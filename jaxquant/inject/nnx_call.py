@@ -1,4 +1,4 @@
-"""A call of an NNX module as a pure function of its variables, and what it did to the module beside returning."""
+"""Call of an NNX module as a pure function of its variables, with the side effects of the call."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SideEffects:
 
     Attributes:
       changed: paths of the variables whose value changed.
-      values: (path of the node, name) of the attributes that were set, whose values are returned.
-      nodes: (path of the node, name, path) of the attributes that were set to a node which was there.
-      deleted: (path of the node, name) of those that are gone.
+      values: (path of the node, name) of the attributes whose new value is an output of the trace.
+      nodes: (path of the node, name, path of the value) of the attributes that were set to an existing node.
+      deleted: (path of the node, name) of the deleted attributes.
     """
 
     changed: tuple[Path, ...]
@@ -32,11 +32,11 @@ class SideEffects:
     deleted: tuple[tuple[Path, str], ...]
 
     def repeat(self, whole: Any, changed: Sequence[Any], values: Sequence[Any]) -> None:
-        """Do to a module and its arguments what the trace did to their copies.
+        """Apply the recorded changes to the module and its arguments; the trace changed only copies.
 
         Args:
           whole: module and arguments.
-          changed, values: what the variables and the attributes are now, in order.
+          changed, values: new values of the variables and of the attributes, in order.
         """
         if self == SideEffects((), (), (), ()):
             return
@@ -53,13 +53,13 @@ class SideEffects:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A method of a module as a function of its variables; equal calls share their trace."""
+    """Method of a module as a function of its variables; equal calls share their trace."""
 
     face: Any
     kind: type
     name: str
-    graph: Any = dataclasses.field(hash=False)  # a module may have a list among its fields
-    kinds: tuple[type, ...]  # of the arguments: to the graph 1 is True
+    graph: Any = dataclasses.field(hash=False)  # may be unhashable, because a module may have a list as a field
+    kinds: tuple[type, ...]  # types of the arguments, because graphs with 1 and True compare equal
     rules: Any = dataclasses.field(default_factory=lambda: tuple(get_logical_axis_rules()))
 
     def __call__(self, params: Any, quant: Any, rest: Any) -> Any:
@@ -84,14 +84,14 @@ class Call:
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of a module or another node of NNX's, but NNX's own notes."""
+    """Return the attributes of a module or other NNX node, without NNX's internal attributes."""
     if not isinstance(node, nnx.Pytree):
         return {}
     return {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
 
 
 def _set_anew(had: Mapping[Path, Any], has: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Any]]:
-    """Return path of the node, name and value of every attribute that is another object than before."""
+    """Yield node path, name and value of every attribute whose value is a new object."""
     for path, now in has.items():
         old = had[path]
         yield from ((path, name, value) for name, value in now.items() if name not in old or value is not old[name])

@@ -86,7 +86,7 @@ def test_what_a_model_keeps_beside_its_kernels_comes_back_too():
     assert fresh(X).shape == X.shape  # in training, by a random state that begins anew
     served.eval(), fresh.eval()
     np.testing.assert_array_equal(served(X), nnx.jit(lambda model, x: model(x))(fresh, X))
-    with pytest.raises(ValueError, match="the model has norm/var that the parameters do not, and they have norm/varia"):
+    with pytest.raises(ValueError, match="only the model has norm/var, and only the parameters have norm/varia"):
         serving.update_nnx(
             fresh, params | {"norm": {"varia" if k == "var" else k: v for k, v in params["norm"].items()}}
         )
@@ -193,13 +193,13 @@ def test_errors_name_the_layer():
     path = {"save_quantized_params_path": "somewhere"}
     rules = [{"path": "layers_1", "recipe": None}]
     for call, message in (
-        (lambda: convert(converted, config, X, model=model), r"'layers_0/kernel' is converted already \(int8\)"),
+        (lambda: convert(converted, config, X, model=model), r"'layers_0/kernel' is already converted \(int8\)"),
         (lambda: convert(variables, config | path, X, model=model), "'somewhere' is not written by convert; leave it"),
-        (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\) and checkpoint_is_qua"),
+        (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\), but checkpoint_is_qua"),
         (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel and checkpoint_is_quantized true"),
         (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .* it stays in float"),
         (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, and 'int8"),
-        (lambda: maybe_quantize_model(Stateful(), config | SERVES, X), r"put the saved .* in: served = nnx\.eval_sh"),
+        (lambda: maybe_quantize_model(Stateful(), config | SERVES, X), r"add the saved .*: served = nnx\.eval_sh"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -243,7 +243,7 @@ def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
 def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     config, model = {"quantization": "int8w"}, dense()
     variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
-    with pytest.raises(ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype"):
+    with pytest.raises(ValueError, match=r"the root layer has param_dtype float32, a bfloat16 kernel and no dtype"):
         convert(variables, config, X.astype(jnp.bfloat16), model=model)
     for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
         convert_linen(model, config, x, variables)
