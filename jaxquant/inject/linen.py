@@ -202,9 +202,8 @@ class Face:
         """Return the call for which ``init`` creates quant state, with its arguments.
 
         The variables are those that ``init`` created. If they contain more than parameters, for example a decoding
-        cache, later calls may take another branch,
-        with arguments of other shapes. The result is then the call that ``init`` runs, unless that call leaves a
-        parameter unread.
+        cache, later calls may take another branch, with arguments of other shapes. The result is then the call that
+        ``init`` runs, unless that call leaves a parameter unread.
         """
         params, rest = collections_of(use.variables)
         rest.pop("intermediates", None)

@@ -54,8 +54,7 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
       model: NNX model; it is not changed, and shares its arrays with the quantized model.
       config: quantization config.
       example_inputs, example_kwargs: arguments of ``__call__``, required if a recipe keeps quant state. Without them,
-        the
-        first call chooses the recipes.
+        the first call chooses the recipes.
 
     Raises:
       ValueError: a rule matches no layer, there is no layer to quantize, or the model is already quantized.
@@ -94,7 +93,7 @@ def plain_model(model: nnx.Module) -> nnx.Module:
 def _missing(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the model has no {field!r} there; give "
-        "maybe_quantize_model example inputs whose call runs that layer, and convert a trained or calibrated model "
+        "maybe_quantize_model example inputs whose call runs that layer, and convert what was trained or calibrated "
         "(jaxquant.calibrate)"
     )
 
