@@ -345,5 +345,5 @@ def test_what_is_served_alone_is_not_trained():
         ({"weight_dtype": "float8_e5m2"}, {"fmt": "e5m2"}),
         ({"use_activation_scale": True}, {"activation_scheme": "static"}),
     ):
-        with pytest.raises(NotImplementedError, match="are served and not trained; fp8_block has float8_e4m3fn"):
+        with pytest.raises(NotImplementedError, match="can only be served; fp8_block trains with float8_e4m3fn"):
             mlc.quant_config(SCHEME | scheme, {"quantization_config": CHECKPOINT | checkpoint})
