@@ -150,14 +150,15 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
     If the quantized op labels it as the weight's gradient, its parameter comes from the output's gradient, for example
     of a sum, so its scopes decide before its path does. Scopes also decide if no layer has its path.
 
-    Among several candidates, the choice is one that shares an operand in the same dtype, else one with a similar
-    operand, else one without such a gradient yet.
+    Among several, the order of preference is: a shared operand of the same dtype, an operand of the same size, the same
+    line of the user's program, and no gradient of this kind yet.
     """
     taken: set[tuple[LabeledContraction, str]] = set()
 
-    def rank(each: LabeledContraction, other: LabeledContraction) -> tuple[int, int, bool]:
-        distance = _distance(each, other)
-        return distance, _difference(each, other) if distance == 2 else 0, (other, each.op_label) in taken
+    def rank(each: LabeledContraction, other: LabeledContraction) -> tuple[int, int, bool, bool]:
+        distance, is_elsewhere = _distance(each, other), each.contraction.source != other.contraction.source
+        difference = _difference(each, other) if distance == 2 else 0
+        return distance, difference, is_elsewhere, (other, each.op_label) in taken
 
     for each in backward:
         choice = of_path = [other for other in forward if each.path and other.path == each.path]

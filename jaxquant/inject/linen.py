@@ -261,14 +261,14 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
 
 
 def find_kernels(
-    model: nn.Module, config: QuantConfig, variables: Mapping[str, Any], *inputs: Any, **kwargs: Any
+    model: nn.Module, variables: Mapping[str, Any], config: QuantConfig, *inputs: Any, **kwargs: Any
 ) -> dict[str, LayerKernel]:
     """Find every kernel that a call with example inputs runs quantized. Only traces.
 
     Args:
       model: float model.
-      config: quantization config.
       variables: parameters, and the quant state of training; any objects with a shape and a dtype.
+      config: quantization config.
       inputs, kwargs: arguments of the call.
 
     Returns:
