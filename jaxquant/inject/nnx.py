@@ -93,7 +93,7 @@ def plain_model(model: nnx.Module) -> nnx.Module:
 def _missing(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the model has no {field!r} there; give "
-        "maybe_quantize_model example inputs whose call runs that layer, and convert what was trained or calibrated "
+        "maybe_quantize_model example inputs whose call runs that layer, and convert a trained or calibrated model "
         "(jaxquant.calibrate)"
     )
 

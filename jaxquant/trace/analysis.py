@@ -36,8 +36,8 @@ _MIXING = frozenset({"mul", "div", "select_n"})
 """Primitives that turn a matrix into data if another input is data. Not additions, which also add a bias."""
 _ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice"})
 """Additive primitives; the report names a parameter only if it has the shape of the result."""
-_OF_PARAMETERS = "both operands are made of parameters alone"
-_WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
+_OF_PARAMETERS = "both operands are computed only from parameters"
+_WITH_PRODUCT = "one operand is a product of parameters (such as learned queries), which is not a weight"
 
 
 class OtherUse(NamedTuple):
@@ -184,10 +184,10 @@ class Analysis:
             place = dataclasses.replace(place, opened=function_name(eqn))
         elif name in CUSTOM:
             what = f"inside {name} of {function_name(eqn)!r}"
-            why = f"{what}, whose derivative is the function's own; {how_to_register()}"
+            why = f"{what}, which has a custom derivative; {how_to_register()}"
             program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
             if program is not None and any(each.route is None for each in ins):
-                lost = self._lose(ins, f"{name}, whose derivative is the function's own")
+                lost = self._lose(ins, f"{name} with a custom derivative")
                 body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
                 plan.inner[index] = [body]
                 return [dataclasses.replace(each, route=lost) for each in outs]
@@ -309,7 +309,7 @@ class Analysis:
         site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
-        site.reason = f"handed to {name}, which computes outside of jax" if is_foreign else f"inside {name}"
+        site.reason = f"passed to {name}, which computes outside of JAX" if is_foreign else f"inside {name}"
         if name == "pallas_call":
             site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
         elif kernel := _kernel_name(eqn):
@@ -404,7 +404,7 @@ class Analysis:
             site.reason = "its other operand is constant"
             if other.is_closure:
                 site.is_out_of_reach = True
-                site.reason = "its other operand is an array that the function closes over; make that an argument"
+                site.reason = "its other operand is an array that the function closes over; pass it as an argument"
             return self._lost_in(site, ins, result)
         site.side, site.route = side, weight.route
         if isinstance(weight.route, Route):
@@ -430,15 +430,15 @@ class Analysis:
             site.names = tuple(sorted({"/".join(self._names[index]) for index in met}))
             site.path = self.path(sorted(set(met)))
             site.is_out_of_reach = True
-            site.reason = "its parameter was mixed with data, or picked by it, before the contraction"
+            site.reason = "its parameter was combined with data, or selected by it, before the contraction"
         else:
             site.path = site.scope
             is_product = any(each.is_product for each in operands)
-            site.reason = _WITH_PRODUCT if is_product else "no operand is made of parameters alone"
+            site.reason = _WITH_PRODUCT if is_product else "no operand is computed only from parameters"
             if any(each.is_closure and not each.is_data for each in operands):
-                site.reason = "an operand is an array that the function closes over; make that a parameter"
+                site.reason = "an operand is an array that the function closes over; pass it as a parameter"
             if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
-                site.reason += f" (made of {', '.join(map(repr, sorted(added)))} and data)"
+                site.reason += f" (computed from {', '.join(map(repr, sorted(added)))} and data)"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
         """Set the axes and batch sizes of the weight and its number of output features."""

@@ -80,9 +80,9 @@ class Decisions:
             decision = self.layers.get(site.names)
             if decision is None:
                 raise ValueError(
-                    f"layer {site.path!r} (made of {', '.join(site.names)}) was not in the trace on which "
-                    "jaxquant.quantize decided: call init with arguments that run the whole model before anything "
-                    "else, or quantize the function of these parameters anew"
+                    f"layer {site.path!r} ({', '.join(site.names)}) did not run in the first call, in which "
+                    "jaxquant.quantize chooses recipes; first call init with arguments that run the whole model, or "
+                    "call jaxquant.quantize again"
                 )
             site.recipe, site.reason = decision.recipe, decision.reason
             site.implementation = decision.implementation
@@ -287,7 +287,7 @@ def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], r
         decision = resolver(site.path, site.out_features)
         if decision.rule is not None and decision.rule not in deciding and decision.recipe is not None:
             raise NotImplementedError(
-                f"rule {decision.rule!r} asks for {decision.recipe.name!r} at {site.path!r}, which stays in float: "
+                f"rule {decision.rule!r} selects {decision.recipe.name!r} at {site.path!r}, which stays in float: "
                 f"{site.reason}"
             )
 
@@ -313,7 +313,7 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switc
     if any(leaf.index in analysis.looked_up for site in sites for leaf in site.leaves):
         return "tied embedding (its rows are looked up elsewhere), left in float by default"
     if any(leaf.index in analysis.mixed for site in sites for leaf in site.leaves):
-        return "its parameter is contracted elsewhere after data was mixed into it, left in float by default"
+        return "its parameter is combined with data before another contraction, left in float by default"
     is_ranked = any(site.is_ranked for site in sites)
     is_last = not any(site.is_followed for site in sites)
     if is_last and (is_ranked or any(site.is_normalized for site in sites)):

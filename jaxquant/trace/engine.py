@@ -184,7 +184,7 @@ class Engine:
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:
-            raise NotImplementedError(f"strict true, and {text}")
+            raise NotImplementedError(f"strict true does not allow that {text}")
         if reasons:
             warnings.warn(text, stacklevel=3)
         return found, reasons
@@ -243,17 +243,17 @@ class Engine:
             kind, whole = ("no layer", "this model") if self.dialect.is_model else ("no matmul", "this function")
             reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
             what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
-            raise ValueError(f"quantization {self.config.quantization!r} would quantize {kind} of {whole} ({what})")
+            raise ValueError(f"quantization {self.config.quantization!r} quantizes {kind} of {whole} ({what})")
         asked = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
         lost = [each for each in sites if each.is_out_of_reach and each.reason != NO_CONTRACTION]
         floats = self.resolver.float_blocks([*decided, *(each.path for each in lost)], must_have=False)
         lost = [each for each in lost if each.path in asked and each.path not in floats]
         what = list(dict.fromkeys(f"{site.path or 'the root layer'}: {site.reason}" for site in lost))
-        text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); leave them out by a rule"
+        text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); add a rule with recipe null"
         if lost and self.config.strict:
-            raise NotImplementedError(f"strict true, and {text} with recipe null, or set strict to false")
+            raise NotImplementedError(f"strict true does not allow that {text}, or set strict to false")
         if not self._warned.issuperset(what):
-            warnings.warn(f"quantization {self.config.quantization!r}: {text} with recipe null", stacklevel=2)
+            warnings.warn(f"quantization {self.config.quantization!r}: {text}", stacklevel=2)
             self._warned.update(what)
 
     def _marked(self, params: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -202,8 +202,8 @@ class _Named:
 def _checked(quant_state: Any) -> Any:
     if not isinstance(quant_state, Mapping | Tables):
         raise TypeError(
-            "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
-            f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"
+            "a quantized function is called as qfn(params, quant_state, *args): quant_state must be the "
+            f"result of qfn.init(params, *args), or {{}}, got {type(quant_state).__name__}"
         )
     return quant_state
 

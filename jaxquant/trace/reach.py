@@ -62,7 +62,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     if eqn.primitive.name not in CONTRACTIONS:
         return "multiplies blocks that are already quantized"
     if place.is_differentiated:
-        return "part of a derivative that the function takes itself; quantize what is differentiated instead"
+        return "part of a derivative that the function computes; quantize the differentiated function instead"
     if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn)):
         return why
     if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
@@ -77,7 +77,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return "its weight has batch axes and is split over devices by a shard_map"
     precision = eqn.params["precision"]
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-        return f"asks for the algorithm {precision}"
+        return f"requests the algorithm {precision}"
     return ""
 
 
@@ -87,7 +87,7 @@ def _unusual_ragged(site: Contraction, eqn: Any) -> str:
     (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
     plain = (tuple(map(tuple, contracted)), tuple(map(tuple, batch))) == (((1,), (1,)), ((), ()))
     if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(groups) != (0,) or site.side != 1:
-        return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
+        return "a ragged matmul with other dimensions than jax.lax.ragged_dot"
     if eqn.params["group_offset"] is not None:
         return "a ragged matmul with a group_offset"
     return ""

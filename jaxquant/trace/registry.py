@@ -106,7 +106,7 @@ def function_name(eqn: Any) -> str:
 def how_to_register() -> str:
     """Return the end of the reason for which a function is not analyzed, with the names registered so far."""
     taken = f" (registered so far: {', '.join(map(repr, _registered))})" if _registered else ""
-    return f"jaxquant.register_function says what it computes{taken}"
+    return f"register it with jaxquant.register_function{taken}"
 
 
 def registered_program(eqn: Any) -> Any:
@@ -135,11 +135,11 @@ def registered_program(eqn: Any) -> Any:
         with eqn.ctx.manager:
             program = jax.make_jaxpr(computes)(*map(_typed, given))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"what is registered for {name!r} does not take its {_texts(given)}: {error}") from error
+        raise ValueError(f"the function registered for {name!r} does not take {_texts(given)}: {error}") from error
     if _texts(program.out_avals) != _texts(wanted):
         raise ValueError(
-            f"what is registered for {name!r} returns {_texts(program.out_avals)} of {_texts(given)}, and the function "
-            f"returns {_texts(wanted)}"
+            f"the function registered for {name!r} returns {_texts(program.out_avals)} for {_texts(given)}, but "
+            f"{name!r} returns {_texts(wanted)}"
         )
     return program
 

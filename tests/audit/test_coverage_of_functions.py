@@ -213,7 +213,7 @@ def test_complex_operands_stay_float_in_every_report():
     found = jaxquant.coverage(step, params, x, config=CURRENT)
     found.check()
     assert {row.reason for row in found.rows if row.path in ("dense", "own")} == {"its operands are not float"}
-    with pytest.raises(NotImplementedError, match="asks for 'int8w' at 'own', which stays in float: its operands are"):
+    with pytest.raises(NotImplementedError, match="selects 'int8w' at 'own', which stays in float: its operands are"):
         jaxquant.maybe_quantize_model(Spectral(), CURRENT | {"rules": [{"path": "own", "recipe": "int8w"}]}, x)
 
 

@@ -76,7 +76,7 @@ def test_decisions_are_those_of_the_whole_model():
 def test_stale_decisions_are_an_error():
     q = jaxquant.quantize(lambda p, x, deep: decode(p, x) if deep else encode(p, x), CURRENT)
     jax.eval_shape(lambda p, x: q(p, {}, x, False), PARAMS, X)  # the first call decides without init
-    with pytest.raises(ValueError, match="call init with arguments that run the whole model"):
+    with pytest.raises(ValueError, match="first call init with arguments that run the whole model"):
         jax.eval_shape(lambda p, x: q(p, {}, x, True), PARAMS, X)
     with pytest.raises(ValueError, match="has no decisions yet; call its init first"):
         jaxquant.quantize(decode, CURRENT, like=jaxquant.quantize(encode, CURRENT)).init(PARAMS, X)

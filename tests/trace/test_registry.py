@@ -100,7 +100,7 @@ def test_a_converted_kernel_runs_in_it():
 
 def test_what_does_not_fit_and_what_cannot_be_registered():
     register_function("own_dense", lambda x, w: (x @ w)[:3])
-    with pytest.raises(ValueError, match=r"'own_dense' returns float32\[3,8\] of float32\[6,8\]"):
+    with pytest.raises(ValueError, match=r"'own_dense' returns float32\[3,8\] for float32\[6,8\]"):
         jaxquant.quantize(FN, CURRENT).report(P, X)
     unregister_function("own_dense")
     assert "inside custom_vjp_call" in layers(FN, P, X)["own"]
