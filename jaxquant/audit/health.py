@@ -256,7 +256,7 @@ class _Taps:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run in the example call of the health monitor")
-        states = decisions.read_states(plan, layers, self.engine.dialect)
+        states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 

@@ -118,7 +118,7 @@ class Face:
 
     def __init__(self, config: QuantConfig, modules: Collection[str]) -> None:
         self._modules = modules
-        dialect = FaceHooks(
+        hooks = FaceHooks(
             is_model=True,
             operation=self._operation,
             owner=self._owner,
@@ -126,7 +126,7 @@ class Face:
             misfit=_misfit,
             watch=watch.NNX,
         )
-        self.engine = Engine(config, dialect)
+        self.engine = Engine(config, hooks)
         self._classes: dict[tuple[type, str], type] = {}
 
     @classmethod

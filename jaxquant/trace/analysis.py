@@ -98,9 +98,9 @@ class Analysis:
         known = list(inputs or [Flow(frozenset({Leaf(index)}), route=Route(index)) for index in range(len(names))])
         known += [DATA] * (len(jaxpr.invars) - len(known))
         self.plan, outs = self._run(jaxpr, known, Place())
-        self._lose(outs, "the output of the function")
+        self._record_readers(outs, "the output of the function")
 
-    def stops(self) -> Iterator[OtherUse]:
+    def other_uses(self) -> Iterator[OtherUse]:
         """Yield every reader of a leaf that cannot use a converted kernel; call after recipes are chosen."""
         for leaf, reader in self._readers:
             if isinstance(reader, str):
@@ -114,7 +114,7 @@ class Analysis:
         """Return the layer path of a weight that is computed from these leaves."""
         return layer_path(self._layers[leaf] for leaf in leaves)
 
-    def shapes_beside(self, leaf: Leaf) -> dict[str, tuple[int, ...]]:
+    def module_shapes(self, leaf: Leaf) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all leaves in the module of a leaf, by name, without the axes that scans slice."""
         shapes = zip(self._names, self._shapes, strict=True)
         module = self._names[leaf.index][:-1]
@@ -176,7 +176,7 @@ class Analysis:
             plan.inner[index], outs = special(eqn, ins, place)
             return outs
         if name == "optimization_barrier":
-            lost = self._lose(ins, name) if len(ins) > 1 else None
+            lost = self._record_readers(ins, name) if len(ins) > 1 else None
             return ins if lost is None else [dataclasses.replace(each, route=lost) for each in ins]
         program = registered_program(eqn)
         if program is not None:
@@ -187,7 +187,7 @@ class Analysis:
             why = f"{what}, which has a custom derivative; {how_to_register()}"
             program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
             if program is not None and any(each.route is None for each in ins):
-                lost = self._lose(ins, f"{name} with a custom derivative")
+                lost = self._record_readers(ins, f"{name} with a custom derivative")
                 body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
                 plan.inner[index] = [body]
                 return [dataclasses.replace(each, route=lost) for each in outs]
@@ -195,7 +195,7 @@ class Analysis:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
             return outs
-        self._note_closed(plan, index, eqn, ins, place)
+        self._record_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None
         if is_whole and isinstance(whole, Route):
@@ -209,7 +209,7 @@ class Analysis:
             route = whole.then(*steps)
         else:
             site = plan.sites.get(index)
-            route = self._lose(ins, name if site is None else f"{name} in float ({site.reason})")
+            route = self._record_readers(ins, name if site is None else f"{name} in float ({site.reason})")
         out = dataclasses.replace(self._plain(eqn, ins), route=route)
         # A mutable reference can be written later by other code, so its contents count as data.
         return [dataclasses.replace(out, leaves=None) if hasattr(v.aval, "inner_aval") else out for v in eqn.outvars]
@@ -249,14 +249,14 @@ class Analysis:
             ]
             if new == carry:
                 for ways in zip(first, outs, carry, strict=False):
-                    self._lose_unlike(ways, "a loop that changes it")
+                    self._record_unlike(ways, "a loop that changes it")
                 return body, [*carry, *outs[len(carry) :]]
             carry = new
 
-    def _lose_unlike(self, ways: Sequence[Flow], why: str) -> None:
+    def _record_unlike(self, ways: Sequence[Flow], why: str) -> None:
         """Record a read of the leaves if their routes differ; the last of ``ways`` is the join of the others."""
         if any(each.route != ways[-1].route for each in ways):
-            self._lose(ways, why)
+            self._record_readers(ways, why)
 
     def _closure(self, aval: Any) -> Flow:
         """Return the flow of an array that the function closes over; integers and scalars count as constants."""
@@ -274,9 +274,9 @@ class Analysis:
         outs = []
         for ways in zip(*(outs for _, outs in runs), strict=True):
             outs.append(flows.either(ways, "is chosen by a cond"))
-            self._lose_unlike([*ways, outs[-1]], "a cond that chooses it")
+            self._record_unlike([*ways, outs[-1]], "a cond that chooses it")
         if ins[0].is_data:
-            outs = [self._met_data(each, [each]) for each in outs]
+            outs = [self._data_flow(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
 
     def _shards(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
@@ -285,7 +285,7 @@ class Analysis:
         body, outs = self._run(eqn.params["jaxpr"], parts, place)
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
-    def _lose(self, ins: Sequence[Flow], why: str) -> Derived | None:
+    def _record_readers(self, ins: Sequence[Flow], why: str) -> Derived | None:
         """Record every leaf whose elements an operation reads unchanged. Returns the route of its output."""
         leaves, routes = set[int](), [each.route for each in ins]
         for each in routes:
@@ -297,7 +297,7 @@ class Analysis:
                 why = why if any(isinstance(other, Route) for other in routes) else each.why
         return Derived(frozenset(leaves), why) if leaves else None
 
-    def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
+    def _record_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
         """Record a nested program that cannot be analyzed if it receives a parameter that it may multiply."""
         weights = [each for each in ins if each.is_weight]
         name = eqn.primitive.name
@@ -321,7 +321,7 @@ class Analysis:
     def _plain(self, eqn: Any, ins: list[Flow]) -> Flow:
         name, out = eqn.primitive.name, flows.join(ins)
         if out.is_product and out.leaves:
-            out = self._met_product(out, eqn.outvars[0].aval)
+            out = self._product_flow(out, eqn.outvars[0].aval)
         if name in _RANKING:
             for site in out.marked("result"):
                 site.is_ranked = True
@@ -336,7 +336,7 @@ class Analysis:
             for site in ins[0].marked("exp") & ins[1].marked("sum"):
                 site.is_normalized = True
         if out.is_data and name in _MIXING:
-            return self._met_data(out, ins)
+            return self._data_flow(out, ins)
         if out.is_data and (name in _ADDING or name.startswith("scatter")) and not self._is_step:
             leaves = {leaf for each in ins for leaf in each.leaves or ()}
             shape = tuple(eqn.outvars[0].aval.shape)
@@ -349,7 +349,7 @@ class Analysis:
             return dataclasses.replace(out, picked=out.picked | {(leaf.index, rank) for leaf in ins[0].leaves})
         return out
 
-    def _met_product(self, out: Flow, aval: Any) -> Flow:
+    def _product_flow(self, out: Flow, aval: Any) -> Flow:
         """Return the flow of a value computed from parameters and a product of parameters.
 
         The value is a weight if one of its leaves has at least its size and rank: a kernel plus its update is one. A
@@ -360,7 +360,7 @@ class Analysis:
         kept = frozenset(leaf for leaf, own in shapes.items() if math.prod(own) >= size and len(own) >= rank)
         return dataclasses.replace(out, leaves=kept, is_product=not kept)
 
-    def _met_data(self, out: Flow, ins: Sequence[Flow]) -> Flow:
+    def _data_flow(self, out: Flow, ins: Sequence[Flow]) -> Flow:
         """Return the flow of a value in which parameters were combined with data, or selected by it."""
         met = {(leaf.index, self._rank(leaf)) for each in ins for leaf in each.leaves or ()}
         return dataclasses.replace(out, leaves=None, picked=out.picked | met)
@@ -386,13 +386,13 @@ class Analysis:
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):
             self._explain_no_weight(site, operands, place)
-            return self._lost_in(site, ins, result)
+            return self._float_result(site, ins, result)
         if all(each.is_weight for each in operands):
             self._name(site, out.leaves or frozenset())
             site.reason = _OF_PARAMETERS
             # The product is not a weight: learned queries times keys are attention scores, and kernel + a · b belongs
             # to the kernel's layer.
-            return self._lost_in(site, ins, dataclasses.replace(result, leaves=frozenset(), is_product=True))
+            return self._float_result(site, ins, dataclasses.replace(result, leaves=frozenset(), is_product=True))
         side = 0 if operands[0].is_weight else 1
         weight, other = operands[side], operands[1 - side]
         assert weight.leaves is not None
@@ -400,12 +400,12 @@ class Analysis:
         if not other.is_data:
             if other.is_product:
                 site.reason = _OF_PARAMETERS
-                return self._lost_in(site, ins, dataclasses.replace(result, leaves=frozenset()))
+                return self._float_result(site, ins, dataclasses.replace(result, leaves=frozenset()))
             site.reason = "its other operand is constant"
             if other.is_closure:
                 site.is_out_of_reach = True
                 site.reason = "its other operand is an array that the function closes over; pass it as an argument"
-            return self._lost_in(site, ins, result)
+            return self._float_result(site, ins, result)
         site.side, site.route = side, weight.route
         if isinstance(weight.route, Route):
             self._readers.append((weight.route.leaf, site))
@@ -418,9 +418,9 @@ class Analysis:
             before.is_followed = True
         return Flow(None, out.is_closure, frozenset({site}), frozenset({("result", site)}))
 
-    def _lost_in(self, site: Contraction, ins: Sequence[Flow], result: Flow) -> Flow:
+    def _float_result(self, site: Contraction, ins: Sequence[Flow], result: Flow) -> Flow:
         """Return the flow of the result of a contraction that stays in float under all rules."""
-        lost = self._lose(ins, f"{site.operation} in float ({site.reason})")
+        lost = self._record_readers(ins, f"{site.operation} in float ({site.reason})")
         return dataclasses.replace(result, route=lost if all(each.route for each in ins) else None)
 
     def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow], place: Place) -> None:

@@ -68,22 +68,22 @@ def check_served(
     converted = {index for index, leaf in enumerate(leaves) if isinstance(leaf, QTensor)}
     if not converted and not must_be_converted:
         return frozenset()
-    stops = list(analysis.stops())
-    for stop in stops:
-        site = stop.site
-        if stop.leaf in converted and site is not None and site.recipe is None:
-            dtype = leaves[stop.leaf].qvalue.dtype.name
+    other_uses = list(analysis.other_uses())
+    for use in other_uses:
+        site = use.site
+        if use.leaf in converted and site is not None and site.recipe is None:
+            dtype = leaves[use.leaf].qvalue.dtype.name
             raise ValueError(
                 f"{layer_name(site.path)} has a converted kernel ({dtype}), but it stays in float ({site.reason})"
             )
-        if stop.leaf in converted and site is None:
-            layer = layer_name(analysis.path([stop.leaf]))
+        if use.leaf in converted and site is None:
+            layer = layer_name(analysis.path([use.leaf]))
             raise NotImplementedError(
-                f"{layer} has a converted kernel, which {stop.operation} reads: it supports only casts, transposes, "
+                f"{layer} has a converted kernel, which {use.operation} reads: it supports only casts, transposes, "
                 "reshapes that keep its blocks and slices of a scan before its quantized contraction; leave the kernel "
                 "in float"
             )
-    served, read_otherwise = set[Key](), {stop.leaf for stop in stops}
+    served, read_otherwise = set[Key](), {use.leaf for use in other_uses}
     routes = {site: site.route for site in analysis.plan.chosen if isinstance(site.route, Route)}
     for site, route in routes.items():
         if route.leaf in converted:

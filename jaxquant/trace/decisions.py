@@ -92,7 +92,7 @@ class Decisions:
         self,
         plan: Plan,
         layers: Mapping[str, LayerState],
-        dialect: FaceHooks,
+        hooks: FaceHooks,
         served: Collection[Key] = (),
         fields_of: Callable[[Contraction], dict[str, contract.Shapes]] = contract.state_fields,
     ) -> dict[Key, LayerState]:
@@ -101,7 +101,7 @@ class Decisions:
         Args:
           plan: plan of the program.
           layers: states of all layers of the model, by path.
-          dialect: hooks that build the error messages.
+          hooks: functions that build the error messages.
           served: keys of contractions with a converted kernel, which need no state.
           fields_of: function that returns the shapes of the required fields.
 
@@ -126,11 +126,11 @@ class Decisions:
             for tensor, fields in wanted.items():
                 for field, shape in fields.items():
                     if field not in given[tensor]:
-                        raise ValueError(dialect.missing(site.recipe.name, site.path, f"{tensor}_{field}"))
+                        raise ValueError(hooks.missing(site.recipe.name, site.path, f"{tensor}_{field}"))
                     has = tuple(given[tensor][field].shape)
                     _check_sharing(site, field, has, shape)
                     if not _has_shape(field, has, shape):
-                        raise ValueError(dialect.misfit(site.path, f"{tensor}_{field}", has, shape))
+                        raise ValueError(hooks.misfit(site.path, f"{tensor}_{field}", has, shape))
             found[site.key] = {
                 tensor: {field: given[tensor][field] for field in fields} for tensor, fields in wanted.items()
             }
@@ -180,7 +180,7 @@ def decide(
     analysis: Analysis,
     resolver: Resolver,
     backend: Backend,
-    dialect: FaceHooks,
+    hooks: FaceHooks,
     known: Decisions | None = None,
     check: bool = True,
 ) -> Decisions:
@@ -190,7 +190,7 @@ def decide(
       analysis: analysis of the traced function.
       resolver: resolver of the config.
       backend: backend that runs the recipes.
-      dialect: hooks that name the state.
+      hooks: functions that name the state.
       known: decisions on other traces of the model, which stay unchanged.
       check: whether a rule that matches no layer of this trace is an error.
 
@@ -230,7 +230,7 @@ def decide(
         _check_sizes(site)
     _check_sparsity(analysis)
     stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
-    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, dialect)})
+    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, hooks)})
 
 
 def _check_sizes(site: Contraction) -> None:
@@ -325,9 +325,9 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switc
     return "" if switch in switches else f"{what}, left in float by default"
 
 
-def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect: FaceHooks) -> dict[Key, str]:
+def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], hooks: FaceHooks) -> dict[Key, str]:
     """Choose the path of each contraction's state: the layer path, with leaves and layout if several share a path."""
-    operation, owner = dialect.operation, dialect.owner
+    operation, owner = hooks.operation, hooks.owner
     by_place: dict[tuple[str, str], dict[Key, Contraction]] = {}
     for site in sites:
         if site.key not in taken:
@@ -343,11 +343,11 @@ def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect
             if all_names.count(key[0]) > 1:
                 parts.append("x".join(map(str, (*key[1], *key[2]))) or "whole")
             parts = [*parts, operation(site)] if owner is None else ["_".join([operation(site), *parts])]
-            result[key] = _untaken("/".join(filter(None, [path, *parts])), {*taken.values(), *result.values()})
+            result[key] = _unused_path("/".join(filter(None, [path, *parts])), {*taken.values(), *result.values()})
     return result
 
 
-def _untaken(path: str, taken: set[str]) -> str:
+def _unused_path(path: str, taken: set[str]) -> str:
     """Return the path, with a number appended if the state of another layer already uses it."""
     numbered = (path if not number else f"{path}_{number}" for number in itertools.count())
     return next(each for each in numbered if each not in taken)

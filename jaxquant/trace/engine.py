@@ -32,7 +32,7 @@ from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
 from jaxquant.trace.decisions import Decisions, FaceHooks, decide
-from jaxquant.trace.plan import Contraction, mark_readings, mark_stored
+from jaxquant.trace.plan import Contraction, mark_shared_activations, mark_stored
 from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Decided, Report, Row, layer_rows, row_of
@@ -68,7 +68,7 @@ class Engine:
 
     Args:
       config: quantization config.
-      dialect: hooks of the face.
+      hooks: wording and naming of the face.
 
     Attributes:
       decisions: chosen recipes, or None before the first trace.
@@ -77,8 +77,8 @@ class Engine:
       NotImplementedError: the backend does not support a recipe.
     """
 
-    def __init__(self, config: QuantConfig, dialect: FaceHooks) -> None:
-        self.config, self.dialect = config, dialect
+    def __init__(self, config: QuantConfig, hooks: FaceHooks) -> None:
+        self.config, self.hooks = config, hooks
         self.resolver: Resolver | None = config.resolver()
         self.backend = load(config.resolved_backend or "native", is_completed=config.leaves_backend_open)
         for recipe in () if self.resolver is None else self.resolver.recipes:
@@ -176,7 +176,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, leaves, self.backend)
         fields = contract.kernel_fields
-        states = decisions.read_states(analysis.plan, layers_of(quant_state), self.dialect, served, fields_of=fields)
+        states = decisions.read_states(analysis.plan, layers_of(quant_state), self.hooks, served, fields_of=fields)
         for text in kernels.far_examples(analysis, jax.tree.leaves(self._marked(params, args)[1]), states):
             warnings.warn(text, stacklevel=3)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
@@ -218,7 +218,7 @@ class Engine:
         decisions = self._extended(analysis, self.decisions, check=is_first)
         decisions.apply(analysis.plan)
         self._check(analysis, is_first, decisions.paths)
-        mark_readings(analysis.plan, self.backend.can_share)
+        mark_shared_activations(analysis.plan, self.backend.can_share)
         mark_stored(analysis.plan)
         self.decisions, analysis.is_decided = decisions, True
         self._has_seen_all |= is_whole
@@ -232,15 +232,15 @@ class Engine:
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
         assert self.resolver is not None
-        if known is not None and not self.dialect.is_model:
+        if known is not None and not self.hooks.is_model:
             return known
-        return decide(analysis, self.resolver, self.backend, self.dialect, known, check=check)
+        return decide(analysis, self.resolver, self.backend, self.hooks, known, check=check)
 
     def _check(self, analysis: Analysis, is_first: bool, decided: Iterable[str]) -> None:
         assert self.resolver is not None
         sites = list(analysis.plan.contractions())
         if is_first and not analysis.plan.chosen:
-            kind, whole = ("no layer", "this model") if self.dialect.is_model else ("no matmul", "this function")
+            kind, whole = ("no layer", "this model") if self.hooks.is_model else ("no matmul", "this function")
             reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
             what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
             raise ValueError(f"quantization {self.config.quantization!r} quantizes {kind} of {whole} ({what})")
@@ -258,13 +258,13 @@ class Engine:
 
     def _marked(self, params: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
         """Return the marked arguments of a call (``mark_static``); static arguments of functions must be hashable."""
-        if self.dialect.is_model:
+        if self.hooks.is_model:
             return mark_static(params, numbers=False), mark_static(args, numbers=False)
         return mark_static(params, what="parameter"), mark_static(args, what="argument")
 
     def _new_make_jaxpr(self) -> Any:
         """Return a ``jax.make_jaxpr`` of calls with its own cache."""
-        return jax.make_jaxpr(_Call(not self.dialect.is_model), static_argnums=0, return_shape=True)
+        return jax.make_jaxpr(_Call(not self.hooks.is_model), static_argnums=0, return_shape=True)
 
     def _trace(self, fn: Function, params: Any, args: Any, prefix: paths.Name = (), is_kept: bool = True) -> Traced:
         """Trace and analyze a function of marked arguments; with ``is_kept``, once for each set of shapes."""
@@ -278,7 +278,7 @@ class Engine:
         if analysis is None:
             names = [(*prefix, *name) for name in own]
             shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-            analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.is_model)
+            analysis = Analysis(closed, names, shapes, root_is_layer=self.hooks.is_model)
             # An analysis whose jaxpr closes over traced arrays belongs to this trace only.
             if is_kept and not any(isinstance(each, Tracer) for each in closed.consts):
                 self._analyses[place] = analysis
@@ -287,7 +287,7 @@ class Engine:
     def _missing(self, is_served: bool, recipe: str, path: str, field: str) -> str:
         """Return the error message for missing state, for a trained model or next to converted kernels."""
         if not is_served and path not in self._left_float:
-            return self.dialect.missing(recipe, path, field)
+            return self.hooks.missing(recipe, path, field)
         why = f" ({self._left_float[path]})" if path in self._left_float else ""
         return (
             f"convert left the weight at {path!r} in float{why}, so recipe {recipe!r} needs its quant state there, "
@@ -313,7 +313,7 @@ class Engine:
     ) -> Any:
         instead = self._override()
         if self.resolver is None and instead is None:
-            return _Call(not self.dialect.is_model)(fn, params, args)
+            return _Call(not self.hooks.is_model)(fn, params, args)
         prefix, is_whole, skips = place
         layers = layers_of(quant_state)
         traced = self._trace(fn, params, args, prefix, is_kept)
@@ -325,8 +325,8 @@ class Engine:
             return _SKIPPED
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, traced.leaves, self.backend, must_be_converted=must)
-        speech = dataclasses.replace(self.dialect, missing=functools.partial(self._missing, bool(served)))
-        states = decisions.read_states(analysis.plan, layers, speech, served)
+        hooks = dataclasses.replace(self.hooks, missing=functools.partial(self._missing, bool(served)))
+        states = decisions.read_states(analysis.plan, layers, hooks, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)
@@ -338,7 +338,7 @@ class Engine:
     def _contract(self, site: Contraction, eqn: Any, operands: list[Any], state: Any, *rest: Any) -> Any:
         assert site.side is not None
         if state:
-            state = self.dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
+            state = self.hooks.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
         layer = layer_name(site.path)
         weight = operands[site.side]
         if isinstance(weight, QTensor):
@@ -352,15 +352,15 @@ class Engine:
 
     def _share(self, site: Contraction, activation: Any, states: Any) -> Any:
         """Quantize an activation for all contractions that read it; ``states`` are their states, without scan axes."""
-        reading = site.reading
-        assert reading is not None
-        options: dict[str, Any] = {"axes": reading.axes, "implementation": reading.implementation}
+        shared_activation = site.shared_activation
+        assert shared_activation is not None
+        options: dict[str, Any] = {"axes": shared_activation.axes, "implementation": shared_activation.implementation}
         options["is_stored"] = site.stored[0]
         with self._scope(site):
-            return self.backend.share(activation, states, recipe=reading.recipe, **options)
+            return self.backend.share(activation, states, recipe=shared_activation.recipe, **options)
 
     def _scope(self, site: Contraction) -> Any:
-        return contextlib.nullcontext() if self.dialect.has_scopes else jax.named_scope(site.path)
+        return contextlib.nullcontext() if self.hooks.has_scopes else jax.named_scope(site.path)
 
 
 def _is_staged(leaf: Any) -> bool:

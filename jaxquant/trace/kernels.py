@@ -261,17 +261,17 @@ def find_kernels(
     found: dict[tuple[str, ...], LayerKernel] = {}
     for index, ways in jobs.items():
         path = next(iter(ways.values())).path
-        stops = [stop.operation for stop in analysis.stops() if stop.leaf == index]
+        other_uses = [use.operation for use in analysis.other_uses() if use.leaf == index]
         if isinstance(leaves[index], QTensor):
             continue
-        if stops:
-            reasons[path] = f"{stops[0]} also reads its weight"
+        if other_uses:
+            reasons[path] = f"{other_uses[0]} also reads its weight"
             continue
         if len(ways) > 1:
             reasons[path] = f"its weight is read in {len(ways)} ways, but a converted kernel supports only one"
             continue
         ((job, site),) = ways.items()
-        shared = [] if site.reading is None or not states[site.key] else site.reading.keys
+        shared = [] if site.shared_activation is None or not states[site.key] else site.shared_activation.keys
         given = (states[site.key], *(states[key] for key in shared if states[key]))
         shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves[index], given))
         try:

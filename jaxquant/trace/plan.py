@@ -82,7 +82,7 @@ class Contraction:
       precision: precision that the program requests.
       implementation: requested implementation of its casts and matmuls, or None to choose one.
       activation: identifier of its activation: equal for contractions that read one tensor, or equal casts of one.
-      reading: shared activation, or None if no other contraction shares its activation.
+      shared_activation: shared activation, or None if no other contraction shares its activation.
       stored: whether its activation, its weight and its output gradient are stored in memory; see ``mark_stored``.
     """
 
@@ -111,7 +111,7 @@ class Contraction:
     precision: Any = None
     implementation: str | None = None
     activation: Hashable = None
-    reading: SharedActivation | None = None
+    shared_activation: SharedActivation | None = None
     stored: tuple[bool, bool, bool] = (False, False, False)
 
     @property
@@ -194,7 +194,7 @@ class Plan:
         order = {key: position for position, key in enumerate(self.stacks)}
 
         def own(each: Contraction) -> tuple[Any, ...]:
-            shared = () if each.reading is None else tuple(order[key] for key in each.reading.keys)
+            shared = () if each.shared_activation is None else tuple(order[key] for key in each.shared_activation.keys)
             return (
                 each.recipe,
                 each.implementation,
@@ -210,7 +210,7 @@ class Plan:
         return tuple(None if each.recipe is None else own(each) for each in self.contractions())
 
 
-def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
+def mark_shared_activations(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
     """Set the shared activation of every chosen contraction that shares its activation with others of its jaxpr.
 
     Layers that share a tensor (query, key, value) keep separate states, and each observes the tensor. Their states are
@@ -232,9 +232,9 @@ def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
             groups.setdefault(alike, []).append(site)
     for (recipe, implementation, (_, axes), _), sites in groups.items():
         keys = tuple(dict.fromkeys(site.key for site in sites))
-        reading = SharedActivation(keys, recipe, axes, implementation) if len(sites) > 1 else None
+        shared_activation = SharedActivation(keys, recipe, axes, implementation) if len(sites) > 1 else None
         for site in sites:
-            site.reading = reading
+            site.shared_activation = shared_activation
 
 
 def readers_of(plan: Plan, arguments: Sequence[Any]) -> Iterator[tuple[Contraction, Any]]:

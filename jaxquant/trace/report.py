@@ -190,8 +190,8 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
             asked = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
             row = dataclasses.replace(row, **asked)
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
-        beside = analysis.shapes_beside(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
-        rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(beside.items())))
+        siblings = analysis.module_shapes(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
+        rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(siblings.items())))
     return rows
 
 

@@ -76,7 +76,7 @@ class Rewriter:
             chosen = int(site is not None and site.recipe is not None) + sum(len(each.chosen) for each in inner)
             has_loop = index not in plan.programs and any(each.has_loop for each in inner)
             if chosen or has_loop or any(isinstance(each, QTensor) for each in ins):
-                own = noise and _part(noise, seen, chosen)
+                own = noise and _slice_noise(noise, seen, chosen)
                 seen += chosen
                 program = plan.programs.get(index)
                 outs = self._replace(eqn, site, inner, ins, states, own, program, shared)
@@ -162,15 +162,15 @@ class Rewriter:
         On TPUs each contraction quantizes its own: one cast then writes a copy for each reader in the layout that its
         matmul needs. A shared copy would make XLA transpose weights and gradients instead, which costs more.
         """
-        reading = site.reading
-        if reading is None or self._share is None or site.side is None:
+        shared_activation = site.shared_activation
+        if shared_activation is None or self._share is None or site.side is None:
             return None
         if isinstance(ins[site.side], QTensor) or platform_of(ins[1 - site.side]) == "tpu":
             return None
-        if reading not in shared:
-            given = [states[key] for key in reading.keys]
-            shared[reading] = self._share(site, ins[1 - site.side], given)
-        return shared[reading]
+        if shared_activation not in shared:
+            given = [states[key] for key in shared_activation.keys]
+            shared[shared_activation] = self._share(site, ins[1 - site.side], given)
+        return shared[shared_activation]
 
     def _jit(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         """Call a jit, created once for each (jaxpr, decisions): equal layers are traced and lowered once."""
@@ -197,7 +197,7 @@ class Rewriter:
 
     def _remat(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(self._body(plans[0], called(eqn)), **options)(ins, _of(states, plans), noise)
+        return jax.checkpoint(self._body(plans[0], called(eqn)), **options)(ins, _states_of(states, plans), noise)
 
     def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         """Build a scan that slices the state of the weights that it slices; other state is the same in every step."""
@@ -223,7 +223,7 @@ class Rewriter:
     def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test, body = map(self._body, plans, (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
-        given, parts = ins[first : first + second], _parts(noise, plans)
+        given, parts = ins[first : first + second], _split_noise(noise, plans)
         return jax.lax.while_loop(
             lambda carry: test([*ins[:first], *carry], states, parts[0])[0],
             lambda carry: body([*given, *carry], states, parts[1]),
@@ -231,14 +231,14 @@ class Rewriter:
         )
 
     def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
-        bodies = zip(map(self._body, plans, eqn.params["branches"]), _parts(noise, plans), strict=True)
+        bodies = zip(map(self._body, plans, eqn.params["branches"]), _split_noise(noise, plans), strict=True)
         branches = [functools.partial(body, noise=own) for body, own in bodies]
-        return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans))
+        return jax.lax.switch(ins[0], branches, ins[1:], _states_of(states, plans))
 
     def _shard_map(
         self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None
     ) -> Sequence[Any]:
-        params, given = eqn.params, _of(states, plans)
+        params, given = eqn.params, _states_of(states, plans)
         manual = set(params["newly_manual_axes"])
         places = {site.key: _state_spec(site, plans[0].level, manual) for site in plans[0].chosen}
         args_specs = list(map(converted.part_specs, ins, params["in_specs"]))
@@ -273,18 +273,18 @@ def _state_spec(site: Contraction, level: int, manual: set[str]) -> PartitionSpe
     return PartitionSpec(*[None] * scans, *(names or None for names in own))
 
 
-def _parts(noise: Seed | None, plans: list[Plan]) -> list[Seed | None]:
+def _split_noise(noise: Seed | None, plans: list[Plan]) -> list[Seed | None]:
     """Split noise among consecutive plans."""
     counts = [len(plan.chosen) for plan in plans]
-    return [noise and _part(noise, sum(counts[:index]), count) for index, count in enumerate(counts)]
+    return [noise and _slice_noise(noise, sum(counts[:index]), count) for index, count in enumerate(counts)]
 
 
-def _part(noise: Seed, first: int, count: int) -> Seed:
+def _slice_noise(noise: Seed, first: int, count: int) -> Seed:
     """Return the seeds of ``count`` consecutive contractions."""
     return Seed(*(jax.lax.slice_in_dim(each, first, first + count) for each in noise))
 
 
-def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
+def _states_of(states: States, plans: list[Plan]) -> dict[Key, Any]:
     return {each: states[each] for plan in plans for each in plan.stacks}
 
 

@@ -223,7 +223,7 @@ REFUSED = [
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x, 32, "int8"), "dtype must be float8_e4m3fn or"),
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x.astype("int32"), 32), "x has dtype int32"),
     (lambda x, w, s: mlc.static_activation_group_quant_fp8(x, jnp.ones(2), 32), "has 2 scales; x .* has groups of 32"),
-    (lambda x, w, s: ScaleLayout.MLC_BMM.write(x), "three axes or more, got 2"),
+    (lambda x, w, s: ScaleLayout.MLC_BMM.write(x), "three or more axes, got 2"),
 ]
 
 
