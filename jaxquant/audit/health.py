@@ -37,7 +37,7 @@ from jaxquant.core.quant_state import HEALTH, HISTORY, PROBE, SCALE, TENSORS, La
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
-from jaxquant.inject.faces import quantized_with
+from jaxquant.inject.faces import face_of
 from jaxquant.inject.linen import Face
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import align
@@ -156,7 +156,7 @@ class HealthMonitor(Monitor):
                 f"HealthMonitor taps the layers of a Linen module, got {type(model).__name__}; "
                 "FunctionHealth measures any function of jaxquant.quantize, also NNX models"
             )
-        face = quantized_with(model)
+        face = face_of(model)
         is_float = face is None
         face = face or Face(QuantConfig.from_any(config))
 

@@ -19,22 +19,22 @@ STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """RNG streams that are passed to an example call of a Linen model."""
 
 # A user context is part of jit's cache key, so a function that was traced during a trace is traced again outside it.
-at_work = jax.make_user_context(None)
+traced_face = jax.make_user_context(None)
 """Face of the model that is being traced or initialized, or None."""
 
 
-def quantized_with(model: Any) -> Any:
+def face_of(model: Any) -> Any:
     """Return the face of a quantized model, or None if the model is not quantized."""
     return getattr(type(model), "_jaxquant_face", None)
 
 
-def refuse_twice(model: Any) -> None:
+def require_float(model: Any) -> None:
     """Raise if a model is already quantized where a float model is expected.
 
     Raises:
       ValueError: the model is already quantized.
     """
-    if (face := quantized_with(model)) is not None:
+    if (face := face_of(model)) is not None:
         raise ValueError(
             f"{type(model).__name__} is already quantized, with {face.engine.config.quantization!r}; pass the "
             "float model"
@@ -70,7 +70,7 @@ def sort_arguments(name: str, model: Any, given: Sequence[Any], rest: str, named
 
 
 @contextlib.contextmanager
-def explained(model: Any, has_inputs: bool, use: str = "") -> Iterator[None]:
+def explain_errors(model: Any, has_inputs: bool, use: str = "") -> Iterator[None]:
     """Add an explanation to errors of a model that is traced in float.
 
     Args:
@@ -116,8 +116,8 @@ def wrap_methods(
 
         @functools.wraps(plain)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            face = quantized_with(self)
-            if face is None or at_work.value is face:
+            face = face_of(self)
+            if face is None or traced_face.value is face:
                 return plain(self, *args, **kwargs)
             return call(face, self, base, name, args, kwargs)
 

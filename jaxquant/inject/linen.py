@@ -27,7 +27,7 @@ from jaxquant.backends.native import op_name
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name, leaves_by_path, map_by_path
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
+from jaxquant.inject.faces import STREAMS, explain_errors, face_of, require_float, traced_face
 from jaxquant.inject.linen_classes import ModuleCall, make_class, run_plain
 from jaxquant.state import watch
 from jaxquant.state.table import Tables
@@ -50,7 +50,7 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
     Raises:
       ValueError: a rule matches no layer, there is no layer to quantize, or the model is already quantized.
     """
-    refuse_twice(model)
+    require_float(model)
     face = Face(config)
     if example_inputs or example_kwargs:
         face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
@@ -91,11 +91,11 @@ class Call:
     def __call__(self, params: Any, rest: Mapping[str, Any], rngs: Any, args: Any, kwargs: Any) -> Any:
         variables = rest if params is None else {**rest, "params": params}
         if self.is_init:
-            with at_work(self.face):
+            with traced_face(self.face):
                 return _initialize(self.module, self.method, variables, rngs, args, kwargs)
         options = {"rngs": rngs, "method": self.method, "mutable": self.mutable, "capture_intermediates": self.capture}
         options = {name: value for name, value in options.items() if value not in (None, False)}
-        with at_work(self.face):
+        with traced_face(self.face):
             return _function_of(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
 
     def __hash__(self) -> int:
@@ -120,7 +120,7 @@ def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args:
 
 def _function_of(module: nn.Module, name: str) -> Any:
     """Return a float model's own ``init`` or ``apply``; during a call of a quantized model, return ``nn.Module``'s."""
-    return getattr(type(module) if quantized_with(module) is None else nn.Module, name)
+    return getattr(type(module) if face_of(module) is None else nn.Module, name)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -153,7 +153,7 @@ class Face:
 
     def trace_example(self, model: nn.Module, *inputs: Any, **kwargs: Any) -> Traced:
         """Trace a call of the float model with abstract parameters."""
-        with at_work(self):
+        with traced_face(self):
             variables = unfreeze(trace_init(model, *inputs, **kwargs))
         key = jax.eval_shape(lambda: jax.random.key(0))
         use = ModuleCall(model, variables, inputs, kwargs, rngs=dict.fromkeys(STREAMS, key))
@@ -222,10 +222,10 @@ class Face:
         fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}  # pyright: ignore[reportArgumentType]
         return self._class(type(model), is_model=True)(parent=None, **fields)
 
-    def mark(self, module: nn.Module, root: nn.Module) -> None:
+    def wrap_children(self, module: nn.Module, root: nn.Module) -> None:
         """Wrap the existing submodules of a bound module, in place; they live as long as this binding."""
         for child in module._state.children.values():  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(child, nn.Module) and quantized_with(child) is None:
+            if isinstance(child, nn.Module) and face_of(child) is None:
                 object.__setattr__(child, "__class__", self._class(type(child), is_model=False))
                 object.__setattr__(child, "_jaxquant_root", root)
 
@@ -256,7 +256,7 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
         return _function_of(model, "init")(model, dict.fromkeys(STREAMS, key), *args, **kwargs)
 
     inputs = mark_static((example_inputs, example_kwargs), numbers=False)
-    with explained(model, has_inputs=bool(example_inputs or example_kwargs)):
+    with explain_errors(model, has_inputs=bool(example_inputs or example_kwargs)):
         return jax.eval_shape(initialize, jax.random.key(0), inputs)
 
 

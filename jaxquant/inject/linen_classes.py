@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 
 from jaxquant.backends.base import RANDOM_STREAM
-from jaxquant.inject.faces import at_work, quantized_with, subclass, wrap_methods
+from jaxquant.inject.faces import face_of, subclass, traced_face, wrap_methods
 from jaxquant.state.table import ENTRY, Tables, make_state, rows_of
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
@@ -91,7 +91,7 @@ def _initialize(face: Any, module: Any, root: Any, prefix: tuple[str, ...], meth
             f"{type(module).__name__} has checkpoint_is_quantized true, so it has no float kernels to initialize; "
             "convert the parameters with jaxquant.convert"
         )
-    with at_work(face):
+    with traced_face(face):
         out = run_plain(module, method, args, kwargs)
     rngs = {name: key.as_jax_rng() for name, key in module.scope.rngs.items()}
     use = ModuleCall(*nn.Module.unbind(module), args, kwargs, rngs, method, prefix=prefix)
@@ -145,7 +145,7 @@ def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _with_bound_method(model: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return options of ``apply`` in which ``method`` is a function that quantizes any method."""
     face, method = model._jaxquant_face, kwargs.get("method")
-    if method is None or at_work.value is face:
+    if method is None or traced_face.value is face:
         return kwargs
     return {**kwargs, "method": lambda module, *args, **kwargs: _call(face, module, None, method, args, kwargs)}
 
@@ -153,19 +153,19 @@ def _with_bound_method(model: Any, kwargs: Mapping[str, Any]) -> Mapping[str, An
 def _getattr(self: Any, name: str) -> Any:
     """Set up the module, as Linen does, and wrap the submodules that this creates."""
     value = self._jaxquant_base.__getattr__(self, name)
-    _mark(self)
+    _wrap_children(self)
     return value
 
 
 def _post_init(self: Any) -> None:
     self._jaxquant_base.__post_init__(self)
-    _mark(self)
+    _wrap_children(self)
 
 
-def _mark(self: Any) -> None:
-    face = quantized_with(self)
-    if face is not None and self.scope is not None and at_work.value is not face:
-        face.mark(self, getattr(self, "_jaxquant_root", self))
+def _wrap_children(self: Any) -> None:
+    face = face_of(self)
+    if face is not None and self.scope is not None and traced_face.value is not face:
+        face.wrap_children(self, getattr(self, "_jaxquant_root", self))
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:

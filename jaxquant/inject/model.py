@@ -12,7 +12,7 @@ from jaxquant.config.speeds import warn_if_slow
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen
 from jaxquant.inject import nnx as nnx_face
-from jaxquant.inject.faces import refuse_twice
+from jaxquant.inject.faces import require_float
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
 from jaxquant.trace.report import Row
@@ -99,7 +99,7 @@ def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **exam
     """
     if config.resolver() is None:
         return {}
-    refuse_twice(model)
+    require_float(model)
     face: Any = nnx_face.Face.of(config, model) if isinstance(model, nnx.Module) else linen.Face(config)
     decisions = face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
     return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}
@@ -125,7 +125,7 @@ def describe_layers(model: Any, config: ConfigLike, *example_inputs: Any, **exam
     _require_module("describe_layers", "jaxquant.quantize(...).report", model)
     if isinstance(model, nnx.Module):
         return nnx_face.describe(model, config, *example_inputs, **example_kwargs)
-    refuse_twice(model)
+    require_float(model)
     face = linen.Face(config)
     return face.engine.layers(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
 

@@ -25,7 +25,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import SCALE, STEP
-from jaxquant.inject.faces import at_work, explained, quantized_with, refuse_twice, subclass, wrap_methods
+from jaxquant.inject.faces import explain_errors, face_of, require_float, subclass, traced_face, wrap_methods
 from jaxquant.inject.nnx_call import Call
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
@@ -60,17 +60,17 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
       ValueError: a rule matches no layer, there is no layer to quantize, or the model is already quantized.
       TypeError: a recipe keeps quant state, and no example inputs were passed.
     """
-    refuse_twice(model)
+    require_float(model)
     face = Face.of(config, model)
     copy = copy_model(model)
     if example_inputs or example_kwargs or face.stateful:
-        face.hold_states(copy, face.init(copy, *example_inputs, **example_kwargs))
-    return face.adopt(copy)
+        face.add_states(copy, face.init(copy, *example_inputs, **example_kwargs))
+    return face.replace_classes(copy)
 
 
 def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) -> list[Row]:
     """Return a report row for each layer that a call with example inputs runs; see ``describe_layers``."""
-    model = model if quantized_with(model) is None else plain_model(model)
+    model = model if face_of(model) is None else plain_model(model)
     face = Face.of(config, model)
     return face.engine.layers(face.trace_example(model, *args, **kwargs).analysis)
 
@@ -85,7 +85,7 @@ def plain_model(model: nnx.Module) -> nnx.Module:
     """Return a copy of a quantized model in which every module has its original class, with the same arrays."""
     copy = copy_model(model)
     for _, node in nnx.iter_graph(copy):
-        if quantized_with(node) is not None:
+        if face_of(node) is not None:
             object.__setattr__(node, "__class__", type(node)._jaxquant_base)  # pyright: ignore[reportAttributeAccessIssue]
     return copy
 
@@ -175,7 +175,7 @@ class Face:
             raise TypeError(f"{type(model).__name__} has no __call__; quantize the module whose call runs its layers")
         use = f", from which recipe {self.stateful!r} gets its quant state" if self.stateful else ""
         example = self._split(model, type(model), "__call__", *jax.tree.map(_as_array, (args, kwargs)))
-        with explained(model, has_inputs=bool(args or kwargs), use=use):
+        with explain_errors(model, has_inputs=bool(args or kwargs), use=use):
             self.engine.trace(*example)
         return example
 
@@ -198,7 +198,7 @@ class Face:
         found, reasons = self.engine.convert(call, params, rest, state)
         return {"/".join(name): kernel for name, kernel in found.items()}, bool(reasons)
 
-    def hold_states(self, model: nnx.Module, states: Tables) -> None:
+    def add_states(self, model: nnx.Module, states: Tables) -> None:
         """Add a variable with the quant state to the module of every weight."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
         layers: dict[str, dict[str, Any]] = {}
@@ -226,19 +226,19 @@ class Face:
 
         def plain() -> Any:
             """Run the original method: if nothing is quantized, it sets and returns the original modules."""
-            with at_work(self):
+            with traced_face(self):
                 return None, getattr(kind, name)(module, *args, **kwargs)
 
         ran = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole, plain=plain)
         if ran[0] is None:
             return ran[1]
-        told, changed, made = ran
+        effects, changed, made = ran
         values, out = nnx.merge(*made)
-        told.repeat((module, args, kwargs), changed, values)
+        effects.repeat((module, args, kwargs), changed, values)
         return out
 
     def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[Call, Any, tuple[Any, Any]]:
-        own = (_own((nnx.Param, ConvertedParam, _is_norms_scale)), _own(QuantState), ...)
+        own = (_owned((nnx.Param, ConvertedParam, _is_norms_scale)), _owned(QuantState), ...)
         graph, params, quant, rest = nnx.split((module, args, kwargs), *own)
         parts: Any = params
         kinds = tuple(type(leaf) for leaf in jax.tree.leaves((args, kwargs)))
@@ -246,11 +246,11 @@ class Face:
 
     # -- classes -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, model: nnx.Module) -> nnx.Module:
+    def replace_classes(self, model: nnx.Module) -> nnx.Module:
         """Change the class of every module of a model, in place."""
         for path, node in list(nnx.iter_graph(model)):
             if isinstance(node, nnx.Module) and not isinstance(node, _CONTAINERS):
-                if quantized_with(node) is not None:
+                if face_of(node) is not None:
                     continue
                 object.__setattr__(node, "__class__", self._class(type(node), "/".join(map(str, path))))
         return model
@@ -287,7 +287,7 @@ def _is_method(name: str, value: Any) -> bool:
     return is_bound and not isinstance(value, (type, staticmethod, classmethod))
 
 
-def _own(kind: Any) -> Callable[[Any, Any], bool]:
+def _owned(kind: Any) -> Callable[[Any, Any], bool]:
     """Return a filter for variables of the given type or types that belong to the module, not to its arguments."""
     is_kind = nnx.filterlib.to_predicate(kind)
     return lambda path, value: path[0] == 0 and is_kind(path, value)

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from flax.linen import get_logical_axis_rules
 
-from jaxquant.inject.faces import at_work
+from jaxquant.inject.faces import traced_face
 
 Path = tuple[Any, ...]
 
@@ -67,20 +67,20 @@ class Call:
         nodes = dict(nnx.iter_graph(whole))
         raw = {path: node.get_raw_value() for path, node in nodes.items() if isinstance(node, nnx.Variable)}
         had = {path: _attributes(node) for path, node in nodes.items()}
-        with at_work(self.face):
+        with traced_face(self.face):
             out = getattr(self.kind, self.name)(module, *args, **kwargs)
         changed = {path: now for path, old in raw.items() if (now := nodes[path].get_raw_value()) is not old}
         has = {path: _attributes(node) for path, node in nodes.items()}
         deleted = [(path, name) for path, old in had.items() for name in old if name not in has[path]]
         known = {id(node): path for path, node in nodes.items()}
         values, moved = {}, []
-        for path, name, value in _set_anew(had, has):
+        for path, name, value in _new_attributes(had, has):
             if isinstance(value, (nnx.Variable, nnx.Pytree)) and id(value) in known:
                 moved.append((path, name, known[id(value)]))
             else:
                 values[path, name] = value
-        told = SideEffects(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
-        return told, [*changed.values()], nnx.split((tuple(values.values()), out))
+        effects = SideEffects(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
+        return effects, [*changed.values()], nnx.split((tuple(values.values()), out))
 
 
 def _attributes(node: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _attributes(node: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
 
 
-def _set_anew(had: Mapping[Path, Any], has: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Any]]:
+def _new_attributes(had: Mapping[Path, Any], has: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Any]]:
     """Yield node path, name and value of every attribute whose value is a new object."""
     for path, now in has.items():
         old = had[path]

@@ -34,7 +34,7 @@ def convert_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **
     face = Face.of(config, copy)
     kernels, has_state = face.convert(plain_model(model), *example_inputs, **example_kwargs)
     _put_kernels(copy, kernels, has_state)
-    return face.adopt(copy)
+    return face.replace_classes(copy)
 
 
 def _put_kernels(model: nnx.Module, kernels: Mapping[str, QTensor], has_state: bool) -> None:
@@ -59,11 +59,11 @@ def nnx_params(model: nnx.Module) -> dict[str, Any]:
     Args:
       model: model from ``jaxquant.convert``.
     """
-    leaves: dict[Any, Any] = flatten_dict(_kept(model), keep_empty_nodes=True)
+    leaves: dict[Any, Any] = flatten_dict(_stored_variables(model), keep_empty_nodes=True)
     return unflatten_dict({tuple(map(str, path)): leaf for path, leaf in leaves.items()})
 
 
-def _kept(model: nnx.Module) -> dict[Any, Any]:
+def _stored_variables(model: nnx.Module) -> dict[Any, Any]:
     """Return the variables that ``nnx_params`` and ``update_nnx`` handle."""
     left_out = nnx.Any(nnx.RngState, nnx.Intermediate, QuantState)
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(left_out)))
@@ -82,7 +82,7 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     """
     given, lacks = leaves_by_path(params, is_tensor), list[str]()
 
-    def take(path: str, own: Any) -> Any:
+    def pick(path: str, own: Any) -> Any:
         if path not in given or is_tensor(own) != is_tensor(given[path]):
             lacks.append(path)
             return None
@@ -91,17 +91,17 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
             raise ValueError(f"parameter {path!r} has shape {tuple(made.shape)}, but the model has {tuple(own.shape)}")
         return made.astype(own.dtype) if is_tensor(made) and made.dtype is None else made
 
-    new = map_by_path(take, _kept(model), is_tensor)
+    new = map_by_path(pick, _stored_variables(model), is_tensor)
     if lacks or given:
         raise ValueError(
             f"only the model has {', '.join(sorted(lacks)) or 'nothing'}, and only the parameters have "
             f"{', '.join(sorted(given)) or 'nothing'}; pass the result of nnx_params for this model"
         )
     nnx.update(model, new)
-    nnx.update(model, jax.tree.map(_begun, nnx.state(model, nnx.RngState)))
+    nnx.update(model, jax.tree.map(_initialized, nnx.state(model, nnx.RngState)))
 
 
-def _begun(x: Any) -> Any:
+def _initialized(x: Any) -> Any:
     """Return RNG state unchanged, or RNG state with seed 0 for a shape."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x

@@ -22,7 +22,7 @@ from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.faces import at_work
+from jaxquant.inject.faces import traced_face
 from jaxquant.ops.einsum import contract_einsum
 from jaxquant.state.watch import STATELESS, require_manual
 
@@ -139,7 +139,7 @@ class Quantization:
         """Whether the ops stay in float, because a model quantized with the same config is being traced."""
         if self.quant_mode is not QuantMode.TRAIN:
             return False
-        engine = None if at_work.value is None else at_work.value.engine
+        engine = None if traced_face.value is None else traced_face.value.engine
         return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
