@@ -25,7 +25,7 @@ from jaxquant.config.quant_config import ConfigLike, QuantConfig, refuse_fields
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import QTensor
 from jaxquant.inject import linen
-from jaxquant.inject.faces import NNXModel, quantized_with, sort_arguments
+from jaxquant.inject.faces import NNXModel, face_of, sort_arguments
 from jaxquant.inject.nnx_converted import convert_nnx
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.kernels import LayerKernel
@@ -73,7 +73,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     config = _config(config)
     if isinstance(model, nnx.Module):
         return convert_nnx(model, config, *example_inputs, **example_kwargs)
-    if quantized_with(model) is not None:
+    if face_of(model) is not None:
         raise ValueError(f"{type(model).__name__} is quantized; give convert the float model")
     variables = meta.unbox(dict(variables))
     found = linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs)

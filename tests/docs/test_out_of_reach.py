@@ -174,7 +174,7 @@ def test_a_matmul_that_cannot_be_quantized_warns_once_and_is_an_error_under_stri
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         jax.eval_shape(quantized, params, {}, X)
-    why = f"stay in float (w: {_reason(fn, STACK)}); leave them out by a rule with recipe null"
+    why = f"stay in float (w: {_reason(fn, STACK)}); add a rule with recipe null"
     assert [str(each.message).endswith(why) for each in caught] == [True]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -69,6 +69,6 @@ def test_strict_refuses_before_anything_is_written(tiny, tmp_path):
     # Blocks of under 128 elements.
     blocks = {"quantization": "int8", "quant_backend": "qwix", "quantization_local_shard_count": 2}
     config = dataclasses.replace(tiny, run_dir=str(tmp_path / "run"), strict=True, **blocks)
-    with pytest.raises(ValueError, match=r"strict: layers/.* drhs: int8 × int8 is wanted .* is there"):
+    with pytest.raises(ValueError, match=r"strict: layers/.* drhs: int8 × int8 is expected .* was found"):
         prepare(config, print)
     assert not (tmp_path / "run").exists()
