@@ -55,7 +55,7 @@ CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
 NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass what init, jaxquant\.state\.split or a gradient"
 SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
 PARTS = r"params has \[.*they are swapped, or one of them is the whole variables; call merge\(params, quant_state"
-WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
+WHOLE = r"params is the whole variables dict \(it has a collection 'params'\); save variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,

@@ -1,10 +1,10 @@
-"""convert: the parameters of a trained model become the quantized ones that serve it.
+"""Conversion of a trained model's float parameters to quantized parameters for serving.
 
-    params, quant_state ──► kernels (where each kernel is, how it is read) ──► QTensor leaves, static input scales
+    params, quant_state ──► kernels (position and use of each kernel) ──► QTensor leaves, static input scales
                                      one kernel, or one layer of it, at a time
 
-Each kernel goes through the quantization that the training forward does, so the converted model computes bit for bit
-what the trained one computes with the same parameters and quant state.
+Each kernel is quantized as in the training forward pass, so the converted model returns the same bits as the trained
+model with the same parameters and quant state.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def convert(
 
 def _config(given: Any) -> QuantConfig:
     config = QuantConfig.from_any(given)
-    why = "is not written by convert; leave it empty and write what convert returns with jaxquant.serving.save"
+    why = "is not written by convert; leave it empty and save the result of convert with jaxquant.serving.save"
     refuse_fields(config, {"save_quantized_params_path": why}, ValueError)
     return config
 
@@ -95,15 +95,15 @@ def _config(given: Any) -> QuantConfig:
 def find_kernels(
     model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, LayerKernel]:
-    """Find the kernels of a Linen model that a config quantizes, by the path of their layer; see ``convert``.
+    """Return the kernels of a Linen model that a config quantizes, by layer path; see ``convert``.
 
-    A second kernel of one layer has the path of its parameter.
+    The key of a second kernel of the same layer is the path of its parameter.
 
     Args:
-      model: the float model.
-      config: as for ``maybe_quantize_model``.
+      model: float model.
+      config: same as for ``maybe_quantize_model``.
       variables: parameters, arrays or ``jax.ShapeDtypeStruct``, and the arrays of the quant state.
-      example_inputs, example_kwargs: arguments of its ``__call__``.
+      example_inputs, example_kwargs: arguments of the model's ``__call__``.
     """
     config = _config(config)
     found: dict[str, LayerKernel] = {}
@@ -115,17 +115,17 @@ def find_kernels(
 def convert_each(
     layers: Mapping[str, LayerKernel], read: Read, shapes: Tree, progress: Callable[[str], None] | None = None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Convert parameters that lie elsewhere, in bounded memory: one layer of one kernel is float at a time.
+    """Convert parameters that ``read`` loads, in bounded memory: one layer of one kernel is float at a time.
 
     Args:
-      layers: from ``find_kernels``.
-      read: (path in the variables, index of leading axes) -> array of that slice; ``()`` is all of it.
-      shapes: the variables, arrays or ``jax.ShapeDtypeStruct``.
-      progress: called with each path that is done.
+      layers: result of ``find_kernels``.
+      read: function (path in the variables, index of leading axes) -> array of that slice; ``()`` is the whole array.
+      shapes: variables, as arrays or ``jax.ShapeDtypeStruct``.
+      progress: function that is called with each finished path.
 
     Yields:
-      The path in "params" of each new leaf, and the leaf in host memory: QTensors of numpy arrays where the kernel was
-      converted, numpy arrays of all that stays as it is.
+      The path of each new leaf in "params", and the leaf in host memory: a QTensor of numpy arrays for a converted
+      kernel, otherwise a numpy array.
     """
     kernels = {layer.name: layer for layer in layers.values()}
     paths: Iterable[tuple[str, ...]] = flatten_dict(shapes["params"])
@@ -140,7 +140,7 @@ def convert_each(
 
 
 def _convert_slices(layer: LayerKernel, read: Read) -> QTensor:
-    """Convert a kernel layer by layer into arrays of its whole shape."""
+    """Convert a kernel layer by layer into arrays of the full shape."""
     whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), layer.made) if layer.stacked else None
     for index in itertools.product(*(range(layer.made.shape[axis]) for axis in layer.stacked)):
         at = dict(zip(layer.stacked, index, strict=True))
