@@ -72,7 +72,7 @@ MISTAKES = {
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
     "state.merge(params, [quant_state])": NO_STATE,
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
-    "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*makes int4",
+    "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*produces int4",
     "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "makes no quantized kernels",
     "jaxquant.calibrate(float_variables, FP8, X, model=PLAIN)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
     "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "the variables to calibrate have no collection 'params'",
