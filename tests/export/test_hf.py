@@ -152,7 +152,7 @@ REFUSED = [
     (NotImplementedError, "quant_method 'gptq' is not supported: its groups", {"quant_method": "gptq"}),
     (
         NotImplementedError,
-        "targets[0] 'Conv1D' names a class",
+        "targets[0] 'Conv1D' is a class",
         compressed(CHANNEL, None) | {"config_groups": {"group_0": {"targets": ["Conv1D"], "weights": CHANNEL}}},
     ),
     (NotImplementedError, "quant_algo 'W4A8_AWQ' is not", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}),
@@ -207,7 +207,7 @@ def test_an_encoding_of_max_has_its_blocks():
     encoding = QuantizationEncoding.Q4_K
     data = jax.eval_shape(encoding.quantize, jax.ShapeDtypeStruct((2, 512), jnp.float32))
     assert (encoding.block_size, data.shape, data.dtype) == (144, (2, 288), jnp.uint8)
-    with pytest.raises(ValueError, match="is no multiple of"):
+    with pytest.raises(ValueError, match="is not a multiple of"):
         encoding.dequantize(jnp.zeros((2, 17), jnp.uint8))
     with pytest.raises(NotImplementedError, match="quantization encoding gptq"):
         QuantizationEncoding.GPTQ.quantize(jnp.ones(32))

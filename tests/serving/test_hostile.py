@@ -77,7 +77,7 @@ def test_a_link_is_followed_and_files_and_sums_that_miss_each_other_are_refused(
     (copy / "notes.txt").unlink()
     with (copy / SUMS).open("a") as file:
         file.write(f"{'0' * 64}  ../../etc/passwd\n")
-    refused(copy, "SHA256SUMS is no list of sums")
+    refused(copy, "SHA256SUMS is not a list of checksums")
 
 
 def test_what_is_no_checkpoint_or_of_another_version(copy: Path, tmp_path: Path):
