@@ -110,7 +110,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     run = load_run(folder, folder.name)
     if not run.summary:
         raise ValueError(
-            f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
+            f"{name}, seed {seed} was stopped after step {run.last_step}; run the same command again to resume"
         )
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
