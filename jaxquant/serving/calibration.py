@@ -1,4 +1,4 @@
-"""calibrate: static scales for a model that was trained without them, from what its activations are on real inputs."""
+"""Calibration: static scales for a float model, from the amaxes of its activations on real inputs."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ def calibrate(
 @overload
 def calibrate(model: NNXModel, config: ConfigLike, batches: Iterable[Any], /) -> NNXModel: ...
 def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
-    """Make for a float model the quant state that a recipe with delayed scaling would have had, for ``convert``.
+    """Create the quant state that a recipe with delayed scaling needs, for a float model that was trained without it.
 
-    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches; the
-    scales that ``convert`` makes are those of delayed scaling with such a history. Layers run quantized meanwhile, each
-    scaled by what it has seen so far. Recipes without quant state need no calibration, and get none.
+    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches;
+    ``convert`` derives the static scales from them as delayed scaling does. During calibration, layers run quantized,
+    each with scales from the batches so far. Recipes without quant state need no calibration; the model or variables
+    are then returned unchanged.
 
     ``calibrate(model, variables, config, batches)`` calibrates a Linen model, ``calibrate(model, config, batches)`` an
     NNX model.
 
     Args:
       model: float Linen or NNX model.
-      variables: of a Linen model; quant state that they have is dropped.
-      config: as for ``maybe_quantize_model``.
-      batches: real inputs of the model's ``__call__``, each a tuple of arguments or one array. At least one, and no
-        more than the recipe's amax history is long.
+      variables: variables of a Linen model; existing quant state is dropped.
+      config: same as for ``maybe_quantize_model``.
+      batches: real inputs of the model's ``__call__``, each a tuple of arguments or one array. At least one, and at
+        most as many as the recipe's amax history has entries.
 
     Returns:
       Variables with quant state, or a quantized NNX model with it, for ``convert``.
 
     Raises:
-      TypeError: arguments in another order, or ``batches`` that is one array or not a series of batches.
-      ValueError: variables without "params", no batch, or more batches than the history remembers.
-      NotImplementedError: a recipe with weight sparsity, whose mask is made in training.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      TypeError: arguments are in another order, or ``batches`` is one array or not iterable.
+      ValueError: there are no "params", no batches, or more batches than history entries.
+      NotImplementedError: a recipe has weight sparsity, whose mask is computed in training.
+      TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """
     variables, config, batches = sort_arguments("calibrate", model, arguments, "batches", unknown)
     config = QuantConfig.from_any(config)
@@ -61,12 +62,12 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     each = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
     first = next(iter(each), None)
     if first is None:
-        raise ValueError("calibrate got no batch; give it at least one of real inputs")
+        raise ValueError("calibrate got no batches; pass at least one batch of real inputs")
     recipes = choose_recipes(model, config, *first)
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
-                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, whose mask is made in training; set "
+                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, which needs training for its mask; set "
                 "weight_sparsity_n and weight_sparsity_m to null"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):
@@ -85,8 +86,8 @@ def _at_most(longest: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
     for count, batch in enumerate(rest, start=2):
         if count > longest:
             raise ValueError(
-                f"calibrate got more than {longest} batches, and amax_history_length {longest} remembers no more; give "
-                "fewer and larger ones"
+                f"calibrate got more than {longest} batches, but amax_history_length is {longest}; pass "
+                "fewer, larger batches"
             )
         yield batch
 
@@ -116,7 +117,7 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
 
 
 def _zero(out: Any) -> jax.Array:
-    """Return a 0 that hangs on every float output; what is chosen of them, as tokens are, hangs on none."""
+    """Return a zero that depends on every float output, so that its gradient carries the observations."""
     floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum((0 * jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 

@@ -45,29 +45,29 @@ def convert(model: NNXModel, config: ConfigLike, /, *example_inputs: Any, **exam
 def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     """Convert a trained model's float kernels to quantized ones.
 
-    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model,
-    ``convert(model, config, *example_inputs)`` an NNX model. The arguments stay as they are.
+    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model, ``convert(model,
+    config, *example_inputs)`` an NNX model. The arguments are not changed.
 
     Args:
       model: float Linen model whose variables are converted, or NNX model.
-      variables: of a Linen model, all that training has: ``{"params": …}`` and, if the recipe has state,
+      variables: all variables of a trained Linen model: ``{"params": …}`` and, if the recipe has state,
         ``_overwrite_with_gradient``.
-      config: config of the training run, or for post-training quantization the config to serve with; as for
+      config: config of the training run, or the serving config for post-training quantization; see
         ``maybe_quantize_model``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``.
 
     Returns:
-      For Linen: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an
-      ``input_scale`` if the recipe scales activations by a static scale. Collections other than quant
-      state are kept; boxes with names of axes are removed. The variables run in the model that
-      ``maybe_quantize_model(model, config, …)`` makes of a config with ``checkpoint_is_quantized`` true. For NNX:
-      a converted model, ready to be called.
+      For Linen: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an ``input_scale``
+        if the recipe has a static scale for activations. Collections other than quant state are kept; boxes with names
+        of axes are removed. To run the variables, pass a config with ``checkpoint_is_quantized`` true to
+        ``maybe_quantize_model(model, config, …)``. For NNX: a converted model, ready to be called.
 
     Raises:
-      TypeError: arguments in another order, or a model that is not a Flax module.
-      ValueError: a kernel that is missing, of another shape, or converted already; quant state that is missing, or has
-        not observed what a static scale needs; ``save_quantized_params_path``, which ``convert`` does not write.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      TypeError: arguments are in another order, or the model is not a Flax module.
+      ValueError: a kernel is missing, has another shape, or is already converted; quant state is missing, or has not
+        observed an amax that a static scale needs; ``save_quantized_params_path`` is set, which ``convert`` does not
+        write.
+      TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """
     variables, config, *example_inputs = sort_arguments("convert", model, arguments, "*inputs", example_kwargs)
     config = _config(config)
