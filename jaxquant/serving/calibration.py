@@ -67,7 +67,7 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
-                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, which needs training for its mask; set "
+                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, which needs a mask from training; set "
                 "weight_sparsity_n and weight_sparsity_m to null"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):

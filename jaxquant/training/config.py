@@ -181,7 +181,7 @@ class TrainConfig(Shape, QuantConfig):
         if self.saved_activations == "fp8" and self.remat_policy not in ("none", "quantized"):
             raise ValueError(
                 f"saved_activations 'fp8' has no effect with remat_policy {self.remat_policy!r}, which recomputes "
-                "the activations; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
+                "norms and gates; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
             )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(

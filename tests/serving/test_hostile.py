@@ -73,7 +73,7 @@ def test_a_link_is_followed_and_files_and_sums_that_miss_each_other_are_refused(
     (copy / ARRAYS).symlink_to(tmp_path / "blob")
     load(copy)
     (copy / "notes.txt").write_text("mine")
-    refused(copy, "notes.txt has no sum in SHA256SUMS; move it elsewhere")
+    refused(copy, "notes.txt has no checksum in SHA256SUMS; move it elsewhere")
     (copy / "notes.txt").unlink()
     with (copy / SUMS).open("a") as file:
         file.write(f"{'0' * 64}  ../../etc/passwd\n")

@@ -152,7 +152,7 @@ def test_what_may_differ_is_told_or_changes_with_the_next_checkpoint(run: Path):
     slower = TrainConfig(learning_rate=1e-4)
     assert resume(run, TrainConfig())[1] == []
     _, said = resume(run, TrainConfig(steps=2000, run_dir="elsewhere"))
-    assert said == ["steps is 2000, it was 1000 when checkpoint 2 was made"]
+    assert said == ["steps is 2000, it was 1000 when checkpoint 2 was saved"]
     checkpoints, said = resume(run, slower)
     assert said == []
     assert checkpoints.changes == {"learning_rate": (1e-3, 1e-4)}

@@ -64,9 +64,7 @@ def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, caps
 def test_remat_policies_need_what_they_keep():
     for kept in ("none", "quantized"):
         TrainConfig(quantization="fp8", quant_backend="native", remat_policy=kept, saved_activations="fp8")
-    with pytest.raises(
-        ValueError, match=r"saved_activations 'fp8' has no effect with .* remat_policy 'matmuls' computes"
-    ):
+    with pytest.raises(ValueError, match=r"saved_activations 'fp8' has no effect with remat_policy 'matmuls', which"):
         TrainConfig(remat_policy="matmuls", saved_activations="fp8")
     for fields in ({}, {"quantization": "int8", "quant_backend": "aqt"}, {"quantization": "aqt_fp8"}):
         with pytest.raises(ValueError, match="remat_policy 'quantized' saves the residuals of the native backend"):

@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused(served, finished):
     outside = np.zeros(2, np.int32), np.asarray([0, 32], np.int32), np.asarray([True, True]), np.zeros(2, np.int32)
     for call, message in (
         (lambda: Sampling(temperature=float("nan")), "temperature nan must not be negative"),
-        (lambda: Sampling(seed=-1), "seed -1 must lie between"),
+        (lambda: Sampling(seed=-1), "seed -1 must be between"),
         (lambda: served("", "").engine(slots=0), "slots 0 must be at least 1"),
         (lambda: served("", "").engine(max_length=1), "max_length 1 must be at least 2"),
         (lambda: engine.generate([Prompt([1], "prompt 1")], 0), "max_new_tokens 0 must be at least 1"),

@@ -122,4 +122,4 @@ def test_damaged_metrics_are_left_out_with_a_message(tmp_path: Path):
     said: list[str] = []
     metrics.truncate_metrics(path, 2, said.append)
     assert path.read_bytes().splitlines() == good
-    assert said == [f"{path}: {len(odd)} damaged lines left out"]
+    assert said == [f"{path}: removed {len(odd)} damaged lines"]
