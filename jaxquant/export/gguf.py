@@ -161,7 +161,7 @@ def export_gguf(
     with partial_path(out) as partial, partial.open("wb") as file:
         file.write(head)
         for each, (own, size) in kinds.items():
-            stored, back = _stored(source, each, own)
+            stored, back = _encode_tensor(source, each, own)
             if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
                 raise ValueError(f"{each} has {stored.nbytes} bytes, which is not the size of {own} {size}")
             file.write(np.ascontiguousarray(stored).data)
@@ -174,7 +174,7 @@ def export_gguf(
     return rows
 
 
-def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
+def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
     """Return the bytes of a tensor and their SQNR."""
     heads = _rotated_heads(source.shape, name)
     tensor = source.quantized(name.removesuffix(".weight"))
@@ -214,12 +214,12 @@ def read_shape(file: GgufFile) -> LlamaShape:
     if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
         raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder does not support")
 
-    asked = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
+    used_keys = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
     if "llama.rope.scaling.type" in found:  # its value is "none", so the other keys change nothing
-        asked |= {key for key in found if key.startswith("llama.rope.scaling.")}
+        used_keys |= {key for key in found if key.startswith("llama.rope.scaling.")}
 
     def number(key: str, default: Any = None) -> Any:
-        asked.add(f"llama.{key}")
+        used_keys.add(f"llama.{key}")
         value = found.get(f"llama.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{file.path} has no number under llama.{key}")
@@ -260,7 +260,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
         "max_position_embeddings": number("context_length", 2048),
     }
     for key, value in found.items():
-        if key.startswith("llama.") and key not in asked and (isinstance(value, np.ndarray) or value):
+        if key.startswith("llama.") and key not in used_keys and (isinstance(value, np.ndarray) or value):
             raise NotImplementedError(
                 f"{file.path} has {key} {show(value)}, which is not supported and may change values; convert the "
                 "model without it"

@@ -205,36 +205,36 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
             raise ValueError(f"{self.path} has general.alignment {show(alignment)}, which must be a power of two")
-        found: dict[str, Tensor] = {}  # each with its offset after the header
+        tensors: dict[str, Tensor] = {}  # each with its offset after the header
         end = 0
         for _ in range(count):
             name = self._text()
-            what = f"{self.path}: tensor {show(name)}"
+            place = f"{self.path}: tensor {show(name)}"
             axes = self._unpack("<I")
-            if name in found or not 1 <= axes <= _MAX_AXES:
-                raise ValueError(f"{what} occurs twice, or has {axes} axes")
+            if name in tensors or not 1 <= axes <= _MAX_AXES:
+                raise ValueError(f"{place} occurs twice, or has {axes} axes")
             shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
             number, offset = self._unpack("<I"), self._unpack("<Q")
             if number not in _TYPE_NAMES:
                 kind = _OTHERS.get(number, f"number {number}")
                 raise NotImplementedError(
-                    f"{what} is of type {kind}, which is not supported; quantize to one of {', '.join(TYPES)}"
+                    f"{place} is of type {kind}, which is not supported; quantize to one of {', '.join(TYPES)}"
                 )
             try:
                 size = row_bytes(_TYPE_NAMES[number], shape[-1]) * math.prod(shape[:-1])
             except ValueError as error:
-                raise ValueError(f"{what}: {error}") from None
+                raise ValueError(f"{place}: {error}") from None
             if offset % alignment or offset < end or not 0 < size <= len(self._map):
                 raise ValueError(
-                    f"{what} is at {offset} with {size} bytes: it overlaps the previous one, is not aligned, or "
+                    f"{place} is at {offset} with {size} bytes: it overlaps the previous one, is not aligned, or "
                     "is outside of the file"
                 )
             end = offset + size
-            found[name] = Tensor(_TYPE_NAMES[number], shape, offset, size)
+            tensors[name] = Tensor(_TYPE_NAMES[number], shape, offset, size)
         begin = padded(self._at, alignment)
         if begin + end > len(self._map):
             raise ValueError(f"{self.path} ends at byte {len(self._map)}, within its tensors; download it again")
-        return {name: tensor._replace(start=begin + tensor.start) for name, tensor in found.items()}
+        return {name: tensor._replace(start=begin + tensor.start) for name, tensor in tensors.items()}
 
     def _take(self, count: int) -> bytes:
         if count > len(self._map) - self._at:

@@ -157,7 +157,7 @@ def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
     """
     row = codec(format)
     blocks = x.reshape(-1, row.elements_per_block)
-    found = _in_parts(lambda part: row.encode(jnp.asarray(part, jnp.float32)), blocks, row.elements_per_block)
+    found = _in_chunks(lambda part: row.encode(jnp.asarray(part, jnp.float32)), blocks, row.elements_per_block)
     return {name: part.reshape(*x.shape[:-1], -1) for name, part in found.items()}
 
 
@@ -165,11 +165,11 @@ def decode_blocks(format: str, data: np.ndarray) -> np.ndarray:
     """Decode bytes of ``encode_blocks`` to float32 for a format that has only bytes, in chunks of one shape."""
     row = codec(format)
     blocks = data.reshape(-1, row.bytes_per_block)
-    found = _in_parts(lambda part: {"": row.decode({"blocks": jnp.asarray(part)})}, blocks, row.elements_per_block)
+    found = _in_chunks(lambda part: {"": row.decode({"blocks": jnp.asarray(part)})}, blocks, row.elements_per_block)
     return found[""].reshape(*data.shape[:-1], -1)
 
 
-def _in_parts(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndarray, elements: int) -> Tensors:
+def _in_chunks(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndarray, elements: int) -> Tensors:
     size = max(1, _BLOCKS_AT_ONCE // elements)
     small = _FEW // elements
     step = small if len(blocks) <= small else size
@@ -183,7 +183,7 @@ def _in_parts(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndar
 
 def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return packed e2m1 [..., in / 2] and E8M0 bytes [..., in / 32]."""
-    found = _in_parts(_mxfp4, weight.reshape(-1, 32), 32)
+    found = _in_chunks(_mxfp4, weight.reshape(-1, 32), 32)
     packed, scale = pack_e2m1(found["qvalue"]), found["scale"].view(np.uint8)
     return packed.reshape(*weight.shape[:-1], -1), scale.reshape(*weight.shape[:-1], -1)
 

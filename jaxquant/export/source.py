@@ -114,14 +114,14 @@ class Source:
         The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the layer has
         other numbers, or a per-tensor scale that the layers that servers fuse with it do not share.
         """
-        found: dict[str, ScaledElements] = {}
+        elements: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):
             tensor = self.quantized(name)
-            own = None if tensor is None else ScaledElements.of(tensor, operand)
-            if own is None:
+            scaled = None if tensor is None else ScaledElements.of(tensor, operand)
+            if scaled is None:
                 return None
-            found[name] = own
-        return found[module] if len({own.scale.tobytes() for own in found.values()}) == 1 else None
+            elements[name] = scaled
+        return elements[module] if len({scaled.scale.tobytes() for scaled in elements.values()}) == 1 else None
 
     def fused_amax(self, module: str) -> float:
         """Return the largest magnitude of a weight and of the weights that servers fuse with it."""
@@ -134,14 +134,14 @@ class Source:
           ValueError: the input was not measured.
         """
         try:
-            found = [self.input_amax[name] for name in fused_with(module)]
+            amaxes = [self.input_amax[name] for name in fused_with(module)]
         except KeyError as error:
             raise ValueError(
                 f"the input of {error.args[0]} has no amax, but this format stores its scale; calibrate the "
                 "model, or use a format with dynamic scales"
             ) from None
-        if not all(np.isfinite(value) and value > 0 for value in found):
+        if not all(np.isfinite(value) and value > 0 for value in amaxes):
             raise ValueError(
-                f"the input of {module} has the amax {max(found)}, which gives no valid scale; calibrate the model"
+                f"the input of {module} has the amax {max(amaxes)}, which gives no valid scale; calibrate the model"
             )
-        return max(found)
+        return max(amaxes)

@@ -82,10 +82,10 @@ def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> Sto
         raise NotImplementedError(
             "a weight with a scale for each column is not supported; export it with one for each row"
         )
-    left = _Left(tensors)
-    layer = _PACKINGS[spec.packing].read(spec, shape, left)
-    input_amax(spec, left)
-    left.check_empty()
+    unused = _UnusedTensors(tensors)
+    layer = _PACKINGS[spec.packing].read(spec, shape, unused)
+    input_amax(spec, unused)
+    unused.check_empty()
     return layer
 
 
@@ -124,14 +124,14 @@ def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
     if name is None:
         return None
     scale = tensors.pop(name)
-    value = _single(scale, "the static scale of the input")
+    value = _positive_scalar(scale, "the static scale of the input")
     largest = _LARGEST.get(spec.input.dtype)
     if largest is None:
         raise ValueError(f"a static scale of {spec.input.dtype} inputs is not supported; export with dynamic scales")
     return largest / value if spec.packing == "nvfp4-pack" else largest * value
 
 
-class _Left(Tensors):
+class _UnusedTensors(Tensors):
     """Tensors of a layer that are not used yet."""
 
     def take(self, *names: str, is_needed: bool = True) -> Any:
@@ -151,7 +151,7 @@ class _Left(Tensors):
             )
 
 
-def _single(array: np.ndarray, what: str) -> float:
+def _positive_scalar(array: np.ndarray, what: str) -> float:
     value = array.astype(np.float32).reshape(-1)
     if value.size != 1 or not np.isfinite(value[0]) or value[0] <= 0:
         raise ValueError(f"{what} has shape {array.shape}, or is not a finite number above 0")
@@ -190,28 +190,28 @@ def _layer(
     return StoredLayer(elements, scale, block, None if zero_point is None else zero_point.reshape(counts))
 
 
-def _zero_point(spec: LayerSpec, left: _Left, bits: int, rows: int) -> np.ndarray | None:
+def _zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -> np.ndarray | None:
     """Remove and return the zero points: int8, or packed into int32 along the rows (elements: along the columns)."""
-    found = left.take("weight_zero_point", is_needed=not spec.weight.symmetric)
-    if found is None:
+    zero_point = unused.take("weight_zero_point", is_needed=not spec.weight.symmetric)
+    if zero_point is None:
         return None
-    if found.dtype == np.int32 and found.ndim == 2 and len(found) == -(-rows * bits // 32):
-        found = unpack_int(found.T, bits, rows).T
-    if found.dtype != np.int8:
+    if zero_point.dtype == np.int32 and zero_point.ndim == 2 and len(zero_point) == -(-rows * bits // 32):
+        zero_point = unpack_int(zero_point.T, bits, rows).T
+    if zero_point.dtype != np.int8:
         raise ValueError(
-            f"weight_zero_point is {found.dtype.name}{found.shape}, which is neither int8 nor packed into int32"
+            f"weight_zero_point is {zero_point.dtype.name}{zero_point.shape}, neither int8 nor packed into int32"
         )
-    if spec.weight.symmetric and found.any():
+    if spec.weight.symmetric and zero_point.any():
         raise ValueError("weight_zero_point is not 0, but its config has symmetric true; correct one of them")
-    return None if spec.weight.symmetric else found
+    return None if spec.weight.symmetric else zero_point
 
 
-def _plain(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
-    weight = left.take("weight")
+def _plain(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+    weight = unused.take("weight")
     kind = "int8" if spec.weight.dtype == "int4" else spec.weight.dtype
     _expect("weight", weight, jnp.dtype(kind), shape)
-    scale = left.take("weight_scale", "weight_scale_inv")
-    return _layer(spec, shape, weight, scale, _zero_point(spec, left, 8, shape[0]))
+    scale = unused.take("weight_scale", "weight_scale_inv")
+    return _layer(spec, shape, weight, scale, _zero_point(spec, unused, 8, shape[0]))
 
 
 def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
@@ -240,19 +240,19 @@ def _encoded(
     return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
 
 
-def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+def _packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
         raise NotImplementedError(
             f"{spec.weight.dtype} cannot be packed into int32; the format has another element type"
         )
-    packed, scale = left.take("weight_packed"), left.take("weight_scale")
+    packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
-    stored = left.take("weight_shape", is_needed=False)
+    stored = unused.take("weight_shape", is_needed=False)
     if stored is not None and tuple(stored.tolist()) != shape:
         raise ValueError(f"weight_shape is {stored.tolist()}, but the model needs {list(shape)}")
     elements = unpack_int(packed, bits, shape[1])
-    return _layer(spec, shape, elements, scale, _zero_point(spec, left, bits, shape[0]))
+    return _layer(spec, shape, elements, scale, _zero_point(spec, unused, bits, shape[0]))
 
 
 def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
@@ -261,14 +261,14 @@ def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarr
     return {".weight_packed": pack_int4(elements), ".weight_scale": scale, ".weight_shape": shape}
 
 
-def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+def _nvfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     is_modelopt = spec.packing == "modelopt"
     name = "weight" if is_modelopt else "weight_packed"
-    packed, scale = left.take(name), left.take("weight_scale")
-    outer = left.take("weight_scale_2" if is_modelopt else "weight_global_scale")
+    packed, scale = unused.take(name), unused.take("weight_scale")
+    outer = unused.take("weight_scale_2" if is_modelopt else "weight_global_scale")
     _expect(name, packed, np.uint8, (shape[0], shape[1] // 2))
     _expect("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
-    value = np.full(1, _single(outer, "the scale of the tensor"), np.float32)
+    value = np.full(1, _positive_scalar(outer, "the scale of the tensor"), np.float32)
     whole = scale.astype(np.float32) * value if is_modelopt else scale.astype(np.float32) / value
     levels = scale, value if is_modelopt else 1 / value
     return dataclasses.replace(_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
@@ -288,8 +288,8 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
     return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
 
 
-def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
-    packed, scale = left.take("weight_packed"), left.take("weight_scale")
+def _mxfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+    packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
     if scale.dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
         raise ValueError(f"weight_scale is {scale.dtype.name}, but scales of MXFP4 are E8M0")
@@ -305,7 +305,7 @@ def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 
 
 class _Packing(NamedTuple):
-    read: Callable[[LayerSpec, tuple[int, int], _Left], StoredLayer]
+    read: Callable[[LayerSpec, tuple[int, int], _UnusedTensors], StoredLayer]
     write: Callable[[LayerSpec, Source, str, np.ndarray], Tensors]
 
 

@@ -56,7 +56,7 @@ def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
         raise ValueError(f"{place} is gone; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
-        raise ValueError(f"{place} is not a list of checksums; {_way_out(place, required)}")
+        raise ValueError(f"{place} is not a list of checksums; {_advice(place, required)}")
     return {name: digest for digest, name in _LINE.findall(text)}
 
 
@@ -85,10 +85,10 @@ def check_sums(
         path = folder / name
         if name in sums and (not path.is_file() or sha256_of(path) != sums[name]):
             what = "has changed since it was written" if path.is_file() else "is gone"
-            raise ValueError(f"{path} {what}; {_way_out(folder / NAME, required)}")
+            raise ValueError(f"{path} {what}; {_advice(folder / NAME, required)}")
 
 
-def _way_out(place: Path, required: bool) -> str:
+def _advice(place: Path, required: bool) -> str:
     """Return advice for a damaged file; checksums that are not required may be deleted."""
     return "copy the folder again, or write it again" + (
         "" if required else f", or delete {place} if the change is intended"

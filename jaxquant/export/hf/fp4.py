@@ -10,14 +10,14 @@ from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, l
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import mx_layer
 
-_RESTATED = (
+_REDUNDANT_KEYS = (
     "qscheme", "round_method", "ch_axis", "is_dynamic", "observer_cls", "scale_type", "symmetric", "is_scale_quant",
     "mx_element_dtype", "scale_calculation_mode",
 )  # fmt: skip
 """Keys that only describe how Quark computed the stored numbers, or that follow from the MX element type."""
-_UP = "ceil"
+_ROUND_UP = "ceil"
 """Quark's name for jaxquant's scales of MX blocks: the next power of two above amax / largest number."""
-_OF_THE_TOOL = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
+_TOOL_KEYS = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
 _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
@@ -41,20 +41,20 @@ def read_quark(config: Section) -> CheckpointQuantization:
         raise ValueError(f"{weight.where('group_size')} must be 32 for MX, got {weight.data['group_size']}")
     if config.has("layer_quant_config") and config.section("layer_quant_config").data:
         raise NotImplementedError(f"{config.where('layer_quant_config')} is not supported; quantize all layers alike")
-    weight.pass_over(*_RESTATED)
+    weight.pass_over(*_REDUNDANT_KEYS)
     inputs = whole.section("input_tensors") if whole.has("input_tensors") else None
     if inputs is not None:
-        inputs.pass_over(*_RESTATED)
+        inputs.pass_over(*_REDUNDANT_KEYS)
         for key, wanted in (("dtype", dtype), ("scale_format", scale), ("group_size", 32)):
             if inputs.has(key) and inputs.get(key) != wanted:
                 raise NotImplementedError(f"{inputs.where(key)} must equal that of the weights, {wanted!r}")
-        if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _UP:
+        if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _ROUND_UP:
             warnings.warn(
                 f"{inputs.where('scale_calculation_mode')} is {mode!r}, but scales of inputs are rounded up here, "
-                f"{_UP!r}",
+                f"{_ROUND_UP!r}",
                 stacklevel=2,
             )
-    config.pass_over(*_OF_THE_TOOL)
+    config.pass_over(*_TOOL_KEYS)
     rules = listed(config, ["exclude"], quark_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
     rules.append(LayerRule(".*", spec, weight.place))

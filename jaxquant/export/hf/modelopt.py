@@ -78,7 +78,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
     if algorithm.upper() == MIXED or config.has("quantized_layers"):
         rules += _mixed(config)
     elif not algorithm:
-        groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.asked))
+        groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.read_places))
         rules += groups.rules
     else:
         rules.append(LayerRule(".*", layer(config, "quant_algo"), config.where("quant_algo")))

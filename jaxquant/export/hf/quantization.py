@@ -105,7 +105,7 @@ class CheckpointQuantization:
 
 
 def listed(
-    config: Section, keys: Iterable[str], dialect: Callable[[str, str], str], spec: LayerSpec | None = None
+    config: Section, keys: Iterable[str], to_regex: Callable[[str, str], str], spec: LayerSpec | None = None
 ) -> list[LayerRule]:
     """Return a rule for each entry of lists of modules.
 
@@ -116,7 +116,7 @@ def listed(
       spec: quantization of these modules, or None for float.
     """
     return [
-        LayerRule(dialect(name, f"{config.where(key)}[{index}]"), spec, config.where(key))
+        LayerRule(to_regex(name, f"{config.where(key)}[{index}]"), spec, config.where(key))
         for key in keys
         for index, name in enumerate(config.texts(key))
     ]

@@ -48,13 +48,13 @@ def find_section(
       ValueError: there are two different quantization configs.
       TypeError: a value has another type.
     """
-    whole = Section(config, "")
-    places = [place.section(key) for key in KEYS for place in (whole, whole.section("text_config"))]
-    found = [section for section in places if section.data]
-    if len(found) > 1 and dict(found[0].data) != dict(found[1].data):
-        raise ValueError(f"{found[0].place} and {found[1].place} differ; keep one of them")
-    if found:
-        section = found[0]
+    root = Section(config, "")
+    places = [place.section(key) for key in KEYS for place in (root, root.section("text_config"))]
+    sections = [section for section in places if section.data]
+    if len(sections) > 1 and dict(sections[0].data) != dict(sections[1].data):
+        raise ValueError(f"{sections[0].place} and {sections[1].place} differ; keep one of them")
+    if sections:
+        section = sections[0]
         method = section.text("quant_method", "")
         if not method and (section.has("quant_algo") or section.section("producer").text("name", "") == "modelopt"):
             method = "modelopt"
@@ -100,6 +100,6 @@ def read_quantization(
     if section.place == "tensor names":
         return modelopt.read(section, is_sniffed=True)
     section.pass_over(*NO_VALUES)
-    found = METHODS[method](section)
+    quantization = METHODS[method](section)
     section.check_read()
-    return found
+    return quantization

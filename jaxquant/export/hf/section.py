@@ -16,19 +16,19 @@ class Section:
     Attributes:
       data: contents of the section.
       place: position, such as ``quantization_config.config_groups.group_0``.
-      asked: positions of all keys that were read, shared by the sections of a config.
+      read_places: positions of all keys that were read, shared by the sections of a config.
     """
 
     data: Mapping[str, Any]
     place: str
-    asked: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    read_places: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def where(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or None if it is missing, and record it as read."""
-        self.asked.add(self.where(key))
+        self.read_places.add(self.where(key))
         return self.data.get(key)
 
     def has(self, key: str) -> bool:
@@ -37,7 +37,7 @@ class Section:
 
     def pass_over(self, *keys: str) -> None:
         """Record keys that do not change values, and everything in them, as read."""
-        self.asked.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
+        self.read_places.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
 
     def check_read(self) -> None:
         """Raise if a key with a value was not read.
@@ -53,12 +53,12 @@ class Section:
     def _unread(self) -> Iterator[tuple[str, Any]]:
         for key, value in self.data.items():
             place = self.where(key)
-            if not _says_something(value) or f"{place}{_WHOLE}" in self.asked:
+            if not _has_content(value) or f"{place}{_WHOLE}" in self.read_places:
                 continue
-            if place not in self.asked:
+            if place not in self.read_places:
                 yield place, value
             elif isinstance(value, Mapping):
-                yield from Section(value, place, self.asked)._unread()
+                yield from Section(value, place, self.read_places)._unread()
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string, or ``default`` if the key is missing or null; raises if there is no default."""
@@ -105,7 +105,7 @@ class Section:
         if value is None:
             return None
         words = value.split("x") if isinstance(value, str) else value
-        numbers = tuple(map(_whole, words)) if isinstance(words, (list, tuple)) and len(words) == 2 else ()
+        numbers = tuple(map(_positive_integer, words)) if isinstance(words, (list, tuple)) and len(words) == 2 else ()
         self._checked(key, value, bool(numbers) and all(numbers), "two whole numbers above 0")
         return numbers  # pyright: ignore[reportReturnType]
 
@@ -113,7 +113,7 @@ class Section:
         """Return the mapping under a key; empty if it is missing or null."""
         value = self.get(key)
         self._checked(key, value, isinstance(value, Mapping | None), "a mapping", TypeError)
-        return Section(value or {}, self.where(key), self.asked)
+        return Section(value or {}, self.where(key), self.read_places)
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)
@@ -134,14 +134,12 @@ _WHOLE = ".*"
 """Suffix of the position of a key whose whole contents count as read."""
 
 
-def _says_something(value: Any) -> bool:
+def _has_content(value: Any) -> bool:
     """Return whether a value contains anything other than null, false and empty containers."""
-    return (
-        any(map(_says_something, value.values())) if isinstance(value, Mapping) else value not in (None, False, "", [])
-    )
+    return any(map(_has_content, value.values())) if isinstance(value, Mapping) else value not in (None, False, "", [])
 
 
-def _whole(word: object) -> int | None:
+def _positive_integer(word: object) -> int | None:
     """Return an integer above 0, written as a number or in decimal digits; None for anything else."""
     if isinstance(word, str) and word.isascii() and word.isdigit() and len(word) < 10:
         word = int(word)
