@@ -67,26 +67,26 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
-                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, which needs a mask from training; set "
+                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, whose mask needs training; set "
                 "weight_sparsity_n and weight_sparsity_m to null"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):
         return model if variables is None else variables
-    longest = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
+    limit = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
     quantized = maybe_quantize_model(model, config, *first)
     if isinstance(quantized, nnx.Module):
-        return _observe_nnx(quantized, _at_most(longest, first, each))
+        return _observe_nnx(quantized, _at_most(limit, first, each))
     if "params" not in variables:
         raise ValueError("the variables to calibrate have no collection 'params'; pass all that model.init returned")
-    return _observe_linen(quantized, variables, _at_most(longest, first, each))
+    return _observe_linen(quantized, variables, _at_most(limit, first, each))
 
 
-def _at_most(longest: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+def _at_most(limit: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
     yield first
     for count, batch in enumerate(rest, start=2):
-        if count > longest:
+        if count > limit:
             raise ValueError(
-                f"calibrate got more than {longest} batches, but amax_history_length is {longest}; pass "
+                f"calibrate got more than {limit} batches, but amax_history_length is {limit}; pass "
                 "fewer, larger batches"
             )
         yield batch
@@ -97,13 +97,13 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     others = sorted(set(plain) - {"params"})
 
     @jax.jit
-    def see(plain: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
-        def nothing(quant_state: Any) -> jax.Array:
-            whole = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
-            out = model.apply(whole, *batch, rngs={RANDOM_STREAM: key, "dropout": key}, mutable=others or False)
+    def observe(plain: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
+        def zero_loss(quant_state: Any) -> jax.Array:
+            all_variables = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
+            out = model.apply(all_variables, *batch, rngs={RANDOM_STREAM: key, "dropout": key}, mutable=others or False)
             return _zero(out)
 
-        return update(quant_state, jax.grad(nothing)(quant_state))
+        return update(quant_state, jax.grad(zero_loss)(quant_state))
 
     @jax.jit
     def start(batch: Any, key: jax.Array) -> Any:
@@ -112,7 +112,7 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     key, quant_state = jax.random.key(0), None
     for batch in batches:
         quant_state = start(batch, key) if quant_state is None else quant_state
-        quant_state = see(plain, quant_state, batch, key)
+        quant_state = observe(plain, quant_state, batch, key)
     return plain | {OVERWRITE_WITH_GRADIENT: quant_state}
 
 
@@ -124,12 +124,12 @@ def _zero(out: Any) -> jax.Array:
 
 def _observe_nnx(model: nnx.Module, batches: Iterable[Any]) -> nnx.Module:
     @nnx.jit
-    def see(model: nnx.Module, batch: Any) -> None:
-        def nothing(model: Any) -> jax.Array:
+    def observe(model: nnx.Module, batch: Any) -> None:
+        def zero_loss(model: Any) -> jax.Array:
             return _zero(model(*batch))
 
-        nnx_state.advance(model, nnx_state.grad(nothing)(model))
+        nnx_state.advance(model, nnx_state.grad(zero_loss)(model))
 
     for batch in batches:
-        see(model, batch)
+        observe(model, batch)
     return model

@@ -151,12 +151,12 @@ def _check_made_by(leaves: Mapping[str, Any], config: Any) -> None:
         return
     resolver = QuantConfig.from_any(config).resolver()
     specs = [recipe.fwd.rhs for recipe in ([] if resolver is None else resolver.recipes)]
-    made = [spec.codec or spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
+    produced = [spec.codec or spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
     for path, leaf in leaves.items():
-        if isinstance(leaf, QTensor) and (leaf.codec or leaf.qvalue.dtype.name) not in made:
+        if isinstance(leaf, QTensor) and (leaf.codec or leaf.qvalue.dtype.name) not in produced:
             raise ValueError(
                 f"params has {path!r} in {leaf.codec or leaf.qvalue.dtype.name}, but quantization "
-                f"{config['quantization']!r} produces {', '.join(made) or 'no quantized kernels'}; pass the config "
+                f"{config['quantization']!r} produces {', '.join(produced) or 'no quantized kernels'}; pass the config "
                 "that the parameters were converted with"
             )
 
@@ -191,8 +191,8 @@ def read_manifest(directory: str | Path) -> Manifest:
         )
     check_sums(directory, [NAME])
     if contents.get("format") != FORMAT or version != VERSION:
-        found = f"its format is {show(contents.get('format'))}, version {show(version)}"
-        raise ValueError(f"{path} is not of a quantized checkpoint: {found}; choose another folder, or {_REPLACE}")
+        problem = f"its format is {show(contents.get('format'))}, version {show(version)}"
+        raise ValueError(f"{path} is not of a quantized checkpoint: {problem}; choose another folder, or {_REPLACE}")
     try:
         parts = {name: convert(dict[str, Any], contents.get(name), name) for name in ("config", "extra")}
         rows = convert(list[Any], contents.get("leaves"), "leaves")
@@ -258,13 +258,13 @@ def load(
     if not (directory / ARRAYS).is_file():
         raise ValueError(f"{directory / ARRAYS} does not exist or is not a file; {_REPLACE}")
     file = SafetensorsFile(directory / ARRAYS)
-    found = {name: (entry.array_shape, file[name].dtype.name) for name, entry in file.entries.items()}
+    actual = {name: (entry.array_shape, file[name].dtype.name) for name, entry in file.entries.items()}
     expected = {path: (array.stored_shape, array.stored_dtype) for path, array in wanted.items()}
-    if found != expected:
-        name = min(path for path in found.keys() | expected.keys() if found.get(path) != expected.get(path))
-        here, there = (show(each.get(name, "nothing")) for each in (expected, found))
+    if actual != expected:
+        name = min(path for path in actual.keys() | expected.keys() if actual.get(path) != expected.get(path))
+        listed, present = (show(each.get(name, "nothing")) for each in (expected, actual))
         raise ValueError(
-            f"{directory}: {NAME} lists {show(name)} as {here}, but {ARRAYS} has {there}; convert the run again"
+            f"{directory}: {NAME} lists {show(name)} as {listed}, but {ARRAYS} has {present}; convert the run again"
         )
     leaves = {
         leaf.path: leaf.assemble({path: place(array, file, shardings[path]) for path, array in leaf.arrays().items()})

@@ -76,18 +76,18 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     if quantized_with(model) is not None:
         raise ValueError(f"{type(model).__name__} is quantized; give convert the float model")
     variables = meta.unbox(dict(variables))
-    found = linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs)
+    kernels_by_path = linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs)
     leaves: dict[Any, Any] = flatten_dict(variables["params"])
-    kernels = {layer.name: layer.convert_stacked(leaves[layer.name]) for layer in found.values()}
+    kernels = {layer.name: layer.convert_stacked(leaves[layer.name]) for layer in kernels_by_path.values()}
     params = replace_leaves(variables["params"], kernels)
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return {"params": params, **others}
 
 
-def _config(given: Any) -> QuantConfig:
-    config = QuantConfig.from_any(given)
-    why = "is not written by convert; leave it empty and save the result of convert with jaxquant.serving.save"
-    refuse_fields(config, {"save_quantized_params_path": why}, ValueError)
+def _config(config_like: Any) -> QuantConfig:
+    config = QuantConfig.from_any(config_like)
+    reason = "is not written by convert; leave it empty and save the result of convert with jaxquant.serving.save"
+    refuse_fields(config, {"save_quantized_params_path": reason}, ValueError)
     return config
 
 
@@ -105,10 +105,10 @@ def find_kernels(
       example_inputs, example_kwargs: arguments of the model's ``__call__``.
     """
     config = _config(config)
-    found: dict[str, LayerKernel] = {}
+    kernels_by_path: dict[str, LayerKernel] = {}
     for path, layer in linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs).items():
-        found[path if layer.path in found else layer.path] = layer
-    return found
+        kernels_by_path[path if layer.path in kernels_by_path else layer.path] = layer
+    return kernels_by_path
 
 
 def convert_each(
@@ -140,16 +140,16 @@ def convert_each(
 
 def _convert_slices(layer: LayerKernel, read: Read) -> QTensor:
     """Convert a kernel layer by layer into arrays of the full shape."""
-    whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), layer.made) if layer.stacked else None
+    result = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), layer.made) if layer.stacked else None
     for index in itertools.product(*(range(layer.made.shape[axis]) for axis in layer.stacked)):
         at = dict(zip(layer.stacked, index, strict=True))
         place = tuple(at.get(axis, slice(None)) for axis in range(layer.made.ndim))
         kernel = read(("params", *layer.name), place[: max(at, default=-1) + 1])
-        part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), index))
-        if whole is None:
-            whole = part
+        converted = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), index))
+        if result is None:
+            result = converted
         else:
-            for into, one in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
-                into[place] = one
-    assert whole is not None
-    return layer.filled(whole)
+            for target, new_leaf in zip(jax.tree.leaves(result), jax.tree.leaves(converted), strict=True):
+                target[place] = new_leaf
+    assert result is not None
+    return layer.filled(result)

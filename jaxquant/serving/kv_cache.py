@@ -104,14 +104,14 @@ def empty(
             raise ValueError(f"{name} {size} of a KV cache must be at least 1")
     lead = (batch,) if layers is None else (batch, layers)
     width = -(-head_dim // 2) if kv_quant_dtype in PACKED else head_dim
-    held = jnp.zeros((*lead, length, heads, width), _held_dtype(kv_quant_dtype, dtype))
+    stored = jnp.zeros((*lead, length, heads, width), _stored_dtype(kv_quant_dtype, dtype))
     scale = None
     if kv_quant_dtype:
         shared = SHARED_AXES[kv_quant_axis]
         scale = jnp.ones((*lead, length, 1 if 2 in shared else heads, 1), jnp.float32)
     # Keys and values need separate buffers: a cache is donated, and a buffer can be donated only once.
     scale_too = None if scale is None else scale.copy()
-    return KVCache(held, held.copy(), scale, scale_too, head_dim, kv_quant_dtype, kv_quant_axis)
+    return KVCache(stored, stored.copy(), scale, scale_too, head_dim, kv_quant_dtype, kv_quant_axis)
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def append(
     where = (row, places) if layer is None else (row, layer, places)
     new = {}
     for name, x in (("key", key), ("value", value)):
-        held, scale = _encode(cache, x)
-        new[name] = getattr(cache, name).at[where].set(held, mode="drop")
+        stored, scale = _encode(cache, x)
+        new[name] = getattr(cache, name).at[where].set(stored, mode="drop")
         if scale is not None:
             new[f"{name}_scale"] = getattr(cache, f"{name}_scale").at[where].set(scale, mode="drop")
     return dataclasses.replace(cache, **new)
@@ -185,13 +185,13 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
     _check_layer(cache, layer)
     at = (lambda x: x) if layer is None else (lambda x: jax.lax.dynamic_index_in_dim(x, layer, 1, keepdims=False))
 
-    def decode(held: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def decode(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
         if scale is None:
-            return at(held).astype(dtype)
-        held = at(held)
+            return at(stored).astype(dtype)
+        stored = at(stored)
         if cache.kv_quant_dtype in PACKED:
-            held = unpack(held, PACKED[cache.kv_quant_dtype], cache.head_dim)
-        return dequantize(QTensor(held, at(scale)), dtype)
+            stored = unpack(stored, PACKED[cache.kv_quant_dtype], cache.head_dim)
+        return dequantize(QTensor(stored, at(scale)), dtype)
 
     return decode(cache.key, cache.key_scale), decode(cache.value, cache.value_scale)
 
@@ -201,7 +201,7 @@ def nbytes(cache: KVCache) -> int:
     return sum(math.ceil(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) / 8) for leaf in jax.tree.leaves(cache))
 
 
-def _held_dtype(kv_quant_dtype: KVQuantDtype, dtype: str) -> str:
+def _stored_dtype(kv_quant_dtype: KVQuantDtype, dtype: str) -> str:
     if not kv_quant_dtype:
         return dtype
     return "uint8" if kv_quant_dtype in PACKED else SPECS[kv_quant_dtype].dtype

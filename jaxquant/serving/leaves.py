@@ -166,11 +166,11 @@ def describe(path: str, leaf: Any) -> Leaf:
     described = Leaf(path, "array", dtype, shape, 0)
     if is_quantized:
         check(leaf, path)
-        own = {name: getattr(leaf, name) for name in ("block", "codec", "read_as")} | {"float_dtype": leaf.dtype}
-        own |= {f"{name.split('_')[0]}_shape": tuple(x.shape) for name, x in leaf.parts.items() if name in _SCALES}
+        fields = {name: getattr(leaf, name) for name in ("block", "codec", "read_as")} | {"float_dtype": leaf.dtype}
+        fields |= {f"{name.split('_')[0]}_shape": tuple(x.shape) for name, x in leaf.parts.items() if name in _SCALES}
         if leaf.codec is None:
-            own["scale_dtype"] = _dtype_name(path, leaf.scale)
-        described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **own)
+            fields["scale_dtype"] = _dtype_name(path, leaf.scale)
+        described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **fields)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
             raise ValueError(f"{array.path} is a scalar {array.dtype}, which cannot be packed; give it an axis")
@@ -184,8 +184,8 @@ def _dtype_name(path: str, array: Any) -> str:
     if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(f"{path} is {name}, which JAX would read with 32 bits; cast it or set jax_enable_x64")
     if name not in PACKED_DTYPES and array.dtype not in NAMES:
-        kept = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
-        raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {kept}")
+        supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
+        raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {supported}")
     return name
 
 
@@ -196,14 +196,14 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
       ValueError: the trees differ. The message lists missing and extra paths, and leaves with another role, shape or
         dtype.
     """
-    here = {leaf.path: leaf for leaf in leaves}
-    there = {path: describe(path, leaf) for path, leaf in flatten(like, empty=True).items()}
+    stored = {leaf.path: leaf for leaf in leaves}
+    expected = {path: describe(path, leaf) for path, leaf in flatten(like, empty=True).items()}
     lines = []
-    if here.keys() != there.keys():
-        lines.append(f"missing in the checkpoint: {', '.join(sorted(there.keys() - here.keys())) or 'none'}")
-        lines.append(f"not in the model: {', '.join(sorted(here.keys() - there.keys())) or 'none'}")
-    for path in sorted(here.keys() & there.keys()):
-        differences = _differences(here[path], there[path])
+    if stored.keys() != expected.keys():
+        lines.append(f"missing in the checkpoint: {', '.join(sorted(expected.keys() - stored.keys())) or 'none'}")
+        lines.append(f"not in the model: {', '.join(sorted(stored.keys() - expected.keys())) or 'none'}")
+    for path in sorted(stored.keys() & expected.keys()):
+        differences = _differences(stored[path], expected[path])
         lines += [f"{path}: {'; '.join(differences)}"] if differences else []
     if lines:
         raise ValueError(

@@ -38,21 +38,23 @@ def to_stored(stored: Stored, array: Any) -> np.ndarray:
 
 def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
     """Read an array onto devices, one shard at a time in host memory. Replicated shards are read once."""
-    shape, given, found = stored.stored_shape, automatic(sharding), file[stored.path]
+    shape, auto_sharding, file_array = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
     devices: dict[Any, list[Any]] = {}
-    for device, index in given.addressable_devices_indices_map(shape).items():
-        spans = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+    for device, index in auto_sharding.addressable_devices_indices_map(shape).items():
+        spans = tuple(shard.indices(size)[:2] for shard, size in zip(index or (), shape, strict=True))
         devices.setdefault(spans, []).append(device)
     placed = []
     for spans, owners in devices.items():
-        part = np.array(found[tuple(slice(*span) for span in spans)])  # copy, so that no device array aliases the file
+        shard = np.array(
+            file_array[tuple(slice(*span) for span in spans)]
+        )  # copy, so that no device array aliases the file
         file.release()
-        part = part if stored.is_packed else part.view(stored.dtype)
-        kinds = [SingleDeviceSharding(device, memory_kind=given.memory_kind) for device in owners]
-        placed += [jax.block_until_ready(jax.device_put(part, kind)) for kind in kinds]
-    array = jax.make_array_from_single_device_arrays(shape, given, placed)
+        shard = shard if stored.is_packed else shard.view(stored.dtype)
+        kinds = [SingleDeviceSharding(device, memory_kind=auto_sharding.memory_kind) for device in owners]
+        placed += [jax.block_until_ready(jax.device_put(shard, kind)) for kind in kinds]
+    array = jax.make_array_from_single_device_arrays(shape, auto_sharding, placed)
     if stored.is_packed:
-        array = _unpacker(stored.dtype, stored.shape[-1], given)(array)
+        array = _unpacker(stored.dtype, stored.shape[-1], auto_sharding)(array)
     return jax.device_put(array, sharding)
 
 
@@ -61,20 +63,20 @@ def _unpacker(dtype: str, size: int, sharding: Sharding) -> Any:
     return jax.jit(functools.partial(unpack, dtype=dtype, size=size), out_shardings=sharding)
 
 
-def choose_sharding(array: Stored, asked: Sharding | ChooseSharding | None) -> Sharding:
+def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) -> Sharding:
     """Return the sharding of one array.
 
     Raises:
       ValueError: the sharding does not divide the array, or splits a byte between devices.
       TypeError: the function did not return a sharding.
     """
-    if asked is None:
+    if requested is None:
         return jnp.zeros(()).sharding
-    sharding = asked if isinstance(asked, Sharding) else asked(array.path, array.shape, array.dtype)
+    sharding = requested if isinstance(requested, Sharding) else requested(array.path, array.shape, array.dtype)
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding returned {type(sharding).__name__} for {array.path}; return a jax.sharding.Sharding")
     try:
-        part = sharding.shard_shape(array.shape)
+        shape = sharding.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
         raise ValueError(
             f"the sharding of {array.path} does not fit its shape {array.shape} ({first_line(error)}); "
@@ -83,17 +85,17 @@ def choose_sharding(array: Stored, asked: Sharding | ChooseSharding | None) -> S
     if array.is_packed and _splits_bytes(array, sharding):
         raise ValueError(
             f"the sharding of {array.path} splits axis {len(array.shape) - 1} of size {array.shape[-1]} into shards of "
-            f"{part[-1]} elements of {array.dtype}, but a byte holds two; use shards of an even size, or another axis"
+            f"{shape[-1]} elements of {array.dtype}, but a byte holds two; use shards of an even size, or another axis"
         )
     return sharding
 
 
 def _splits_bytes(array: Stored, sharding: Sharding) -> bool:
-    part = sharding.shard_shape(array.shape)[-1]
-    return part != array.shape[-1] and part % 2 == 1
+    shard_shape = sharding.shard_shape(array.shape)[-1]
+    return shard_shape != array.shape[-1] and shard_shape % 2 == 1
 
 
-def automatic(sharding: Sharding) -> Sharding:
+def with_auto_axes(sharding: Sharding) -> Sharding:
     """Return the same sharding on a mesh with Auto axes, since unpacking has no explicit sharding rules."""
     if not isinstance(sharding, NamedSharding) or all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return sharding
