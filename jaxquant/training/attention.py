@@ -19,7 +19,7 @@ Kind = Literal["xla", "cudnn", "splash"]
 PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}
 """Platforms of each kernel, by their jax names."""
 
-_UNSEEN = -(2.0**41)  # as in jax's own cuDNN attention; differences of larger biases overflow
+_MASKED = -(2.0**41)  # as in jax's own cuDNN attention; differences of larger biases overflow
 _LANES = 128  # of a TPU vector register; splash attention needs a multiple
 _BLOCKS = (512, 256, 128)  # queries and keys per splash program: the largest that divides the length
 
@@ -34,7 +34,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
-def _misfit(kind: str, platform: str, head_dim: int, length: int, dtype: str) -> str:
+def _unsupported_reason(kind: str, platform: str, head_dim: int, length: int, dtype: str) -> str:
     """Return the reason why a kernel does not run on a platform or with these shapes, or ""."""
     if platform not in PLATFORMS[kind]:
         return f"runs on {' or '.join(PLATFORMS[kind])}, but the devices are {platform}"
@@ -49,7 +49,7 @@ def _misfit(kind: str, platform: str, head_dim: int, length: int, dtype: str) ->
     return ""
 
 
-def choose(asked: str, platform: str, head_dim: int, length: int, dtype: str) -> Kind:
+def choose(requested: str, platform: str, head_dim: int, length: int, dtype: str) -> Kind:
     """Choose the attention implementation.
 
     Args:
@@ -60,12 +60,12 @@ def choose(asked: str, platform: str, head_dim: int, length: int, dtype: str) ->
     Raises:
       ValueError: the requested kernel does not run on the platform or with these shapes.
     """
-    why = {kind: _misfit(kind, platform, head_dim, length, dtype) for kind in PLATFORMS}
-    if asked == "auto":
-        asked = next((kind for kind, reason in why.items() if not reason), "xla")
-    elif why.get(asked):
-        raise ValueError(f"attention {asked!r} {why[asked]}; use 'auto' or 'xla'")
-    return asked  # type: ignore[return-value]
+    reasons = {kind: _unsupported_reason(kind, platform, head_dim, length, dtype) for kind in PLATFORMS}
+    if requested == "auto":
+        requested = next((kind for kind, reason in reasons.items() if not reason), "xla")
+    elif reasons.get(requested):
+        raise ValueError(f"attention {requested!r} {reasons[requested]}; use 'auto' or 'xla'")
+    return requested  # type: ignore[return-value]
 
 
 def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | None:
@@ -84,7 +84,7 @@ def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | 
     mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return jnp.where(mask, 0, jnp.bfloat16(_UNSEEN)) if kind == "cudnn" else mask
+    return jnp.where(mask, 0, jnp.bfloat16(_MASKED)) if kind == "cudnn" else mask
 
 
 def attend(

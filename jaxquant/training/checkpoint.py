@@ -85,7 +85,7 @@ class Checkpoints:
         self._saving: int | None = None  # started, not known to be complete
         self.changes: dict[str, tuple[Any, Any]] = {}
         # Runs in the first process after all have written their parts and before the folder is renamed.
-        summed = ocp.AsyncOptions(post_finalization_callback=self._sum)
+        summed = ocp.AsyncOptions(post_finalization_callback=self._write_sums)
         keep = {"max_to_keep": config.checkpoint_keep, "cleanup_tmp_directories": True, "async_options": summed}
         self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(**keep))
 
@@ -116,7 +116,7 @@ class Checkpoints:
         # In chunks, so that `jaxquant.training.conversion` can read one layer of stacked layers without the others.
         arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(save_args, stored))
         position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
-        with _failures():
+        with _raise_os_errors():
             self._manager.save(step, args=ocp.args.Composite(state=arrays, data=position), force=True)
 
     def wait(self) -> None:
@@ -125,7 +125,7 @@ class Checkpoints:
         Raises:
           OSError: a save cannot be written; earlier checkpoints are unchanged.
         """
-        with _failures():
+        with _raise_os_errors():
             try:
                 self._manager.wait_until_finished()
                 if self._saving is not None and processes.is_main():
@@ -138,7 +138,7 @@ class Checkpoints:
         """Step of the newest complete checkpoint on disk, or None."""
         return max((step for step in ocp.utils.checkpoint_steps(self._folder) if step != self._saving), default=None)
 
-    def _sum(self) -> None:
+    def _write_sums(self) -> None:
         for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
             sums.write_checkpoint_sums(folder)
 
@@ -157,30 +157,30 @@ class Checkpoints:
         """
         broken: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            failure = self._damage(step)
+            failure = self._find_damage(step)
             if failure is None:
                 different = _compare(sums.config_of(self._folder / str(step)), self._config, self._folder, step)
-                found, failure = self._load(step, abstract_state)
+                restored, failure = self._load(step, abstract_state)
                 # No process resumes from a checkpoint that one of them cannot read.
-                if processes.all_agree(found is not None):
+                if processes.all_agree(restored is not None):
                     self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
                     for name, (before, now) in different.items():
                         if name in RUN_CONTROL:
                             say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was saved")
                     self._discard(broken, say)
-                    return found
+                    return restored
             broken[step] = failure or "it does not load in another process"
             say(f"checkpoint {step} does not load ({broken[step]}); trying the previous one")
         if broken:
-            found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
+            restored = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
             if self._config.optimizer_state != "float32":
-                found += (
+                restored += (
                     "; if its 8-bit optimizer state was saved on TPUs, set optimizer_state_axis=rows, otherwise =last"
                 )
-            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
+            raise ValueError(f"{restored}; choose another run_dir or delete that folder to start over")
         return None
 
-    def _damage(self, step: int) -> str | None:
+    def _find_damage(self, step: int) -> str | None:
         """Return the damage that a process found in its share of a checkpoint's files, or None."""
         damage = None
         try:
@@ -197,8 +197,8 @@ class Checkpoints:
         """Return the state and data position of a checkpoint, or the reason why it does not load."""
         try:
             shapes = ocp.args.StandardRestore(abstract._asdict())
-            found = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
-            state, data_state = TrainState(**found["state"]), found["data"]["value"]
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
+            state, data_state = TrainState(**restored["state"]), restored["data"]["value"]
         except Exception as error:
             # Orbax reports metadata with ValueError, KeyError or TypeError, missing files with OSError, and an array
             # that cannot be read with a bare Exception. Anything else (such as out of memory) is not caused by the
@@ -223,7 +223,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def _raise_os_errors() -> Iterator[None]:
     """Re-raise errors of the file system as OSError; tensorstore reports them as ValueError."""
     try:
         yield
@@ -241,7 +241,7 @@ def reason_of(error: OSError) -> str:
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
-_RAISED_TOO = {
+_REDUNDANT_RECORDS = {
     "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
     "asyncio": ("exception was never retrieved",),  # other writes of the same save
 }
@@ -253,19 +253,19 @@ def _silence_failed_saves() -> None:
     """Hide the tracebacks of a failed save, which is reported in one sentence. Other log records are unchanged."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        words = _RAISED_TOO[record.name]
+        words = _REDUNDANT_RECORDS[record.name]
         return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
 
-    def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
+    def ignore_late(hook: Any, error_of: Callable[..., Any]) -> Any:
         # A write in a thread of tensorstore may end after its event loop was closed.
         late = (RuntimeError, "Event loop is closed")
         is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
-        return lambda *given: None if is_late(error_of(*given)) else hook(*given)
+        return lambda *args: None if is_late(error_of(*args)) else hook(*args)
 
-    for name in _RAISED_TOO:
+    for name in _REDUNDANT_RECORDS:
         logging.getLogger(name).addFilter(is_wanted)
-    sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
-    sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)
+    sys.excepthook = ignore_late(sys.excepthook, lambda kind, value, trace: value)
+    sys.unraisablehook = ignore_late(sys.unraisablehook, lambda unraisable: unraisable.exc_value)
 
 
 # -- single arrays -----------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Parameters:
             raise ValueError(
                 f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
             ) from error
-        return array.astype(_widened(path, array.dtype), copy=False)
+        return array.astype(_read_dtype(path, array.dtype), copy=False)
 
 
 def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
@@ -137,12 +137,12 @@ def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorS
         raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
 
     def describe(path: str, _: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(stores[path].shape, _widened(path, stores[path].dtype.numpy_dtype))
+        return jax.ShapeDtypeStruct(stores[path].shape, _read_dtype(path, stores[path].dtype.numpy_dtype))
 
     return map_by_path(describe, trees), stores
 
 
-def _widened(path: str, dtype: Any) -> np.dtype[Any]:
+def _read_dtype(path: str, dtype: Any) -> np.dtype[Any]:
     """Return the dtype in which an array is read: float32 for bfloat16 weights, which is exact."""
     is_narrow = path.startswith("params/") and np.dtype(dtype) == ml_dtypes.bfloat16
     return np.dtype(np.float32 if is_narrow else dtype)

@@ -143,17 +143,17 @@ def open_source(
     """
     folder = Path(directory)
     if (folder / "config.yml").is_file():
-        return _of_run(folder, step, measures, say)
+        return _open_run(folder, step, measures, say)
     if not (folder / "jaxquant.json").is_file():
         raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that `jaxquant convert` wrote")
     if measures:
         raise ValueError(
             f"{folder} is a converted checkpoint, but this format stores scales of inputs; export the run itself"
         )
-    return _of_converted(folder)
+    return _open_converted(folder)
 
 
-def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str], None]) -> Source:
+def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str], None]) -> Source:
     stored = open_parameters(folder, step, say)
     kernels = functools.cache(lambda: trained_kernels(stored, decoder_of(stored.config)[1]))
 
@@ -162,7 +162,7 @@ def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str],
         return None if convert is None else convert(index)
 
     read = lambda path, index: stored.read(f"params/{path}", *index)  # noqa: E731
-    source = _llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
+    source = _as_llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
     if not measures:
         return source
     # Measure the amax of each linear layer's input on held-out text, with the parameters in float.
@@ -178,7 +178,7 @@ def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str],
     return dataclasses.replace(source, input_amax=amax)
 
 
-def _of_converted(folder: Path) -> Source:
+def _open_converted(folder: Path) -> Source:
     found = open_served(folder)
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
 
@@ -194,10 +194,10 @@ def _of_converted(folder: Path) -> Source:
         leaf = at(path, index)
         return leaf if isinstance(leaf, QTensor) else None
 
-    return _llama(found.config, leaves, read, quantized)
+    return _as_llama(found.config, leaves, read, quantized)
 
 
-def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
+def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
     """Return a decoder as a Llama.
 
     Raises:

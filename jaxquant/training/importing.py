@@ -114,13 +114,13 @@ def import_to_run(
       ValueError, NotImplementedError: the checkpoint or configuration does not fit.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
-    source, folder, files = _opened(checkpoint, changes, progress)
+    source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     is_quantized = any(map(source.quantized, source.shape.linears())) if folder is None else folder.quantization
     if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
         changes.setdefault("quant_backend", "native")
     try:
         run_dir.mkdir(parents=True)
-        tokenizer = _write(files, run_dir)
+        tokenizer = _write_tokenizer(files, run_dir)
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
@@ -135,7 +135,7 @@ def import_to_run(
     return program.config
 
 
-def _opened(
+def _open_with_tokenizer(
     checkpoint: Path, changes: Mapping[str, Any], progress: Progress
 ) -> tuple[Source, HfFolder | None, dict[str, str]]:
     """Open a checkpoint. Also returns the files of its tokenizer by name, empty if ``tokenizer_path`` is set.
@@ -157,7 +157,7 @@ def _opened(
     return source, folder, files
 
 
-def _write(files: Mapping[str, str], folder: str | Path) -> Path | None:
+def _write_tokenizer(files: Mapping[str, str], folder: str | Path) -> Path | None:
     """Write the files of a tokenizer; returns the path of its ``tokenizer.json``, or None without files."""
     for name, text in files.items():
         (Path(folder) / name).write_text(text, encoding="utf-8")
@@ -226,11 +226,13 @@ def import_to_serve(
       ValueError, NotImplementedError: the checkpoint or configuration does not fit.
     """
     checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
-    source, folder, files = _opened(checkpoint, changes, progress)
+    source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
     with tempfile.TemporaryDirectory() as place:
-        config = imported_config(source.shape, checkpoint, _write(files, place), changes | {"remat_policy": "none"})
+        config = imported_config(
+            source.shape, checkpoint, _write_tokenizer(files, place), changes | {"remat_policy": "none"}
+        )
         _, decoder, tokens = decoder_of(config)
     if files:
         config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
@@ -241,7 +243,7 @@ def import_to_serve(
     def make(path: str, module: str) -> Any:
         layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
         scale = None if layer is None else _input_scale(source, module, layer)
-        part = None if layer is None else _kept(source, folder, module, layer)
+        part = None if layer is None else _keep_weight(source, folder, module, layer)
         array = None if part is not None and part.codec else _read(source, module, leaves[path], path)
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
@@ -279,17 +281,17 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
     if len(specs) == 1 and (spec := specs.pop()) is not None:
         with contextlib.suppress(NotImplementedError):  # no matching recipe
-            weight = _numbers(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
-            kept = [name for name, recipe in recipes.items() if _numbers(recipe.fwd)[1] == weight]
-            wanted = _numbers(to_recipe(spec, "").fwd)
-            if found := next((name for name in kept if _numbers(recipes[name].fwd) == wanted), None):
+            weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
+            kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
+            wanted = _comparable_specs(to_recipe(spec, "").fwd)
+            if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
                 return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
     raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
 
 
-def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
+def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
     """Return the parts of a forward matmul that checkpoints describe too; when served, a delayed scale is static."""
 
     def plain(operand: Any, is_input: bool) -> Any:
@@ -307,14 +309,14 @@ def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray 
     if spec is None or spec.scaling == "dynamic":
         return None
     if module not in source.input_amax:
-        lack = f"{module} has no static scale of its input, but {layer.recipe.name!r} needs one"
+        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} needs one"
         fix = "choose a string with dynamic scales, such as fp8_current, or import a run and convert it"
-        raise ValueError(f"{lack}; {fix}")
+        raise ValueError(f"{problem}; {fix}")
     scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
     return np.full((1,) * len(layer.shape), scale)
 
 
-def _kept(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
+def _keep_weight(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
     """Return a layer's weight with the checkpoint's own values, or None if the recipe has another format.
 
     Raises:

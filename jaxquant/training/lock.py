@@ -12,7 +12,7 @@ NAME = "writer.lock"
 STALE_S = 90.0
 """Seconds after which a writer is considered dead if its process is not visible and it has not touched the file."""
 _TRY_S = 3.0  # an empty lock file is taken over after two seconds
-_SEEN_S = 0.5  # enough to see whether a process on this host is alive
+_LOCAL_S = 0.5  # enough to see whether a process on this host is alive
 
 
 class Busy(ValueError):
@@ -44,7 +44,7 @@ class RunLock:
             return
         before = self._lease.owner
         who = _name(before)
-        limit = _SEEN_S if before else _TRY_S
+        limit = _LOCAL_S if before else _TRY_S
         if before and before.hostname != _own_hostname():
             limit = STALE_S + _TRY_S
             say(f"{NAME} belongs to {who}; waiting up to {limit:.0f} s to see whether it is alive")

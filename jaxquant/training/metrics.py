@@ -57,7 +57,7 @@ class Metrics:
     """Writer of a run's metrics from ``first_step`` on, in process 0; a context manager.
 
     Attributes:
-      is_unheard: whether stdout was closed.
+      is_output_closed: whether stdout was closed.
     """
 
     def __init__(self, run_dir: Path, config: TrainConfig, first_step: int):
@@ -65,7 +65,7 @@ class Metrics:
         self._is_main = processes.is_main()
         self._files: dict[str, Any] = {}
         self._events = None
-        self.is_unheard = False
+        self.is_output_closed = False
         for name in ("metrics.jsonl", "health.jsonl") if self._is_main else ():
             truncate_metrics(run_dir / name, first_step, self.say)
             if name == "metrics.jsonl" or config.health_every:
@@ -88,13 +88,13 @@ class Metrics:
                 file.close()
 
     def say(self, text: str) -> None:
-        """Print a message. If stdout is closed, set ``is_unheard`` instead of raising."""
-        if not self._is_main or self.is_unheard:
+        """Print a message. If stdout is closed, set ``is_output_closed`` instead of raising."""
+        if not self._is_main or self.is_output_closed:
             return
         try:
             print(text, flush=True)
         except OSError:  # a pipe without a reader, or a closed terminal
-            self.is_unheard = True
+            self.is_output_closed = True
             terminal.close_output()
 
     def pause(self) -> None:

@@ -49,10 +49,12 @@ def check_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
-        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(error).splitlines() or [f"its plug-in raises {type(error).__name__}"])[0]
-        found = f"JAX_PLATFORMS={asked or ''} has no platform that JAX can start here ({reason})"
-        raise ValueError(f"{found}; install the plug-in and driver of the platform, or set JAX_PLATFORMS=cpu") from None
+        problem = f"JAX_PLATFORMS={platforms or ''} has no platform that JAX can start here ({reason})"
+        raise ValueError(
+            f"{problem}; install the plug-in and driver of the platform, or set JAX_PLATFORMS=cpu"
+        ) from None
 
 
 def is_main() -> bool:
@@ -90,19 +92,19 @@ class Flag:
         self._mesh = mesh
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def ask(self, mine: bool) -> Any:
+    def ask(self, condition: bool) -> Any:
         """Dispatch the question, in every process. Returns the answer, for bool()."""
         if jax.process_count() == 1:
-            return mine
-        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, mine)})
+            return condition
+        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
         return in_order(self._any(placed["flags"]))
 
 
-def all_agree(mine: bool) -> bool:
+def all_agree(condition: bool) -> bool:
     """Return whether a condition holds in every process; blocks until all of them have called."""
     if jax.process_count() == 1:
-        return mine
-    return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+        return condition
+    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
 
 
 def wait_for_all(name: str) -> None:

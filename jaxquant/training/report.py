@@ -141,17 +141,17 @@ def load_run(folder: Path, name: str) -> Run:
 
 
 def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    found = []
+    rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             if line.strip():
-                found.append(of(json.loads(line)))
+                rows.append(of(json.loads(line)))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             shown = repr(line[:60].decode(errors="backslashreplace"))
             raise ValueError(
                 f"{path}, line {number} is not a {kind} line: {shown}; resume the run, or delete that line"
             ) from None
-    return found
+    return rows
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -90,18 +90,18 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
 
     def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        found = stored.stores.get(path)
-        if found is None or found.shape != wanted.shape:
-            what = "none" if found is None else f"shape {found.shape}"
-            lack = f"has no {path} of shape {wanted.shape}, got {what}"
-            asked = f" with {', '.join(overrides)}" if overrides else ""
+        array = stored.stores.get(path)
+        if array is None or array.shape != wanted.shape:
+            actual = "none" if array is None else f"shape {array.shape}"
+            problem = f"has no {path} of shape {wanted.shape}, got {actual}"
+            overridden = f" with {', '.join(overrides)}" if overrides else ""
             raise ValueError(
-                f"checkpoint {stored.step} of {folder} {lack}; that does not match its own configuration{asked}"
+                f"checkpoint {stored.step} of {folder} {problem}; that does not match its own configuration{overridden}"
             )
         return jnp.asarray(stored.read(path))
 
-    found = map_by_path(load, {"params": params, "quant_state": quant_state})
-    return Served(model, found["params"], found["quant_state"], tokenizer, config, shape, stored.step)
+    loaded = map_by_path(load, {"params": params, "quant_state": quant_state})
+    return Served(model, loaded["params"], loaded["quant_state"], tokenizer, config, shape, stored.step)
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:

@@ -58,14 +58,14 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
     """
     devices = jax.devices() if devices is None else devices
     sizes = {axis: getattr(config, f"mesh_{axis}") for axis in AXES}
-    asked = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
+    mesh_text = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(f"{asked}: only one of them may be -1 (all remaining devices)")
+        raise ValueError(f"{mesh_text}: only one of them may be -1 (all remaining devices)")
     if rest:
         sizes[rest[0]] = len(devices) // max(math.prod(size for size in sizes.values() if size != -1), 1)
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"{asked} does not match the {len(devices)} devices present")
+        raise ValueError(f"{mesh_text} does not match the {len(devices)} devices present")
     sequences, shares = config.batch_size // config.gradient_accumulation_steps, sizes["data"] * sizes["fsdp"]
     if sequences % shares:
         raise ValueError(

@@ -210,17 +210,17 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             return total_loss(params, quant_state, micro_batch, key)[0] / count
 
         def add(carry: Any, item: Any) -> tuple[Any, None]:
-            (total, total_grads, total_seen), (micro_batch, index) = carry, item
-            value, (grads, seen) = jax.value_and_grad(share, argnums=(0, 1))(
+            (total, total_grads, total_observation), (micro_batch, index) = carry, item
+            value, (grads, observation) = jax.value_and_grad(share, argnums=(0, 1))(
                 state.params, state.quant_state, micro_batch, jax.random.fold_in(key, index)
             )
             grads = jax.tree.map(jnp.add, total_grads, grads)
-            return (total + value, grads, quantization_state.accumulate(total_seen, seen)), None
+            return (total + value, grads, quantization_state.accumulate(total_observation, observation)), None
 
-        nothing = quantization_state.no_observation(state.quant_state)
-        start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), nothing)
-        (value, grads, seen), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
-        return value, (grads, seen)
+        no_observation = quantization_state.no_observation(state.quant_state)
+        start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), no_observation)
+        (value, grads, observation), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
+        return value, (grads, observation)
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))

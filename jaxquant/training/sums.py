@@ -129,8 +129,8 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
         here = build(TrainConfig, load_yaml(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore the file") from None
-    found = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore the one or the other"
-    compare(made_with, here, found, "in config.yml")
+    message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore the one or the other"
+    compare(made_with, here, message, "in config.yml")
 
 
 def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:

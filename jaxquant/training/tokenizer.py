@@ -101,16 +101,16 @@ class FileTokenizer(Tokenizer):
         self.label = Path(path).name
         self.vocab_size = highest + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        beside = Path(path).with_name("tokenizer_config.json")
-        marks = read_json(beside) if beside.is_file() else {}
+        config_path = Path(path).with_name("tokenizer_config.json")
+        marks = read_json(config_path) if config_path.is_file() else {}
         self.bos = None if marks.get("add_bos_token") is False else self._find(marks, "bos", BOS_NAMES)
         self.eos, pad = self._find(marks, "eos", EOS_NAMES), self._find(marks, "pad", PAD_NAMES)
         self.pad = 0 if pad is None else pad  # any token works as padding: segment 0 masks it
 
     def _find(self, marks: Mapping[str, Any], kind: str, names: Sequence[str]) -> int | None:
-        own = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
-        own = own.get("content") if isinstance(own, Mapping) else own  # an entry with options
-        numbers = (self._tokenizer.token_to_id(name) for name in (own, *names) if isinstance(name, str))
+        marked = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
+        marked = marked.get("content") if isinstance(marked, Mapping) else marked  # an entry with options
+        numbers = (self._tokenizer.token_to_id(name) for name in (marked, *names) if isinstance(name, str))
         return next((number for number in numbers if number is not None), None)
 
     def _encode(self, texts: Sequence[str]) -> Iterable[Any]:
@@ -160,8 +160,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._recent = list(before)[-_CONTEXT:]  # tokens of ``_given`` characters, and those not returned yet
-        self._given = len(tokenizer.decode(self._recent))
+        self._recent = list(before)[-_CONTEXT:]  # tokens of ``_num_returned`` characters, and those not returned yet
+        self._num_returned = len(tokenizer.decode(self._recent))
 
     def add(self, token: int) -> str:
         """Return the text that this token completes."""
@@ -169,25 +169,25 @@ class TextStream:
         text = self._tokenizer.decode(self._recent)
         # U+FFFD at the end may still become a character: the last one, or a few. More than that are bytes that are not
         # text.
-        whole = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
-        new = self._give(text[:whole])
+        complete = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
+        new = self._take_new(text[:complete])
         if len(self._recent) >= 2 * _CONTEXT:
-            held = len(text) - self._given
+            held_back = len(text) - self._num_returned
             self._recent = self._recent[-_CONTEXT:]
-            self._given = len(self._tokenizer.decode(self._recent)) - held
+            self._num_returned = len(self._tokenizer.decode(self._recent)) - held_back
         return new
 
     def end(self) -> str:
         """Return the text that was held back."""
-        return self._give(self._tokenizer.decode(self._recent))
+        return self._take_new(self._tokenizer.decode(self._recent))
 
     def all(self, tokens: Sequence[int]) -> str:
         """Return the text of the given tokens and the text that was held back."""
         self._recent += tokens
         return self.end()
 
-    def _give(self, text: str) -> str:
-        new, self._given = text[self._given :], max(self._given, len(text))
+    def _take_new(self, text: str) -> str:
+        new, self._num_returned = text[self._num_returned :], max(self._num_returned, len(text))
         return new
 
 
