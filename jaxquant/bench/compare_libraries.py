@@ -143,10 +143,7 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            variables = {
-                "params": params,
-                quant_state.OVERWRITE_WITH_GRADIENT: state,
-            }  # flax's ops have their own state
+            variables = {"params": params, quant_state.OVERWRITE_WITH_GRADIENT: state}  # also of flax's ops
             y = model.apply(variables, x, rngs=dict.fromkeys(keys, key))
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 

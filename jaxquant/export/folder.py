@@ -97,10 +97,7 @@ def write_folder(
     for name, (_, depth) in source.shape.linears().items():
         if depth % scheme.multiple:
             block = f"the block size {scheme.multiple} of {scheme.name}"
-            raise ValueError(
-                f"{name} has a contraction axis of size {depth}, which is not a multiple of {block}; choose another "
-                "format"
-            )
+            raise ValueError(f"{name} contracts {depth} elements, not a multiple of {block}; choose another format")
     with partial_path(out) as folder:
         folder.mkdir()
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)

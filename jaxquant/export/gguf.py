@@ -223,9 +223,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
         value = found.get(f"llama.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{file.path} has no number under llama.{key}")
-        return (
-            float(str(np.float32(value))) if isinstance(value, float) else value
-        )  # shortest decimal that rounds to it
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # shortest that rounds to it
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     if heads < 1:
@@ -234,12 +232,10 @@ def read_shape(file: GgufFile) -> LlamaShape:
     rotated = number("rope.dimension_count", size)
     if number("attention.value_length", size) != size:
         raise NotImplementedError(
-            f"{file.path} has values of another size than keys, which the decoder does not support"
+            f"{file.path} has keys and values of different sizes, which the decoder does not support"
         )
     if rotated != size:
-        raise NotImplementedError(
-            f"{file.path} rotates only {rotated} elements of a head, which the decoder does not support"
-        )
+        raise NotImplementedError(f"{file.path} rotates only {rotated} elements of a head; the decoder rotates all")
     if bias := next((name for name in file.tensors if name.endswith(".bias")), None):
         raise NotImplementedError(f"{file.path} has the tensor {bias}, but the decoder does not support biases")
     embedding = file.tensors.get("token_embd.weight")
@@ -293,7 +289,7 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
             has = "none" if tensor is None else f"shape {tensor.shape}"
             raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, got {has}")
     if others := sorted(file.tensors.keys() - {gguf_name(name) for name in shape.tensors()}):
-        raise ValueError(f"{path} has the tensor {show(others[0])}, which is not part of a Llama with its metadata")
+        raise ValueError(f"{path} has the tensor {show(others[0])}, which a Llama with its metadata lacks")
 
     def read(name: str) -> np.ndarray:
         heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))

@@ -145,9 +145,7 @@ class LlamaShape:
         }
         for key, (value, wanted) in refused.items():
             if value != wanted:
-                raise NotImplementedError(
-                    f"config.json has {key} {show(value)}, but the decoder supports only {wanted!r}"
-                )
+                raise NotImplementedError(f"config.json has {key} {show(value)}; the decoder supports only {wanted!r}")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         kv_heads = _size(config, "num_key_value_heads", heads)
         if heads % kv_heads:

@@ -163,9 +163,7 @@ class HfFolder:
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
-                raise ValueError(
-                    f"{index} has {show(tensor)} in {name}, but the file does not have it; download it again"
-                )
+                raise ValueError(f"{index} has {show(tensor)} in {name}, which lacks it; download it again")
         for name, file in files.items():
             for tensor in file:
                 if places.get(tensor) != name:
@@ -182,9 +180,7 @@ class HfFolder:
             for end, name in ends.items():
                 is_buffer = name.endswith("rotary_emb.inv_freq")  # derived from the config
                 if (module not in wanted and not is_buffer) or end == ".bias":
-                    raise ValueError(
-                        f"{self.folder} has the tensor {show(name)}, which is not part of a Llama with its config"
-                    )
+                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama with its config lacks")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
 

@@ -141,7 +141,5 @@ class Source:
                 "model, or use a format with dynamic scales"
             ) from None
         if not all(np.isfinite(value) and value > 0 for value in amaxes):
-            raise ValueError(
-                f"the input of {module} has the amax {max(amaxes)}, which gives no valid scale; calibrate the model"
-            )
+            raise ValueError(f"the input of {module} has the invalid amax {max(amaxes)}; calibrate the model")
         return max(amaxes)

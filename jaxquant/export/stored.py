@@ -79,9 +79,7 @@ def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> Sto
     if spec.packing not in _PACKINGS:
         raise NotImplementedError(f"weights packed as {spec.packing!r} are not supported; start from another export")
     if spec.weight.granularity is ScaleGranularity.COLWISE:
-        raise NotImplementedError(
-            "a weight with a scale for each column is not supported; export it with one for each row"
-        )
+        raise NotImplementedError("a weight with a scale per column is not supported; export it with one per row")
     unused = _UnusedTensors(tensors)
     layer = _PACKINGS[spec.packing].read(spec, shape, unused)
     input_amax(spec, unused)
@@ -160,9 +158,7 @@ def _positive_scalar(array: np.ndarray, what: str) -> float:
 
 def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(
-            f"{name} is {array.dtype.name}{array.shape}, but its config needs {np.dtype(dtype).name}{shape}"
-        )
+        raise ValueError(f"{name} is {array.dtype.name}{array.shape}; its config needs {np.dtype(dtype).name}{shape}")
 
 
 def _layer(
@@ -243,9 +239,7 @@ def _encoded(
 def _packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
-        raise NotImplementedError(
-            f"{spec.weight.dtype} cannot be packed into int32; the format has another element type"
-        )
+        raise NotImplementedError(f"{spec.weight.dtype} cannot be packed into int32; the format has another type")
     packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
     stored = unused.take("weight_shape", is_needed=False)

@@ -90,6 +90,4 @@ def check_sums(
 
 def _advice(place: Path, required: bool) -> str:
     """Return advice for a damaged file; checksums that are not required may be deleted."""
-    return "copy the folder again, or write it again" + (
-        "" if required else f", or delete {place} if the change is intended"
-    )
+    return "copy the folder again, or write it again" + ("" if required else f", or delete {place} if intended")

@@ -72,9 +72,7 @@ def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None,
     try:
         return _read(data, bos, eos, pad)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"tokenizer.json does not have the layout of the tokenizers library ({type(error).__name__}: {error})"
-        ) from None
+        raise ValueError(f"tokenizer.json is not of the tokenizers library ({type(error).__name__}: {error})") from None
 
 
 def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:

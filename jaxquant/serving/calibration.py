@@ -85,10 +85,7 @@ def _at_most(limit: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
     yield first
     for count, batch in enumerate(rest, start=2):
         if count > limit:
-            raise ValueError(
-                f"calibrate got more than {limit} batches, but amax_history_length is {limit}; pass "
-                "fewer, larger batches"
-            )
+            raise ValueError(f"more than {limit} batches for amax_history_length {limit}; pass fewer, larger batches")
         yield batch
 
 

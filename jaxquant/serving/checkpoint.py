@@ -263,9 +263,7 @@ def load(
     if actual != expected:
         name = min(path for path in actual.keys() | expected.keys() if actual.get(path) != expected.get(path))
         listed, present = (show(each.get(name, "nothing")) for each in (expected, actual))
-        raise ValueError(
-            f"{directory}: {NAME} lists {show(name)} as {listed}, but {ARRAYS} has {present}; convert the run again"
-        )
+        raise ValueError(f"{directory}: {NAME} lists {show(name)} as {listed}, {ARRAYS} has {present}; convert again")
     leaves = {
         leaf.path: leaf.assemble({path: place(array, file, shardings[path]) for path, array in leaf.arrays().items()})
         for leaf in manifest.leaves

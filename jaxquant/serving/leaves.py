@@ -123,9 +123,7 @@ def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
       ValueError: a key is empty or contains "/", a mapping is empty, or there is no leaf.
     """
     if not isinstance(params, Mapping):
-        raise TypeError(
-            f"params are {type(params).__name__}, not a nested dict; pass the params that jaxquant.convert returned"
-        )
+        raise TypeError(f"params are {type(params).__name__}, not a nested dict; pass params from jaxquant.convert")
     leaves = dict(sorted(_walk(params, (), empty)))
     if not leaves:
         raise ValueError("params are an empty dict; pass the parameters of a model")

@@ -38,16 +38,14 @@ def to_stored(stored: Stored, array: Any) -> np.ndarray:
 
 def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
     """Read an array onto devices, one shard at a time in host memory. Replicated shards are read once."""
-    shape, auto_sharding, file_array = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
+    shape, auto_sharding, mapped = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
     devices: dict[Any, list[Any]] = {}
     for device, index in auto_sharding.addressable_devices_indices_map(shape).items():
         spans = tuple(shard.indices(size)[:2] for shard, size in zip(index or (), shape, strict=True))
         devices.setdefault(spans, []).append(device)
     placed = []
     for spans, owners in devices.items():
-        shard = np.array(
-            file_array[tuple(slice(*span) for span in spans)]
-        )  # copy, so that no device array aliases the file
+        shard = np.array(mapped[tuple(slice(*span) for span in spans)])  # a copy: no device array aliases the file
         file.release()
         shard = shard if stored.is_packed else shard.view(stored.dtype)
         kinds = [SingleDeviceSharding(device, memory_kind=auto_sharding.memory_kind) for device in owners]

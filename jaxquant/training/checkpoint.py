@@ -174,9 +174,7 @@ class Checkpoints:
         if broken:
             restored = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
             if self._config.optimizer_state != "float32":
-                restored += (
-                    "; if its 8-bit optimizer state was saved on TPUs, set optimizer_state_axis=rows, otherwise =last"
-                )
+                restored += "; for an 8-bit optimizer state from TPUs set optimizer_state_axis=rows, else =last"
             raise ValueError(f"{restored}; choose another run_dir or delete that folder to start over")
         return None
 

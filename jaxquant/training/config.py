@@ -189,10 +189,7 @@ class TrainConfig(Shape, QuantConfig):
                 "every key/value head serves the same number of query heads"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
-            raise ValueError(
-                "stochastic_rounding needs bfloat16 weights; set weight_dtype: bfloat16, or set "
-                "stochastic_rounding: false"
-            )
+            raise ValueError("stochastic_rounding needs bfloat16 weights; set weight_dtype: bfloat16")
         if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
             raise ValueError(
                 f"optimizer_state_axis {self.optimizer_state_axis!r} needs an 8-bit optimizer_state, but "

@@ -232,15 +232,10 @@ def convert_run(
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
     if not config.strings:
-        raise ValueError(
-            f"run {run} is not quantized; pass the quantization to serve it with, such as quantization=int8"
-        )
+        raise ValueError(f"run {run} is not quantized; pass a quantization to serve it with, as quantization=int8")
     defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
     if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
-        replaced = (
-            f"quantization {config.quantization!r} replaces all quantization fields of the run, including "
-            f"{', '.join(names)}"
-        )
+        replaced = f"quantization {config.quantization!r} replaces the run's options, including {', '.join(names)}"
         say(f"{replaced}; to keep a field, pass it as key=value")
     _, shape, tokens = decoder_of(config)
     shapes = stored.variables(shape, tokens)

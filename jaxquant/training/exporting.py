@@ -147,9 +147,7 @@ def open_source(
     if not (folder / "jaxquant.json").is_file():
         raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that `jaxquant convert` wrote")
     if measures:
-        raise ValueError(
-            f"{folder} is a converted checkpoint, but this format stores scales of inputs; export the run itself"
-        )
+        raise ValueError(f"{folder} is converted, but this format stores scales of inputs; export the run itself")
     return _open_converted(folder)
 
 

@@ -82,9 +82,7 @@ def imported_config(
         raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
     for name in ("num_experts", "shared_experts", "kv_lora_rank"):
         if changes.get(name):
-            raise ValueError(
-                f"{name} is {changes[name]}, but {checkpoint} is a Llama, which does not have it; leave it out"
-            )
+            raise ValueError(f"{name} is {changes[name]}, but {checkpoint} is a Llama without it; leave it out")
     if tokenizer:
         fields["tokenizer_path"] = str(tokenizer)
     config = build_dataclass(TrainConfig, fields | changes)
@@ -357,7 +355,5 @@ def _keep_weight(source: Source, folder: HfFolder | None, module: str, kernel: L
     except BlocksError:
         tensor = None
     if tensor is None or tensor.blocks != block:
-        raise ValueError(
-            f"{module} cannot keep its values with heads of shape {shape}; import it into a run and convert the run"
-        )
+        raise ValueError(f"{module} cannot keep its values with heads {shape}; import it into a run and convert it")
     return tensor

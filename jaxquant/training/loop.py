@@ -195,9 +195,7 @@ class _Run:
                 metrics.say(f"stopped by {by} after step {step}, saved; run the same command again to resume")
                 return
             _check_held_out(held_out, config.steps, self.checkpoints)
-            summary = (
-                _build_summary(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
-            )
+            summary = _summarize(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
             if processes.is_main():
                 (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
                 write_sums(self.run_dir, ["summary.json"])
@@ -215,10 +213,8 @@ class _Run:
             before = self.data.train.get_state()
             batch = processes.place(program.mesh, BATCH, next(self.data.train))
             # Measured before the step, because the step donates the state.
-            measures_health = self.health is not None and _is_due(step, config.health_every)
-            measured = (
-                processes.in_order(self.health.measure(self.state, batch)) if self.health and measures_health else None
-            )
+            measures = self.health is not None and _is_due(step, config.health_every)
+            measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and measures else None
             self.state, values = processes.in_order(program.step(self.state, batch, healthy))
             healthy = values["healthy"]
             stop_answer = shared_stop_flag.ask(self._stop_reason is not None)
@@ -238,7 +234,7 @@ class _Run:
             if saving or evaluating:
                 self._read_pending_metrics(health_log)
             if saving and (found := self.check(self.state)) is not None:
-                raise Diverged(f"after step {step} {found} is not finite; {_describe_resume_point(self.checkpoints)}")
+                raise Diverged(f"after step {step} {found} is not finite; {_resume_point(self.checkpoints)}")
             if evaluating:
                 held_out = _evaluate_held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)
@@ -289,16 +285,14 @@ class _Run:
         if metric is None or broken is not None:
             where = f"{broken} is not finite" if broken else "a sum in it overflows"
             found = f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}"
-            raise Diverged(f"{found}; {_describe_resume_point(self.checkpoints)}")
+            raise Diverged(f"{found}; {_resume_point(self.checkpoints)}")
         last_good_step = int(self.state.step)
         self._save(last_good_step, failed.data_state)
         self.checkpoints.wait()
         key = jax.random.fold_in(jax.random.key(self.program.config.seed), last_good_step)
         where = explain_non_finite(self.program, self.state, failed.batch, key)
         name = "loss" if metric == "loss" else "gradient norm"
-        raise Diverged(
-            f"step {failed.step}: {name} is {values[metric]}; {where}; {_describe_resume_point(self.checkpoints)}"
-        )
+        raise Diverged(f"step {failed.step}: {name} is {values[metric]}; {where}; {_resume_point(self.checkpoints)}")
 
 
 def _initialize_state(program: Program) -> TrainState:
@@ -329,10 +323,10 @@ def _convert_write_errors(run_dir: Path, checkpoints: Checkpoints) -> Iterator[N
 
 def _check_held_out(held_out: float | None, step: int, checkpoints: Checkpoints) -> None:
     if held_out is None or not math.isfinite(held_out):
-        raise Diverged(f"after step {step} the held-out loss is {held_out}; {_describe_resume_point(checkpoints)}")
+        raise Diverged(f"after step {step} the held-out loss is {held_out}; {_resume_point(checkpoints)}")
 
 
-def _describe_resume_point(checkpoints: Checkpoints) -> str:
+def _resume_point(checkpoints: Checkpoints) -> str:
     """Describe the checkpoint from which a diverged run can be resumed."""
     checkpoints.wait()
     step = checkpoints.newest
@@ -351,7 +345,7 @@ def _evaluate_held_out(program: Program, data: Data, state: TrainState) -> float
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 
-def _build_summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
+def _summarize(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
     config = program.config
     return {
         "steps": config.steps,

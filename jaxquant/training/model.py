@@ -120,9 +120,7 @@ def masks(
     """
     if cache is not None:
         if positions is None:
-            raise ValueError(
-                "positions of tokens that are written to a KV cache must be given; [batch, tokens], from 0"
-            )
+            raise ValueError("tokens for a KV cache need positions: [batch, tokens], from 0")
         mask = positions[:, None, :, None] >= jnp.arange(cache.length)[None, None, None, :]
         return mask, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:

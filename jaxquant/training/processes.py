@@ -52,9 +52,7 @@ def check_devices() -> None:
         platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(error).splitlines() or [f"its plug-in raises {type(error).__name__}"])[0]
         problem = f"JAX_PLATFORMS={platforms or ''} has no platform that JAX can start here ({reason})"
-        raise ValueError(
-            f"{problem}; install the plug-in and driver of the platform, or set JAX_PLATFORMS=cpu"
-        ) from None
+        raise ValueError(f"{problem}; install its plug-in and driver, or set JAX_PLATFORMS=cpu") from None
 
 
 def is_main() -> bool:

@@ -80,9 +80,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})
-        raise ValueError(
-            f"{directory} has neither config.yml nor jaxquant.json; pass the folder of a run or a converted one"
-        )
+        raise ValueError(f"{directory} has no config.yml or jaxquant.json; pass the folder of a run or a converted one")
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     config: TrainConfig = build(TrainConfig, to_mapping(stored.config) | dict(overrides or {}))
     tokenizer, shape, example = decoder_of(config)
@@ -96,7 +94,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             problem = f"has no {path} of shape {wanted.shape}, got {actual}"
             overridden = f" with {', '.join(overrides)}" if overrides else ""
             raise ValueError(
-                f"checkpoint {stored.step} of {folder} {problem}; that does not match its own configuration{overridden}"
+                f"checkpoint {stored.step} of {folder} {problem}; its configuration needs that{overridden}"
             )
         return jnp.asarray(stored.read(path))
 
@@ -138,9 +136,7 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Se
     """
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
-        raise ValueError(
-            f"{run} is a converted checkpoint; pass the run that it was converted from first, then the checkpoint"
-        )
+        raise ValueError(f"{run} is a converted checkpoint; pass its run first, then the checkpoint")
     found = {"float": open_served(run, quantization_of(QuantConfig()))}
     if trained.config.strings:
         found["trained"] = trained

@@ -168,9 +168,7 @@ def _text(value: object, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{place} has half of a surrogate pair at character {error.start}, which is not valid text"
-        ) from None
+        raise ValueError(f"{place} has half of a surrogate pair at character {error.start}") from None
     return value
 
 

@@ -49,9 +49,7 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
       ValueError: a file is missing, changed, or has no checksum; the message names the first one.
     """
     if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
-        raise ValueError(
-            f"{folder} has checksums of an earlier version (sums.json); jaxquant reads it at commit a87bb9a"
-        )
+        raise ValueError(f"{folder} has an earlier version's sums.json; jaxquant reads it at commit a87bb9a")
     some = sorted(sums.read_sums(folder) if names is None else names)[share::shares]
     sums.check_sums(folder, some, late=LATE)
 

@@ -116,7 +116,7 @@ def _data(folder: Path) -> Path:
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a bit of an array": lambda folder: flip(_data(folder), 200),
     "the sums cut": lambda folder: os.truncate(folder / NAME, 300),
-    "checksums of an earlier version": lambda folder: (folder / NAME).rename(folder / "sums.json"),
+    "an earlier version's sums.json": lambda folder: (folder / NAME).rename(folder / "sums.json"),
     "a file too many": lambda folder: (folder / "state/more").write_text("x"),
     "the largest file gone": lambda folder: _data(folder).unlink(),
 }

@@ -78,7 +78,7 @@ def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, capsys):
         assert main(["serve", "x", "--prompt", "a"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: JAX_PLATFORMS=cpu has no platform that JAX can start here (")
-        assert line.endswith("); install the plug-in and driver of the platform, or set JAX_PLATFORMS=cpu")
+        assert line.endswith("); install its plug-in and driver, or set JAX_PLATFORMS=cpu")
 
 
 def test_the_config_of_a_run_goes_on_with_that_run(tmp_path: Path):

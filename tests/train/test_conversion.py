@@ -163,9 +163,7 @@ def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_p
     said: list[str] = []
     run = configured(runs("fp8"), tmp_path / "run", rules=[{"path": ".*/mlp/wo", "recipe": "fp8"}])
     made = convert_run(run, tmp_path / "out", {"quantization": "int8w"}, say=said.append)
-    assert said[0].startswith(
-        "quantization 'int8w' replaces all quantization fields of the run, including rules; to keep a field,"
-    )
+    assert said[0].startswith("quantization 'int8w' replaces the run's options, including rules; to keep a field,")
     assert (made.config.quantization, set(made.layers.values())) == ("int8w", {"int8w"})
     served = open_served(tmp_path / "out")
     assert at(served.params, KERNELS[0])["kernel"].input_scale is None
@@ -187,7 +185,7 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs(""), runs("fp8")
     capsys.readouterr()  # of their training
     for run, words, message in (
-        ("", [], "is not quantized; pass the quantization to serve it with, such as quantization=int8"),
+        ("", [], "is not quantized; pass a quantization to serve it with, as quantization=int8"),
         ("", ["quantization=int8", "steps=3"], "steps is not a quantization field"),
         ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
         ("fp8", ["--out", "."], ". exists; choose another name or remove it"),

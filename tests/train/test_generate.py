@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused(served, finished):
         (lambda: engine.decode(engine.empty(), *outside), "are outside of a cache of max_length 32"),
         (
             lambda: open_served(finished(""), {"mlp_dim": 16}),
-            r"that does not match its own configuration with mlp_dim$",
+            r"its configuration needs that with mlp_dim$",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -87,9 +87,7 @@ def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule
 def _check_targets(group: Section) -> None:
     targets = group.texts("targets")
     if not targets:
-        raise ValueError(
-            f"{group.where('targets')} is empty, so the group applies to no layer; target 'Linear' for all layers"
-        )
+        raise ValueError(f"{group.where('targets')} is empty; target 'Linear' for all layers")
     for index, target in enumerate(targets):
         if re.fullmatch(r"[A-Z]\w*", target) and target != ANY_CLASS:
             raise NotImplementedError(

@@ -28,7 +28,7 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
     if not operand.symmetric:
         if is_static or not operand.dtype.startswith("int"):
             raise NotImplementedError(
-                f"an asymmetric {side} of {operand.dtype} is not supported; export it as symmetric"
+                f"an asymmetric {side} of {operand.dtype} is not supported; export symmetric ones"
             )
         fields["calibration"] = Calibration("minmax")
     if operand.granularity is ScaleGranularity.TENSOR:
