@@ -270,9 +270,7 @@ def test_every_type_of_ggml_is_read_or_refused_by_name(tmp_path, kind, monkeypat
     writer.write_tensors_to_file()
     writer.close()
     if kind.name not in TYPES:
-        with pytest.raises(
-            NotImplementedError, match=rf"'x' is of type {kind.name}, which is not supported; quantize to"
-        ):
+        with pytest.raises(NotImplementedError, match=rf"'x' is of type {kind.name}, .* supported; quantize to"):
             GgufFile(path)
         return
     expected = gguf.quants.dequantize(data, kind).view(np.float32)

@@ -162,9 +162,7 @@ def test_a_position_in_another_text_is_refused(letters):
     state = make_iterators(config, 4).train.get_state()
     (letters / "000.txt").write_text("changed")
     changed = make_iterators(config, 4)
-    with pytest.raises(
-        ValueError, match=r"another text: the hash of its tokens was [0-9a-f]{32} and is now [0-9a-f]{32};"
-    ):
+    with pytest.raises(ValueError, match=r"another text: .* tokens was [0-9a-f]{32} and is now [0-9a-f]{32};"):
         changed.train.set_state(state)
 
 
@@ -288,12 +286,7 @@ BAD: list[tuple[str, bytes, dict[str, str], str]] = [
     ("t", b"{}", {"dataset": "stdlib", "tokenizer_path": "t"}, "^tokenizer_path '.*/t' is not a tokenizer.json: "),
     ("a.txt", b"", {}, "is empty: none of its 1 files holds any text$"),
     ("a.txt", b"good \xff bad", {}, "a.txt' is not UTF-8 text: invalid start byte at byte 5; convert it or remove it"),
-    (
-        "a.txt",
-        b"the same " * 100,
-        {},
-        "leaves the held-out part empty: it has 1 documents, 1 of them different; provide",
-    ),
+    ("a.txt", b"the same " * 100, {}, "leaves the held-out part empty: it has 1 documents, 1 of them different; "),
     ("a.jsonl", b'\n\n{"text": "a"', {}, r"a.jsonl line 3 is not JSON that Python can read \(Expecting"),
     ("a.jsonl", b"[1, 2]", {}, "a.jsonl line 1 must be a JSON object with the key 'text', got list$"),
     ("a.jsonl", b'{"body": "a", "id": 2}', {}, "line 1 has no key 'text'; set dataset_text_field to one of 'body', 'i"),

@@ -151,10 +151,7 @@ def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
     given = FIELDS | {"quantization": "int8w", "tokenizer_path": str(tmp_path / "large.json")}
     made.add_tokens(["more"])
     made.save(str(tmp_path / "large.json"))
-    with pytest.raises(
-        ValueError,
-        match=r"has 325 tokens, but the embedding of .* has 324 rows; set tokenizer_path=FILE to the model's own",
-    ):
+    with pytest.raises(ValueError, match=r"has 325 tokens, but the embedding of .* has 324 rows; set tokenizer_path="):
         import_to_serve(path, tmp_path / "none", given)
 
 
