@@ -147,7 +147,7 @@ def test_an_unquantized_run_is_converted_after_training(runs: Any, tmp_path: Pat
     said: list[str] = []
     convert_run(runs(""), tmp_path / "out", {"quantization": "fp8"}, say=said.append)
     # More than the run's eval_batches, which is 2.
-    assert sum(text.startswith("calibrating fp8: batch ") for text in said) > 2
+    assert sum(text.startswith("calibrating fp8: held-out batch ") for text in said) > 2
     served = open_served(tmp_path / "out")
     for path in KERNELS:
         layer = at(served.params, path)
