@@ -66,7 +66,7 @@ def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp
 
 def test_what_is_not_finite_is_neither_an_end_nor_saved(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr("jaxquant.training.loop._held_out", lambda *_: float("nan"))
+        patch.setattr("jaxquant.training.loop._evaluate_held_out", lambda *_: float("nan"))
         (copy / "summary.json").unlink()  # stopped after its last checkpoint
         with pytest.raises(Diverged, match=rf"the held-out loss is nan; the last good state, step {STEPS}, is saved"):
             train(tiny, copy)

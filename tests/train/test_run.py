@@ -89,7 +89,7 @@ def test_a_finished_run_is_told_from_its_files_and_ends_again_without_its_summar
 
 
 def test_a_finished_run_that_goes_on_is_unfinished_until_it_ends(copy, tiny, monkeypatch):
-    monkeypatch.setattr("jaxquant.training.loop._Run._reason", "a test")  # stops after each step
+    monkeypatch.setattr("jaxquant.training.loop._Run._stop_reason", "a test")  # stops after each step
     train(tiny, copy, steps=STEPS + 2)
     assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 1} (unfinished)"
     train(tiny, copy, steps=STEPS + 2)
