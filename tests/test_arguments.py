@@ -55,7 +55,7 @@ CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
 NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass the result of init, jaxquant\.state\.split or a gradient"
 SWAPPED = r"quant_state and observation are swapped; .*update\(quant_state, observation\)"
 PARTS = r"params has \[.*they are swapped, or one of them is the complete variables; call merge\(params, quant_state"
-WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
+WHOLE = r"params is the whole variables dict \(it has a collection 'params'\); save variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 FIRST = r"{0} takes a Flax module first: jaxquant.{0}\(model, variables, config, .* for NNX; got \("
 WRONG_ORDER = ("float_variables, INT8, X, model=PLAIN", "PLAIN, INT8, float_variables, X", "nn.Dense, nnx_model")
@@ -74,8 +74,8 @@ MISTAKES = {
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
     "state.merge(params, [quant_state])": NO_STATE,
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
-    "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*makes int4",
-    "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "makes no quantized kernels",
+    "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*produces int4",
+    "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "produces no quantized kernels",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, X)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
     "jaxquant.calibrate(PLAIN, params, FP8, [X])": "the variables to calibrate have no collection 'params'",
     "jaxquant.calibrate(MODEL, float_variables, FP8, [X])": "already quantized, .*pass the float model",

@@ -22,7 +22,7 @@ from jaxquant.config.recipes import RECIPES
 
 Options = argparse.Namespace
 Table = tuple[str, Any, str]
-"""Text, rows and the stem of the files' names."""
+"""Text, rows and file stem of a table."""
 
 
 def add_commands(commands: Any) -> None:
@@ -117,7 +117,7 @@ COMMANDS: dict[str, tuple[Callable[[Options], Table], str]] = {
 
 
 def _there(options: Options, stem: str) -> list[dict[str, Any]]:
-    """Return the rows of the table that is there, of all chips."""
+    """Return the rows of an existing table, for all chips."""
     file = Path(options.out or ".") / f"{stem}.json"
     return json.loads(file.read_text()) if options.out and file.exists() else []
 
@@ -127,9 +127,9 @@ def _page(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, shows: bool = False) -> Any:
-    """Run a module in a process of its own, whose environment the compilers of absent chips need.
+    """Run a module in a subprocess with the environment that compilers of absent chips need.
 
-    ``shows``: its progress, and its errors.
+    ``shows``: whether its progress and errors are printed.
     """
     command = [sys.executable, "-m", f"jaxquant.bench.{module}", *words]
     variables, errors = environment() | dict(variables or {}), None if shows else subprocess.PIPE

@@ -1,4 +1,4 @@
-"""A weight of 4096 × 14336 in every format, and its product with a few rows, for the part "few rows" of ``gpu``."""
+"""Products of a 4096 × 14336 weight in every format with a few rows, for the part "few rows" of ``gpu``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SPECS = {
     "mxfp4 tiles": TensorSpec("float4_e2m1fn", **_IN_TILES, **_MX),
     "nvfp4 tiles": TensorSpec("float4_e2m1fn", outer_scale=True, **_IN_TILES, **_NV),
 }
-"""Weights without a config string."""
+"""Weight formats without a config string."""
 PACKED = ("mxfp4", "nvfp4")
 """Formats of ``formats.packed_matmul``."""
 
 
 def products(k: int = K, n: int = N) -> Iterator[tuple[str, Callable[..., Any], Any]]:
-    """Yield the name of each format, its function of (weight, x), and the weight's shapes.
+    """Yield the name of each format, its function of (weight, x), and the shapes of the weight.
 
     Args:
       k, n: contraction and columns of the weight.

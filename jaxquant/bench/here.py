@@ -1,4 +1,4 @@
-"""Commands that measure on this machine; each prints a table and writes it with its date, machine and versions."""
+"""Benchmark commands that run on this machine; each prints a table and writes it with date, machine and versions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_commands(commands: Any) -> None:
     gpu.set_defaults(run=lambda given: measure_gpu(given.out, given.limit, given.small, environment))
 
     def add(name: str, about: str, measure: Callable[..., list[Row]], *words: str, parent: Any = chosen) -> Any:
-        """Add a command that calls a function with the schemes, if chosen, and with the options named by words."""
+        """Add a command that calls a function with the chosen schemes and with the options in ``words``."""
 
         def run(given: argparse.Namespace) -> int:
             first = [] if parent is out else [schemes(given.strings, given.backends)]
@@ -70,7 +70,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _tell(name: str, measure: Callable[..., list[Row]], args: Sequence[Any], folder: Path) -> int:
-    """Print a table and write it; 1 where a note says that a number is wrong."""
+    """Print a table and write it; returns 1 if a note reports a wrong number."""
     with needed():
         rows = measure(*args)
     terminal.show_rows(rows, [name for name, value in rows[0].items() if isinstance(value, str)])
@@ -96,7 +96,7 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> tuple[Pat
 
 
 def environment() -> Row:
-    """Describe where and when the figures were taken."""
+    """Return date, machine and versions of the figures."""
     device = jax.devices()[0].device_kind
     return {
         "date": datetime.date.today().isoformat(),
@@ -110,7 +110,7 @@ def environment() -> Row:
 
 
 def _version(package: str) -> str:
-    """Return the version of a package; "–" where a library that is compared is not installed."""
+    """Return the version of a package, or "–" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What is measured: config strings on their backends, each pair of the table of recipes once."""
+"""Schemes to measure: config strings on their backends, with each pair of the recipe table once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from jaxquant.config.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout: `intmp` takes its file from there."""
+"""Root of the checkout, for the file of `intmp`."""
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A config string on a backend; ``also`` names the strings that share its row of the table."""
+    """A config string on a backend; ``also`` lists other strings with the same row of the table."""
 
     string: str
     backend: str
@@ -40,10 +40,10 @@ UNQUANTIZED = Scheme("", "")
 
 
 def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> list[Scheme]:
-    """List the pairs of the table of recipes, strings with one row once; ``auto`` is the first backend of a row.
+    """Return the pairs of the recipe table, each row once; ``auto`` is the first backend of a row.
 
     Raises:
-      ValueError: an unknown string, or nothing left.
+      ValueError: a string is unknown, or no pair is left.
     """
     for string in strings or ():
         if not RECIPES.get(string) or not string:
@@ -67,5 +67,5 @@ def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> li
 
 
 def tell(text: str) -> None:
-    """Describe how far a measurement is, beside its result."""
+    """Print the progress of a measurement to stderr."""
     print(text, file=sys.stderr, flush=True)

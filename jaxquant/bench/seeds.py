@@ -1,4 +1,4 @@
-"""Held-out losses of the quickstart model by scheme and seed; each run is a line of JSON, written when it ends."""
+"""Held-out losses of the quickstart model by scheme and seed; each finished run is appended as a line of JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxquant.training.config import TrainConfig
 from jaxquant.training.loop import prepare
 from jaxquant.training.report import load_run
 
-_CURVE = 10  # steps between two training losses of a line
+_CURVE = 10  # steps between two recorded training losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Trial:
     """A scheme to train.
 
     Attributes:
-      base: scheme whose runs of the same seeds it is compared with.
-      fields: of the run's configuration.
+      base: scheme to compare with, by seed.
+      fields: fields of the run's configuration.
       seeds: number of runs.
     """
 
@@ -41,20 +41,20 @@ class Trial:
 
 
 def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str] = ()) -> list[Row]:
-    """Compare held-out losses of the quickstart model under schemes with those of their base.
+    """Compare held-out losses of the quickstart model under schemes with their base.
 
-    A seed is of the initial parameters, the order of the data and the noise; each run is compared with its base's run
-    of the same seed. A run whose line is in the record is not trained again, and one that was interrupted goes on from
-    its checkpoint. Figures after ± are the standard error of the mean over seeds.
+    A seed determines the initial parameters, the order of the data and the noise; each run is compared with the run of
+    its base with the same seed. Runs in the record are not trained again, and an interrupted run resumes from its
+    checkpoint. Figures after ± are the standard error of the mean over seeds.
 
     Args:
-      trials: by scheme.
-      record: JSON lines, one a run.
-      steps: of each run.
-      only: schemes to train; all of them by default. The table has every run of the record.
+      trials: trials by scheme.
+      record: file of JSON lines, one per run.
+      steps: steps of each run.
+      only: schemes to train, by default all. The table has every run of the record.
 
     Raises:
-      ValueError: no run has a base run to compare with.
+      ValueError: no run has a run of its base to compare with.
     """
     losses = {key: line["held_out_loss"] for key, line in train_missing(trials, record, steps, only).items()}
     rows = []
@@ -78,10 +78,10 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
 def train_missing(
     trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str]
 ) -> dict[tuple[str, int], Row]:
-    """Train what the record lacks, and return its lines by scheme and seed; the arguments are those of ``compare``."""
+    """Train the runs that the record lacks; return its lines by scheme and seed. See ``compare`` for the arguments."""
     lines = read_record(record, steps)
     wanted = [(seed, name) for name, trial in trials.items() for seed in range(trial.seeds)]
-    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
+    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of one seed, then of the next
         if (name, seed) in lines or (only and name not in only):
             continue
         lines[name, seed] = train_run(name, trials[name].fields, seed, steps, ROOT / "runs" / record.stem)
@@ -91,7 +91,7 @@ def train_missing(
 
 
 def read_record(record: Path, steps: int) -> dict[tuple[str, int], Row]:
-    """Read the lines of runs of so many steps, by scheme and seed."""
+    """Return the lines of runs with this number of steps, by scheme and seed."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
     return {(line["scheme"], line["seed"]): line for line in lines if line["steps"] == steps}
 
@@ -110,7 +110,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     run = load_run(folder, folder.name)
     if not run.summary:
         raise ValueError(
-            f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
+            f"{name}, seed {seed} was stopped after step {run.last_step}; run the same command again to resume"
         )
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
@@ -128,7 +128,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
 
 
 def mean(values: Sequence[float], form: str) -> str:
-    """Write the mean of some numbers ± its standard error, which one number has not."""
+    """Return the mean of some numbers ± its standard error as text; a single number has no error."""
     written = format(statistics.mean(values), form)
     if len(values) < 2:
         return written

@@ -45,9 +45,9 @@ class _Stepper:
 
 
 def measure_steps(chosen: Sequence[Scheme], rounds: int) -> list[Row]:
-    """Time training steps, one step of every scheme a round, so that a slow moment of the machine hits all alike.
+    """Time training steps, one step per scheme and round, so that a slow period of the machine affects all equally.
 
-    The ratio is the median over rounds of a scheme's time over the unquantized one's in that round.
+    The ratio is the median over rounds of a scheme's time over the unquantized time in the same round.
     """
     quickstart = load_yaml(str(ROOT / QUICKSTART))
     steppers = []
@@ -70,9 +70,9 @@ def measure_steps(chosen: Sequence[Scheme], rounds: int) -> list[Row]:
 
 
 def measure_losses(chosen: Sequence[Scheme], steps: int) -> list[Row]:
-    """Train the quickstart model under every scheme, each in a process of its own, and compare held-out losses.
+    """Train the quickstart model under every scheme, each in a subprocess, and compare held-out losses.
 
-    A run that is in `runs/losses` already is not trained again.
+    Runs that are already in `runs/losses` are not trained again.
     """
     runs = [_train(scheme, steps) for scheme in (UNQUANTIZED, *chosen)]
     loaded = load_runs(runs)
@@ -85,7 +85,7 @@ def measure_losses(chosen: Sequence[Scheme], steps: int) -> list[Row]:
 
 
 def _train(scheme: Scheme, steps: int) -> Path:
-    """Train the quickstart model under a scheme, unless it is trained already; return the run's folder."""
+    """Train the quickstart model under a scheme, unless it is already trained; return the run's folder."""
     run = ROOT / "runs" / "losses" / "-".join(filter(None, (scheme.string or "none", scheme.backend)))
     if (run / "summary.json").is_file():
         return run

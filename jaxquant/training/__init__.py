@@ -1,4 +1,4 @@
-"""The training program; see ``docs/about/program.md``."""
+"""Training program; see ``docs/about/program.md``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIBRARIES = ("filelock", "grain", "plotly", "tensorboardX", "tokenizers")
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Turn the missing import of a library of the extra into an error that says how to install it.
+    """Convert the import error of a missing extra dependency to an error with the install command.
 
     Raises:
       ValueError: one of ``LIBRARIES`` is not installed.

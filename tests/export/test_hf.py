@@ -152,7 +152,7 @@ REFUSED = [
     (NotImplementedError, "quant_method 'gptq' is not supported: its groups", {"quant_method": "gptq"}),
     (
         NotImplementedError,
-        "targets[0] 'Conv1D' names a class",
+        "targets[0] 'Conv1D' is a class",
         compressed(CHANNEL, None) | {"config_groups": {"group_0": {"targets": ["Conv1D"], "weights": CHANNEL}}},
     ),
     (NotImplementedError, "quant_algo 'W4A8_AWQ' is not", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}),

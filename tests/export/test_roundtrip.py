@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
         export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
     small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
-    with pytest.raises(ValueError, match=r"down_proj contracts 320 elements, no multiple of the 128 of a block of ct_"):
+    with pytest.raises(ValueError, match="down_proj contracts 320 elements, not a multiple of the block size 128 of"):
         export(small, tmp_path / "a", "ct_w4a16")
     broken = dict(tensors())
     broken[f"{Q}.weight"] = np.full((256, 256), np.nan, np.float32)
@@ -271,5 +271,5 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     save_file({f"{Q}.bias": np.ones(4, np.float32)}, folder / "biases.safetensors")
     index["weight_map"][f"{Q}.bias"] = "biases.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="bias', which a Llama of its config has not"):
+    with pytest.raises(ValueError, match="bias', which a Llama with its config lacks"):
         HfFolder(folder)

@@ -176,7 +176,7 @@ def test_calibration_gives_the_scales_of_what_was_seen():
     assert calibrate(model, variables, {"quantization": "int8w"}, [X]) is variables
     with pytest.raises(ValueError, match="calibrate got no batch"):
         calibrate(model, variables, config, [])
-    with pytest.raises(ValueError, match="amax_history_length 2 remembers no more"):
+    with pytest.raises(ValueError, match="more than 2 batches for amax_history_length 2"):
         calibrate(model, variables, config | {"amax_history_length": 2}, batches)
 
 

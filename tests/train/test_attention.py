@@ -28,8 +28,8 @@ CHOICES = [
     ("auto", "cuda", 128, 2048, "float32", "xla"),
     ("auto", "tpu", 128, 2048, "float32", "splash"),
     ("auto", "tpu", 64, 2048, "bfloat16", "xla"),
-    ("cudnn", "cpu", 128, 2048, "bfloat16", "runs on gpu or cuda, and the devices are cpu"),
-    ("cudnn", "cuda", 128, 2048, "float32", "takes bfloat16, and dtype is float32"),
+    ("cudnn", "cpu", 128, 2048, "bfloat16", "runs on gpu or cuda, but the devices are cpu"),
+    ("cudnn", "cuda", 128, 2048, "float32", "requires bfloat16, but dtype is float32"),
     ("splash", "tpu", 128, 100, "bfloat16", "sequence_length that is a multiple of 128, got 100"),
 ]
 

@@ -60,7 +60,7 @@ def test_neither_rematerialization_nor_tiles_are_taken_for_another_recipe(tiny, 
 
 def test_the_report_shows_it(finished):
     page = render(load_runs([finished(""), finished("fp8")]))
-    assert "What the traced step multiplies" in page
+    assert "Matmuls of the traced step" in page
     assert "no parameter: activation × activation" in page
     assert json.loads((finished("fp8") / "coverage.json").read_text())["summary"] in page
 

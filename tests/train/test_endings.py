@@ -77,8 +77,8 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
         assert main(words) == 1
     message = capfd.readouterr().err.strip()
     assert message.splitlines()[-1].startswith(f"error: run {copy} cannot be written (")
-    kept = f"No space left on device); checkpoint {STEPS} is kept; make it writable, with space"
-    assert message.endswith(f"{kept}, and the same command goes on from there")
+    kept = f"No space left on device); checkpoint {STEPS} is kept; make the folder writable, with free space"
+    assert message.endswith(f"{kept}, and run the same command again to resume from there")
     assert "Traceback" not in message
     train(tiny, copy, steps=STEPS + 3)
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))

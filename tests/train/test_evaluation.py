@@ -91,8 +91,8 @@ def test_what_does_not_compare_is_refused(
 ):
     for words, message in (
         ([str(run), "--batches", "0"], "--batches 0 must be at least 1"),
-        ([str(served[0])], "is a converted checkpoint; give the run that it was made of first"),
-        ([str(run), str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
+        ([str(served[0])], "is a converted checkpoint; pass its run first"),
+        ([str(run), str(tmp_path / "absent")], "absent does not exist; pass the folder of a run"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()
