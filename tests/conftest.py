@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 ROOT = Path(__file__).parent
@@ -18,6 +21,10 @@ UNCACHED = ("audit", "aot")
 """Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
 LITTLE = ("audit", "backends", "docs", "inject", "must_hold", "serving", "state", "trace", "train")
 """Folders that compile with little optimization: what they are about is not what a compiler makes of a program."""
+FAST_TO_COMPILE: dict[str, Any] = {}
+"""XLA's options that take half the compile time away and change no more than a program's speed."""
+if jax.__version_info__ < (0, 11):
+    FAST_TO_COMPILE |= {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 LONGEST = (
     *("train/test_processes.py", "aot/test_compile.py", "test_gallery.py", "ops/test_sharding.py"),
     *("train/test_mesh.py", "aot/test_h200.py", "train/test_conversion.py", "inject/test_linen.py"),
@@ -62,7 +69,7 @@ def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> Non
     """Compile with little optimization where the bits of optimized programs are not what a module is about.
 
     Programs and subprocesses alike. That is so in the folders of ``LITTLE`` and where a module says ``OPTIMIZED =
-    False``; what says ``OPTIMIZED = True`` and all other tests compile as users do.
+    False``; ``OPTIMIZED = None`` leaves ``FAST_TO_COMPILE`` out. All other tests compile as users do.
     """
     folder = request.path.relative_to(ROOT).parts[0]
     is_cached = folder not in UNCACHED
@@ -70,17 +77,36 @@ def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> Non
         jax.config.update("jax_enable_compilation_cache", is_cached)
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
         reset_cache()  # it remembers whether it is on
-    optimize_little(not getattr(request.module, "OPTIMIZED", folder not in LITTLE))
+    is_optimized = getattr(request.module, "OPTIMIZED", folder not in LITTLE)
+    compile_options.added = {} if is_optimized is None else FAST_TO_COMPILE
+    optimize_little(not is_optimized)
 
 
 def optimize_little(is_little: bool) -> bool:
-    """Choose how programs are compiled from here on, and return what was chosen before."""
+    """Choose how programs are compiled from here on, in subprocesses too, and return the previous choice."""
     before = jax.config.values["jax_disable_most_optimizations"]
     if before != is_little:
+        jax.devices()  # this process has read XLA_FLAGS
+        flags = [f"--{name}={str(value).lower()}" for name, value in FAST_TO_COMPILE.items()]
+        others = [each for each in os.environ.get("XLA_FLAGS", "").split() if each not in flags]
+        os.environ["XLA_FLAGS"] = " ".join(others + flags * is_little)
         jax.config.update("jax_disable_most_optimizations", is_little)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_little))
         jax.clear_caches()
     return before
+
+
+@functools.wraps(compiler.get_compile_options)
+def compile_options(*args: Any, **kwargs: Any) -> Any:
+    """Add ``FAST_TO_COMPILE`` to the options of programs that are compiled with little optimization."""
+    options = compile_options.__wrapped__(*args, **kwargs)
+    if jax.config.values["jax_disable_most_optimizations"]:
+        options.env_option_overrides = [*options.env_option_overrides, *compile_options.added.items()]
+    return options
+
+
+compile_options.added = FAST_TO_COMPILE
+compiler.get_compile_options = compile_options
 
 
 def reason_against_aot() -> str:

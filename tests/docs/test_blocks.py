@@ -22,6 +22,7 @@ from jaxquant.config.explain import whole_tensors
 from jaxquant.core.typed import build
 from jaxquant.training.__main__ import COMMANDS, read_config
 from jaxquant.training.config import TrainConfig
+from scripts import pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,6 +55,29 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert float(loss.removeprefix("loss ")) < 0.1  # of about 1 in the first step
         (shown,) = blocks(page, "text")
         assert [line.rstrip() for line in shown.splitlines()[1:]] == coverage
+
+
+def test_every_public_name_has_one_entry_on_an_api_page():
+    names, shown = pages.public_names(), pages.examples().keys()
+    written = [pages.on_page_markdown((ROOT / f"docs/api/{page}.md").read_text()) for page in names]
+    entries = re.findall("^::: (.*)$", "\n".join(written), re.M)
+    assert sorted(entries) == sorted(set().union(*names.values()))
+    assert shown <= {*entries, *names}
+    assert [name for name in entries if name not in shown and "compat" not in name] == []
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_the_examples_of_an_api_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"__name__": page}
+    for heading, text in pages.examples().items():
+        if heading in (page, *pages.public_names()[page]) and "```python\n" in text:  # one with a title is not run
+            exec(compile(text.strip("`").removeprefix("python"), heading, "exec"), scope)
+
+
+@pytest.mark.parametrize("name", pages.OPTIONS)
+def test_every_option_has_a_text_in_its_table(name: str):
+    assert pages.options(name)  # raises an error for a field without a text
 
 
 def strings_table() -> str:
