@@ -85,7 +85,7 @@ def strings_table() -> str:
     groups: dict[int, Any] = {}
     for name, row in RECIPES.items():
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
-    lines = ["| `quantization` | numbers | `auto` | also on | one NaN spoils all of |", "| --- " * 5 + "|"]
+    lines = ["| `quantization` | numerics | `auto` | other backends | tensors with one scale |", "| --- " * 5 + "|"]
     for row, names in groups.values():
         others = ", ".join(row.backends[1:])
         whole = ", ".join(poisoned_tensors(row.recipe)) if row.recipe else ""
