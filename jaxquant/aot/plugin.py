@@ -1,4 +1,4 @@
-"""The function that builds the step of a configuration: the trainer's, or one of the user's own."""
+"""The function that builds the step of a configuration: the training program's, or the user's own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 PROGRAM = "jaxquant.training.audit:program"
-"""Program of ``jaxquant.training``, by name: it lies above this package and is not imported by it."""
+"""Program of ``jaxquant.training``, by name: this package must not import it."""
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the function which builds a step."""
+    """Add the option for the function that builds a step."""
     parser.add_argument(
         "--program",
         default=PROGRAM,
@@ -22,14 +22,14 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
-    """Import a function (config, overrides, devices) -> (jitted step, shapes).
+    """Import a function of (config, overrides, devices) that returns (jitted step, shapes).
 
     Args:
-      program: its name, ``MODULE:FUNCTION``.
+      program: name of the function, ``MODULE:FUNCTION``.
 
     Raises:
-      ModuleNotFoundError: there is no such module.
-      ValueError: the module has no such function.
+      ModuleNotFoundError: the module does not exist.
+      ValueError: the module does not have the function.
     """
     module, _, function = program.partition(":")
     build = getattr(importlib.import_module(module), function, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import io
 import re
 import shlex
@@ -17,6 +17,7 @@ import yaml
 from jaxquant import RECIPES
 from jaxquant.__main__ import main as jaxquant_main
 from jaxquant.aot.command import _parse
+from jaxquant.bench import chart
 from jaxquant.config.explain import whole_tensors
 from jaxquant.core.typed import build
 from jaxquant.training.__main__ import COMMANDS, read_config
@@ -44,6 +45,9 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     scope: dict[str, Any] = {"__name__": "page"}
     printed = io.StringIO()
     for number, block in enumerate(blocks(page, "python")):
+        libraries = re.findall(r"^(?:import|from) (equinox|haiku|keras|maxtext)\b", block, re.M)
+        if not all(map(importlib.util.find_spec, libraries)):  # not in this environment
+            continue
         with contextlib.redirect_stdout(printed):
             exec(compile(block, f"{page.name}, block {number}", "exec"), scope)
     if page.name == "README.md":
@@ -89,9 +93,10 @@ def strings_table() -> str:
     return "\n".join(lines)
 
 
-def test_the_table_of_strings_is_current():
+def test_the_table_of_strings_and_the_chart_are_current():
     page = (ROOT / "docs/guide/choosing.md").read_text()
     assert strings_table() in page, f"replace the table of docs/guide/choosing.md with:\n{strings_table()}"
+    assert chart.draw() == (ROOT / "docs/images/speed.svg").read_text(), chart.__doc__
 
 
 @pytest.mark.parametrize("page", pages_with("yaml"))
