@@ -98,7 +98,9 @@ def check_forgotten(loop: Linen) -> None:
     of_params = jax.jit(jax.grad(lambda params: loop(params, loop.state, X)))
     with pytest.raises(ValueError, match=r"is taken with respect to the kernel but not the state; .*frozen"):
         of_params(loop.params)
-    with pytest.raises(ValueError, match=r"passes through the layer but is not taken with respect to the state; .*frozen"):
+    with pytest.raises(
+        ValueError, match=r"passes through the layer but is not taken with respect to the state; .*frozen"
+    ):
         jax.grad(lambda x: loop(loop.params, loop.state, x))(X)
     with state.frozen():
         found = of_params(loop.params)

@@ -94,5 +94,7 @@ def test_an_optimizer_state_of_another_make_is_refused():
     make = {"apply_fn": jnp.dot, "params": variables, "tx": optax.sgd(0.1)}
     theirs, ours = train_state.TrainState.create(**make), state.TrainState.create(**make)
     assert int(ours.apply_gradients(grads=variables).step) == 1
-    with pytest.raises(TypeError, match=r"must be an OptimizerState, got tuple; create the state with TrainState.create"):
+    with pytest.raises(
+        TypeError, match=r"must be an OptimizerState, got tuple; create the state with TrainState.create"
+    ):
         ours.replace(opt_state=theirs.opt_state).apply_gradients(grads=variables)
