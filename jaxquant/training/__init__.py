@@ -1,4 +1,4 @@
-"""Training program; see ``docs/about/program.md``."""
+"""Training program; see ``docs/guide/training.md``."""
 
 from __future__ import annotations
 
