@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getattr__`` loads these
+    __version__: str
     from jaxquant import aot, audit, compat, ops, optim, serving, state
     from jaxquant.audit.coverage import coverage
     from jaxquant.config.quant_config import QuantConfig
@@ -69,6 +70,8 @@ if not TYPE_CHECKING:  # or a type checker would take every name
         Raises:
           AttributeError: there is no such name.
         """
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version(__name__)
         if name in _DEFINED_IN:
             value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
             globals()[name] = value
