@@ -71,6 +71,26 @@ def against_cpu(strings: Sequence[str], backends: Sequence[str], out: Path) -> i
     return here.report("against-cpu", measure_strings, [schemes(strings, backends)], out)
 
 
+@bench.command()
+@_out
+@click.option("--small", is_flag=True, help="Use sizes that a CPU runs in two minutes.")
+@click.option("--only", multiple=True, type=Names("jaxquant.bench.speedrun:CONTENDERS"), help="Row; may be repeated.")
+@click.option("--steps", type=int, metavar="N", help="Training steps; default: those of the size.")
+@_run
+def speedrun(out: Path, small: bool, only: Sequence[str], steps: int | None) -> int:
+    """Race libraries and config strings to a held-out loss.
+
+    One decoder, data set and seed, for each library at its defaults: time and steps until a fixed held-out loss, tokens
+    per second, peak memory and final loss. About ten minutes on one GPU. A CPU runs a small size and compares losses
+    only. Writes a table, a plot, and a JSONL file that gets each row when it is known.
+
+    Exit codes: 0 on success, 1 if a number is wrong, 2 if something does not run or compile, 130 after Ctrl-C.
+    """
+    from jaxquant.bench.speedrun import speedrun
+
+    return speedrun(out, small, only, steps)
+
+
 def _losses_by_seed(module: str, about: str) -> click.Command:
     only = Names(f"jaxquant.bench.{module}:TRIALS")
 

@@ -51,8 +51,7 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> tuple[Pat
     """Write figures as JSON and as a markdown table."""
     where = environment()
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{name}-{jax.devices()[0].device_kind.lower().replace(' ', '-')}"
-    data, text = folder / f"{stem}.json", folder / f"{stem}.md"
+    data, text = folder / f"{stem(name)}.json", folder / f"{stem(name)}.md"
     data.write_text(json.dumps({"name": name, "about": about, **where, "rows": list(rows)}, indent=1) + "\n")
     versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
     machine = f"{where['device']}, {where['cpus']} CPUs, {where['platform']}, Python {where['python']}, {versions}"
@@ -60,6 +59,11 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> tuple[Pat
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.{flags}", ""]
     text.write_text("\n".join([*lines, *table(list(rows))]) + "\n", encoding="utf-8")
     return data, text
+
+
+def stem(name: str) -> str:
+    """Return the name of a file with figures of this device, without its suffix."""
+    return f"{name}-{jax.devices()[0].device_kind.lower().replace(' ', '-')}"
 
 
 def environment() -> Row:
