@@ -34,7 +34,7 @@ def main(steps: int = 100, width: int = 64) -> float:
         state, value = step(state)
     print(f"trained: loss {value:.4f}")
 
-    served = jaxquant.convert(state.params, CONFIG, x, model=plain)
+    served = jaxquant.convert(plain, state.params, CONFIG, x)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "served"
         jaxquant.serving.save(path, served["params"], CONFIG)
@@ -47,8 +47,8 @@ def main(steps: int = 100, width: int = 64) -> float:
 
     # A model that was trained in float: delayed scaling needs real inputs to take its static scales from.
     floats = {"params": state.params["params"]}
-    calibrated = jaxquant.calibrate(floats, CONFIG, [x[:32], x[32:]], model=plain)
-    after = jaxquant.convert(calibrated, CONFIG, x, model=plain)
+    calibrated = jaxquant.calibrate(plain, floats, CONFIG, [x[:32], x[32:]])
+    after = jaxquant.convert(plain, calibrated, CONFIG, x)
     out = jax.jit(serving.apply)(after, x)
     calibrated_loss = ((out - y) ** 2).mean()
     print(f"calibrated after training: loss {calibrated_loss:.4f}")

@@ -69,7 +69,7 @@ def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> Non
     """Compile with little optimization where the bits of optimized programs are not what a module is about.
 
     Programs and subprocesses alike. That is so in the folders of ``LITTLE`` and where a module says ``OPTIMIZED =
-    False``; what says ``OPTIMIZED = True`` and all other tests compile as users do.
+    False``; ``OPTIMIZED = None`` leaves ``FAST_TO_COMPILE`` out. All other tests compile as users do.
     """
     folder = request.path.relative_to(ROOT).parts[0]
     is_cached = folder not in UNCACHED
@@ -77,7 +77,9 @@ def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> Non
         jax.config.update("jax_enable_compilation_cache", is_cached)
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
         reset_cache()  # it remembers whether it is on
-    optimize_little(not getattr(request.module, "OPTIMIZED", folder not in LITTLE))
+    is_optimized = getattr(request.module, "OPTIMIZED", folder not in LITTLE)
+    compile_options.added = {} if is_optimized is None else FAST_TO_COMPILE
+    optimize_little(not is_optimized)
 
 
 def optimize_little(is_little: bool) -> bool:
@@ -99,10 +101,11 @@ def compile_options(*args: Any, **kwargs: Any) -> Any:
     """Add ``FAST_TO_COMPILE`` to the options of programs that are compiled with little optimization."""
     options = compile_options.__wrapped__(*args, **kwargs)
     if jax.config.values["jax_disable_most_optimizations"]:
-        options.env_option_overrides = [*options.env_option_overrides, *FAST_TO_COMPILE.items()]
+        options.env_option_overrides = [*options.env_option_overrides, *compile_options.added.items()]
     return options
 
 
+compile_options.added = FAST_TO_COMPILE
 compiler.get_compile_options = compile_options
 
 

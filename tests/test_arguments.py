@@ -31,8 +31,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     params, quant_state = state.split(variables)
     observation = jax.grad(loss, argnums=1)(params, quant_state)
     float_variables = {"params": params}
-    served = jaxquant.convert(float_variables, INT8, X, model=PLAIN)
-    served8 = jaxquant.convert(state.merge(params, state.update(quant_state, observation)), FP8, X, model=PLAIN)
+    served = jaxquant.convert(PLAIN, float_variables, INT8, X)
+    served8 = jaxquant.convert(PLAIN, state.merge(params, state.update(quant_state, observation)), FP8, X)
     places = (tmp_path_factory.mktemp("served") / str(number) for number in itertools.count())
     spoiled = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.inf), float_variables)
     nnx_model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -52,11 +52,13 @@ def swapped_step(params: Any, quant_state: Any) -> Any:
 
 
 CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
-NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass what init, jaxquant\.state\.split or a gradient"
-SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
-PARTS = r"params has \[.*they are swapped, or one of them is the whole variables; call merge\(params, quant_state"
+NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass the result of init, jaxquant\.state\.split or a gradient"
+SWAPPED = r"quant_state and observation are swapped; .*update\(quant_state, observation\)"
+PARTS = r"params has \[.*they are swapped, or one of them is the complete variables; call merge\(params, quant_state"
 WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
+FIRST = r"{0} takes a Flax module first: jaxquant.{0}\(model, variables, config, .* for NNX; got \("
+WRONG_ORDER = ("float_variables, INT8, X, model=PLAIN", "PLAIN, INT8, float_variables, X", "nn.Dense, nnx_model")
 MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
@@ -66,7 +68,7 @@ MISTAKES = {
     "state.accumulate(quant_state, (observation,))": NO_STATE,
     "state.accumulate(None, observation)": NO_STATE,
     **{f"state.warm({each})": NO_STATE for each in ("None", "MODEL")},
-    "state.from_flax({}, quant_state)": "the model has quant state '.*', and what is restored has not; restore it into",
+    "state.from_flax({}, quant_state)": "the model has quant state '.*', but the checkpoint does not; restore it into",
     "state.split(MODEL)": "variables are Dense, not the dict of collections that model.init returns",
     **{f"state.merge({each}, quant_state)": PARTS for each in ("variables", "float_variables")},
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
@@ -74,9 +76,9 @@ MISTAKES = {
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
     "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*makes int4",
     "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "makes no quantized kernels",
-    "jaxquant.calibrate(float_variables, FP8, X, model=PLAIN)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
-    "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "the variables to calibrate have no collection 'params'",
-    "jaxquant.calibrate(float_variables, FP8, [X], model=MODEL)": "quantized already, .*give the float model",
+    "jaxquant.calibrate(PLAIN, float_variables, FP8, X)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
+    "jaxquant.calibrate(PLAIN, params, FP8, [X])": "the variables to calibrate have no collection 'params'",
+    "jaxquant.calibrate(MODEL, float_variables, FP8, [X])": "quantized already, .*give the float model",
     **{f"jaxquant.quantize({x}, FP8)": f"got the Flax module {FLAX[x]}; .*maybe_quantize_model" for x in FLAX},
     "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "Dense itself raised this, in float, called with",
     "PLAIN.apply(served, X)": CONVERTED,
@@ -91,7 +93,8 @@ MISTAKES = {
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is quantized already",
     "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear is called with inputs; pass .* 'fp8' gets its quant state",
     "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
-    "jaxquant.convert(spoiled, {'quantization': 'fp8_current'}, X, model=PLAIN)": "has NaN or infinity in its kernel '",
+    "jaxquant.convert(PLAIN, spoiled, {'quantization': 'fp8_current'}, X)": "has NaN or infinity in its kernel '",
+    **{f"jaxquant.{f}({each})": FIRST.format(f) for f in ("convert", "calibrate") for each in WRONG_ORDER},
     "jaxquant.convert(nnx_model, INT8)": "Linear is called with inputs; pass examples of them$",
     "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "Linear itself raised this, in float, called with the inputs",
     "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",
@@ -128,18 +131,18 @@ def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, given):
         return (optax.apply_updates(carried[0], updates), opt_state), value
 
     run = {"jit": jax.jit(step), "scan": lambda carried: jax.lax.scan(step, carried, None, 3)}[way]
-    with pytest.raises(ValueError, match=r"updates quant state, as at '.*', .*jaxquant\.state\.split.*TrainState"):
+    with pytest.raises(ValueError, match=r"updates quant state, such as '.*', .*jaxquant\.state\.split.*TrainState"):
         jax.eval_shape(run, (variables, tx.init(variables)))
 
 
 def test_calibration_with_inputs_of_another_size_warns_at_conversion(given, recwarn):
     for size, warned in ((1.0, 0), (100.0, 2)):
         recwarn.clear()
-        calibrated = jaxquant.calibrate(given["float_variables"], FP8, [size * X], model=PLAIN)
-        jaxquant.convert(calibrated, FP8, X, model=PLAIN)
+        calibrated = jaxquant.calibrate(PLAIN, given["float_variables"], FP8, [size * X])
+        jaxquant.convert(PLAIN, calibrated, FP8, X)
         jaxquant.convert(jaxquant.calibrate(given["nnx_model"], FP8, [size * X]), FP8, X.reshape(2, 2, 8))
         for example in (jax.ShapeDtypeStruct(X.shape, X.dtype), jnp.zeros_like(X)):  # of no size
-            jaxquant.convert(calibrated, FP8, example, model=PLAIN)
+            jaxquant.convert(PLAIN, calibrated, FP8, example)
         found = [each for each in recwarn if "an example input of largest magnitude" in str(each.message)]
         assert len(found) == warned
 

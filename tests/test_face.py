@@ -86,7 +86,7 @@ TAKERS = {
     "quantize": lambda config: jaxquant.quantize(lambda p, x: x @ p, config),
     "coverage": lambda config: jaxquant.coverage(lambda x: x, 1.0, config=config),
     "configure_quantization": lambda config: maxtext.configure_quantization(config),
-    "convert": lambda config: jaxquant.convert({"params": {}}, config, model=nn.Dense(2)),
+    "convert": lambda config: jaxquant.convert(nn.Dense(2), {"params": {}}, config),
 }
 REFUSED = [
     (3, TypeError, "config 3 must be a QuantConfig"),

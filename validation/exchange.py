@@ -314,7 +314,7 @@ def _config(run: str) -> TrainConfig:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int, quantizers: Sequence[str]) -> None:
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    found = {each.name.replace("_", "-"): each.version for each in importlib.metadata.distributions()}
     versions = [f"{name} {found.get(name, 'absent')}" for name in PACKAGES]
     lines = [
         "# exchange",

@@ -1,4 +1,4 @@
-"""Audit a step for an absent chip: compile it with the chip's compiler, read the program, price it."""
+"""Audit of a step for an absent chip: compile it with the chip's compiler, read the program, estimate its time."""
 
 from jaxquant.aot.compile import audit, audit_program
 

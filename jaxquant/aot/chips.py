@@ -1,37 +1,37 @@
-"""The table of chips that an audit compiles for: compiler description, memory, peak rates and shares of them.
+"""Table of chips that an audit compiles for: compiler description, memory, peak rates and achieved shares of them.
 
-Peak rates are dense (without structured sparsity), of the data sheets:
+Peak rates are dense (without structured sparsity), from data sheets:
 
 - H100 SXM, H200, B200: NVIDIA's data sheets (H100 and H200: 989 TFLOP/s bf16, 1979 fp8 and int8; HGX B200 per GPU: 2250
   and 4500), float32 as TF32, NVLink in both directions together.
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
-  unit: their fp8 matmuls run at the rate of bf16. v7x has one, and no published int8 rate; bf16's is assumed. float32
-  at default precision is one pass of bf16.
+  unit: their fp8 matmuls run at the rate of bf16. v7x has one, and no published int8 rate; the bf16 rate is assumed.
+  float32 at default precision is one pass of bf16.
 
 Four-bit floats (``fp4``):
 
-- B200 has a unit for them: 9000, of the HGX B200 data sheet. It multiplies blocks with scales of their own, nvfp4 and
-  mxfp4; fp4 by fp8 runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
-- H100 and H200 have none, and XLA converts such operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS matmul of
-  bf16 (jax 0.10.2). bf16's rate is used.
-- No TPU here has one. The compiler takes e2m1 operands and converts them inside the matmul, at bf16's rate: its own
-  estimates of a 4096³ matmul, in thousands of cycles, are 1113 for e2m1 and 1083 for bf16 on v5e, 303 and 302 on v6e,
-  328 and 316 on v7x, where e4m3 takes 151 (libtpu 0.0.42.1). bf16's rate is used, v7x's too.
+- B200 has a unit for them: 9000, from the HGX B200 data sheet. It multiplies scaled blocks, nvfp4 and mxfp4; fp4 by fp8
+  runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
+- H100 and H200 have no unit, and XLA converts such operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS matmul
+  of bf16 (jax 0.10.2). The bf16 rate is used.
+- No TPU here has a unit. The compiler accepts e2m1 operands and converts them inside the matmul, at the bf16 rate: its
+  own estimates of a 4096³ matmul, in thousands of cycles, are 1113 for e2m1 and 1083 for bf16 on v5e, 303 and 302 on
+  v6e, 328 and 316 on v7x, where e4m3 takes 151 (libtpu 0.0.42.1). The bf16 rate is used, also for v7x.
 
-Links: NVLink's and ICI's rates of data sheets are of both directions together, and one direction has half. Beyond an
-NVLink domain (the eight GPUs of an HGX board) a GPU has a network card of 400 Gb/s each way, as in DGX H100 and B200.
+Links: the data sheets give NVLink and ICI rates for both directions together; one direction has half. Beyond an NVLink
+domain (the eight GPUs of an HGX board) a GPU has a network card of 400 Gb/s each way, as in DGX H100 and B200.
 
 Clocks of TPUs are not published. They follow from the peak rate: v5e has 4 matrix units of 128 by 128 and v5p 8, v6e 4
-of 256 by 256 and v7x 8, each two operations a cell and cycle: 1.5, 1.75, 1.75 and 2.2 GHz.
+of 256 by 256 and v7x 8, each with two operations per cell and cycle: 1.5, 1.75, 1.75 and 2.2 GHz.
 
-Shares of peak (``shares``) are fitted on one measurement, TransformerEngine's layer GEMM set on an H200 NVL (forward
-and both gradients, 15872 tokens; docs/examples/gemm_profiling): bf16 in 32.014 ms is 599 TFLOP/s of 835; fp8 of
+Shares of peak (``shares``) are fitted to one measurement, TransformerEngine's layer GEMM set on an H200 NVL (forward
+and both gradients, 15872 tokens; docs/examples/gemm_profiling): bf16 in 32.014 ms is 599 TFLOP/s of 835; fp8 with
 operands that are quantized before, 16.785 ms, is 1142 of 1671; quantizing takes 2.19 ms with delayed scaling and 3.50
-ms with current scaling, which read and write 4 and 6 bytes an element of 1.241e9: 2.20 of 4.8 TB/s. They are taken for
-every GPU, the share of fp8 for int8 and fp4, that of bf16 for f32. On TPUs the compiler's cycles take their place.
+ms with current scaling, which read and write 4 and 6 bytes an element of 1.241e9: 2.20 of 4.8 TB/s. They are used for
+every GPU: the fp8 share also for int8 and fp4, the bf16 share also for f32. TPUs use the compiler's cycles instead.
 
-Four-bit integers run at the rate of int8: on TPUs by the same estimates (v5e 541 and 542, v6e 224 and 227), on GPUs for
-want of a published rate.
+Four-bit integers run at the rate of int8: on TPUs by the same estimates (v5e 541 and 542, v6e 224 and 227), on GPUs
+because no rate is published.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Platform = Literal["cuda", "tpu"]
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A target of an audit.
+    """Target of an audit.
 
     Attributes:
-      platform: whose compiler.
-      name: as the compiler calls it.
+      platform: platform of the compiler.
+      name: name of the chip for the compiler.
       peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``fp4``, ``int8``, ``f32``).
-      bandwidth: of the chip's memory, bytes/s.
-      memory: bytes of the chip.
-      link: bytes/s that a chip sends and receives to its neighbours together.
-      devices: what JAX sees of one chip (v7x: two).
+      bandwidth: memory bandwidth of the chip, bytes/s.
+      memory: memory of the chip, bytes.
+      link: bytes/s that a chip sends to and receives from its neighbours, together.
+      devices: JAX devices of one chip (v7x: two).
       gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
-      clock: cycles a second of a TPU.
-      domain: chips that NVLink connects, 0 where all links are of one kind.
+      clock: cycles per second of a TPU.
+      domain: chips that NVLink connects, or 0 if all links are of one kind.
       network: bytes/s that a chip sends one way beyond its domain.
-      shares: of peak rates (``memory``: of the bandwidth) that programs achieve; 1 where there is none.
+      shares: achieved shares of peak rates (``memory``: of the bandwidth); 1 by default.
     """
 
     platform: Platform
@@ -76,7 +76,7 @@ class Chip:
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
-    """Return rates of TFLOP/s by kind of matmul; without an ``fp4`` unit that is the rate of bf16."""
+    """Return rates in TFLOP/s by kind of matmul; without an ``fp4`` unit its rate is the rate of bf16."""
     rates = {"bf16": bf16, "fp8": fp8, "fp4": fp4 or bf16, "int8": int8, "f32": f32}
     return {kind: rate * 1e12 for kind, rate in rates.items()}
 
@@ -101,22 +101,22 @@ CHIPS: dict[str, Chip] = {
     "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9, clock=1.75e9),
     "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2, clock=2.2e9),
 }
-"""Targets by the name that a user gives."""
+"""Targets by their names in commands."""
 
 
 def chip(target: str) -> Chip:
-    """Return what is known of a target.
+    """Return the chip of a target.
 
     Raises:
-      ValueError: it is not known.
+      ValueError: the target is not in ``CHIPS``.
     """
     if target not in CHIPS:
-        raise ValueError(f"target {target!r} is not a known chip; known are {', '.join(CHIPS)}")
+        raise ValueError(f"target {target!r} is not a known chip; known chips are {', '.join(CHIPS)}")
     return CHIPS[target]
 
 
 def gpu_target(chip: Chip) -> str:
-    """Describe a GPU to XLA: a ``GpuTargetConfigProto`` in text form, with what CUDA would report of the device."""
+    """Return a GPU's description for XLA, as CUDA would report it: a ``GpuTargetConfigProto`` in text form."""
     assert chip.gpu is not None
     cores, l2, clock, capability = chip.gpu
     return (
@@ -126,7 +126,7 @@ def gpu_target(chip: Chip) -> str:
         "block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
         f"core_count: {cores} l2_cache_size: {l2} clock_rate_ghz: {clock} "
         f"memory_bandwidth: {int(chip.bandwidth)} device_memory_size: {int(chip.memory)} "
-        # XLA of jax 0.12 reads the first version of cuDNN, that of jax 0.10 the second.
+        # XLA of jax 0.12 reads the first cuDNN version, XLA of jax 0.10 the second.
         f'cuda_compute_capability {{ major: {capability} }} dnn_version: "9.10.0" }} '
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
         f'runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{chip.name}"'

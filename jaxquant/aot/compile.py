@@ -1,4 +1,4 @@
-"""Audit a step on a chip that is not here."""
+"""Audit of a step on an absent chip: export here, compilation in a separate process."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ from jaxquant.aot.memory import part_names
 from jaxquant.aot.report import Audit
 from jaxquant.aot.topology import environment, require_compiler
 from jaxquant.core.typed import build
-from jaxquant.ops.implementation import noted
+from jaxquant.ops.implementation import collect_choices
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
 
 
 def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
-    """Compile a step with the real compiler of an absent chip and report what it made.
+    """Compile a step with the real compiler of an absent chip and report the compiled program.
 
-    The step is exported (``jax.export``) here and compiled in a process of its own. Its 8-bit matmuls are followed from
-    the traced program into the compiler's: see ``outcome.compare`` and, for what is counted, ``program.read_program``.
+    The step is exported (``jax.export``) here and compiled in a separate process. ``outcome.compare`` matches its 8-bit
+    matmuls with the compiled ones; ``program.read_program`` describes what is counted.
 
     Args:
       step: function or jitted function. Arguments that the jitted function donates are donated.
-      shapes: trees of ``jax.ShapeDtypeStruct`` (or arrays). For several devices give them shardings over a
-        ``jax.sharding.AbstractMesh`` of that many.
-      target: h100, h200, b200, v5e, v5p, v6e or v7x.
+      shapes: pytrees of ``jax.ShapeDtypeStruct`` (or arrays). For several devices, pass shardings over a
+        ``jax.sharding.AbstractMesh`` of as many devices.
+      target: name of the chip: h100, h200, b200, v5e, v5p, v6e or v7x.
       topology: number of GPUs ("8") or TPU slice ("4x4"); empty is one GPU or the smallest slice.
       name: title of the report; empty is the step's own name.
 
     Raises:
-      ValueError: an unknown target, a topology that does not fit it or the shapes.
+      ValueError: the target is unknown, or the topology does not fit the target or the shapes.
       ModuleNotFoundError: the chip's compiler is not installed.
-      RuntimeError: the compiler failed, other than for want of memory.
+      RuntimeError: the compiler failed for a reason other than lack of memory.
     """
     described = chip(target)
-    require_compiler(described, "flatbuffers")  # which jax.export writes with
+    require_compiler(described, "flatbuffers")  # jax.export needs it
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
         leaves = [_placed(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
     names = part_names(jitted, shapes)
-    with noted() as choices:
+    with collect_choices() as choices:
         traced = jitted.trace(*shapes)
     donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
 
     def flat(*leaves: Any) -> Any:
-        return jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves)))  # export knows no node types of others
+        return jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves)))  # export supports only standard node types
 
     kernel_calls = [jax.export.DisabledSafetyCheck.custom_call(each) for each in _KERNEL_CALLS]
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     if len(meshes) > 1:
-        raise ValueError(f"the shapes lie on {len(meshes)} different meshes; give them shardings over one AbstractMesh")
+        raise ValueError(f"the shapes are on {len(meshes)} different meshes; pass shardings over one AbstractMesh")
     mesh = [
         (name, size, kind.name)
         for each in meshes
@@ -83,7 +83,7 @@ _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstr
 
 
 def _placed(leaf: Any, on: Chip) -> Any:
-    """Return a shape on one absent device, whose kind and platform its type then names."""
+    """Return a shape on one absent device; its type then has the device's kind and platform."""
     cores, platform = (on.gpu[0], "gpu") if on.gpu else (1, on.platform)
     device = AbstractDevice(device_kind=on.name, num_cores=cores, platform=platform)
     place = NamedSharding(AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device), PartitionSpec())
@@ -96,13 +96,14 @@ def audit_program(
     """Audit the step that a plug-in builds, in the process that compiles it.
 
     Args:
-      program: the plug-in, ``MODULE:FUNCTION``: (config, overrides, devices) -> (jitted step, shapes).
-      config, overrides: what it is called with.
-      target, topology: as ``audit`` takes them.
+      program: plug-in ``MODULE:FUNCTION``, a function of (config, overrides, devices) that returns (jitted step,
+        shapes).
+      config, overrides: arguments of the plug-in.
+      target, topology: target and topology as in ``audit``.
       name: title of the report; empty is the config's stem.
 
     Raises:
-      As ``audit``, and what the plug-in raises.
+      As in ``audit``, and the errors of the plug-in.
     """
     require_compiler(chip(target))
     request = {"program": program, "config": config, "overrides": list(overrides), "name": name or Path(config).stem}
@@ -110,7 +111,7 @@ def audit_program(
 
 
 def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
-    """Run a worker process on a request, with the exported step that it is about, and read its answer."""
+    """Run a worker process on a request and an exported step, and return its audit."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, step = (Path(folder) / name for name in ("request.json", "answer.json", "step"))
         asked.write_text(json.dumps(request | {"exported": str(step)}))
@@ -120,7 +121,7 @@ def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
         answer = json.loads(answered.read_text()) if answered.is_file() else None
     if done.returncode or answer is None:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's own trace is behind it
+        errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's own stack trace follows
         raise RuntimeError(
             f"compiling {request['name']!r} for {request['target']} ended with status {done.returncode}: "
             f"{(errors or lines or ['no message'])[-1]}"

@@ -1,4 +1,4 @@
-"""hlo: parse a compiler's program (HLO text) into computations of instructions."""
+"""hlo: parser of a compiler's program (HLO text) into computations of instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
-"""Bits of an element by HLO's name; those of other dtypes are the first number in their names."""
+"""Bits of an element by HLO dtype; for other dtypes, the first number in their names."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -21,15 +21,15 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**62
-"""The compiler for v7x writes about 2⁶³ cycles where it has no estimate."""
+"""The compiler for v7x writes about 2⁶³ cycles if it has no estimate."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of one array: HLO's name of its dtype, its shape, and whether it lies in the chip's large memory.
+    """The type of an array: HLO dtype, shape, and whether it is in HBM.
 
-    TPU compilers write the memory space into the layout: ``S(1)`` is VMEM. No space is HBM.
+    TPU compilers write the memory space into the layout: ``S(1)`` is VMEM, no space is HBM.
     """
 
     dtype: str
@@ -45,7 +45,7 @@ class Array:
 
 
 def bits(dtype: str) -> int:
-    """Return the bits of an element of a dtype by HLO's name."""
+    """Return the bits of an element of an HLO dtype."""
     if dtype in _BITS:
         return _BITS[dtype]
     return int(re.findall(r"\d+", dtype)[0])
@@ -56,8 +56,8 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      arrays: types of the result, several for a tuple.
-      arguments: what stands in the brackets.
+      arrays: types of the result; several for a tuple.
+      arguments: text between the brackets.
       operands: names of instructions of the same computation.
       rest: attributes, as text.
     """
@@ -76,12 +76,12 @@ class Instruction:
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes of the results that lie in HBM."""
+        """Bytes of the results in HBM."""
         return sum(array.bytes for array in self.arrays if array.in_hbm)
 
     @property
     def cycles(self) -> int:
-        """The TPU compiler's own estimate of one run, 0 where it makes none."""
+        """The TPU compiler's own estimate of one run, or 0 if it has no estimate."""
         cycles = int(self._attribute(_CYCLES) or 0)
         return cycles if cycles < _NO_ESTIMATE else 0
 
@@ -118,7 +118,7 @@ def parse(text: str) -> Module:
     """Parse HLO text, optimized or not.
 
     Raises:
-      ValueError: there is no entry computation.
+      ValueError: the text has no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
@@ -136,7 +136,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text, those of one instruction joined: the attributes of a kernel may hold line ends."""
+    """Yield the lines of a text, with the lines of one instruction joined: kernel attributes may contain line ends."""
     waiting = ""
     for line in text.splitlines():
         if waiting and not _CONTINUES.match(line):
@@ -150,7 +150,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Find the bracket that closes the one at ``start``."""
+    """Return the position of the bracket that closes the bracket at ``start``."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] == "(") - (text[index] == ")")
@@ -170,7 +170,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
-    """Read operands of text that writes names without their percent sign."""
+    """Return the operands of text that writes names without a percent sign."""
     if opcode in ("parameter", "constant"):
         return ()
     return tuple(part.split()[-1] for part in arguments.split(", ") if part.strip())

@@ -1,7 +1,7 @@
-"""The registry of custom calls: those that multiply, those that only move data, and those that do neither.
+"""Registry of custom calls: kernels that multiply, calls that only move data, and calls that do neither.
 
-A compiler knows nothing of the work of a hand-written kernel. Each known one says here how many operations it makes;
-one that is not known is named in the report and counts as a move of its operands and results.
+A compiler cannot count the operations of a hand-written kernel, so the registry counts them for each known kernel. The
+report names unknown kernels, and counts them as moves of their operands and results.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import re
 from jaxquant.aot.hlo import Array, Instruction
 
 MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
-"""Library calls that are one matrix product; ``program.read_program`` reads what they contract."""
+"""Library calls that are one matrix product; ``program.read_program`` reads their contracted dimensions."""
 
 BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
-"""Matrix products of blocks with scales of their own, as asked for and as made; they contract the last axes."""
+"""Matrix products of scaled blocks, as requested and as compiled; they contract the last axes."""
 
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
-"""Names of our own kernels for GPUs that are matrix products; they contract the last axes."""
+"""Names of our GPU kernels that are matrix products; they contract the last axes."""
 
 MOVES = re.compile(r"__cub\$.*|TopK|PadToStatic|SliceToDynamic|__gpu\$.*")
-"""Pattern of the targets of custom calls that only move, or sort, their operands."""
+"""Pattern of the targets of custom calls that only move or sort their operands."""
 NOTHING = re.compile("AllocateBuffer|ConcatBitcast|Sharding|SPMD.*|AssumeGatherIndicesInBound|annotate.*")
-"""Pattern of the targets of custom calls that are a name for what is there, or a place for what will be."""
+"""Pattern of the targets of custom calls that only rename, annotate or allocate arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A custom call whose work is known.
+    """A custom call with a known number of operations.
 
     Attributes:
-      name: the registry's.
-      dtype: HLO's name, of what it multiplies.
-      flops: of one run; what a causal mask leaves out is not counted.
-      bytes: operands and results of one run, in HBM.
-      path: where it comes from in the traced program.
-      times: how often a step runs it.
-      cycles: of one run on a TPU, where its schedule tells; 0 where nothing does.
+      name: name in the registry.
+      dtype: HLO dtype of the operands of its products.
+      flops: operations of one run, without the products that a causal mask removes.
+      bytes: operands and results of one run in HBM.
+      path: path in the traced program.
+      times: number of runs in a step.
+      cycles: cycles of one run on a TPU, if its schedule is known, otherwise 0.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Kernel:
 
 
 def product(target: str, path: str) -> str:
-    """Return the name of the matrix product that a custom call is, empty for another call.
+    """Return the name of the matrix product that a custom call computes, or "" for another call.
 
     Args:
-      target: of the call.
-      path: where it comes from.
+      target: target of the call.
+      path: path of the call in the traced program.
     """
     if target.startswith("mosaic_gpu") and (own := _OWN.search(path)):
         return own[0]
@@ -63,24 +63,24 @@ def product(target: str, path: str) -> str:
 
 
 def has_blocks(name: str) -> bool:
-    """Check whether a product, by its name, has scales for blocks of its operands."""
+    """Check whether a product with this name has scales for blocks of its operands."""
     return name in BLOCK_CALLS or name.startswith("jaxquant_block_matmul")
 
 
 def contracts_last(name: str) -> bool:
-    """Check whether a product, by its name, contracts the last axes of its operands."""
+    """Check whether a product with this name contracts the last axes of its operands."""
     return name in BLOCK_CALLS or bool(_OWN.fullmatch(name))
 
 
 def kernel(instruction: Instruction, operands: list[Array], moved: int, path: str, times: int) -> Kernel | None:
-    """Return what a custom call multiplies, None where it is not in the registry.
+    """Return the kernel of a custom call, or None if it is not in the registry.
 
     Args:
-      instruction: the call.
+      instruction: custom call.
       operands: types of its operands.
       moved: bytes of its operands and results in HBM.
-      path: where it comes from.
-      times: how often a step runs it.
+      path: path of the call in the traced program.
+      times: number of runs in a step.
     """
     for pattern, read in _REGISTRY:
         if re.search(pattern, f"{instruction.target} {path}"):
@@ -90,7 +90,7 @@ def kernel(instruction: Instruction, operands: list[Array], moved: int, path: st
 
 
 def _cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Two matmuls over the scores forward, five backward; half of them where the kernel knows that they are causal."""
+    """cuDNN's attention: two matmuls over the scores forward, five backward; half of the work with a causal mask."""
     found = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.rest)
     scores = math.prod(int(size.strip(' "')) for size in found[1].split(",")) if found else 0
     is_causal = bool(re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', instruction.rest))
@@ -101,11 +101,11 @@ def _cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[
 
 
 _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
-"""Matmuls over the scores in each of splash attention's kernels."""
+"""Number of matmuls over the scores in each of splash attention's kernels."""
 
 
 def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Splash attention skips what its mask leaves out; the mask is none of the program's text, and taken as causal."""
+    """Splash attention, which skips masked blocks. The program's text does not contain the mask; causal is assumed."""
     found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", path)
     kind = found[1] if found else "fwd"
     query, key = [array for array in operands if array.dtype in ("bf16", "f32", "f16") and len(array.shape) >= 3][:2]
@@ -115,22 +115,22 @@ def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple
 
 
 def _einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our own matmul on TPUs, in any order of its axes: sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
+    """Our matmul on TPUs, for any order of axes: sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
     lhs, rhs, out = (math.prod(each.shape) for each in (*operands[:2], instruction.arrays[0]))
     return "jaxquant fp8_einsum", operands[0].dtype, 2 * math.isqrt(lhs * rhs * out // operands[0].shape[0])
 
 
 def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our own cast multiplies nothing: it takes what its bytes take."""
+    """Our cast: no products, so that its bytes determine its time."""
     return "jaxquant quantize", operands[0].dtype, 0
 
 
 _CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
-"""Of an element and a value of the block cast, in large and in small blocks, by v6e's schedules: kernels-tpu.md."""
+"""Cycles per element and per value of the block cast, in large and in small blocks, on v6e: kernels-tpu.md."""
 
 
 def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
-    """Our own cast in blocks: on TPUs its arithmetic takes longer than its bytes, on GPUs it takes what those take."""
+    """Our cast in blocks: on TPUs its arithmetic takes longer than its bytes, on GPUs its bytes determine its time."""
     size = math.prod(operands[0].shape)
     found = _CYCLES_OF_RESULT["block_quantize_32" in path]
     written = instruction.arrays if instruction.target == "tpu_custom_call" else []
@@ -145,4 +145,4 @@ _REGISTRY = (
     (r"^__cudnn\$fmha", _cudnn),
     (r"^tpu_custom_call .*splash_m[hq]a_(fwd|dkv|dq)", _splash),
 )
-"""Pattern of a call's target and path, and what reads its name, dtype and operations."""
+"""Pattern of a call's target and path -> function that returns the call's name, dtype and operations."""

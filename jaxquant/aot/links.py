@@ -1,9 +1,9 @@
-"""The cost of a collective: the chips that take part, their links, and the bytes that each sends one way.
+"""The cost of a collective: participating chips, their links, and the bytes that each chip sends one way.
 
-A ring sends, of S bytes over n chips, (n − 1)/n · S for an all-gather, a reduce-scatter or an all-to-all, twice that
+For S bytes over n chips, a ring sends (n − 1)/n · S for an all-gather, a reduce-scatter or an all-to-all, twice that
 for an all-reduce, and S for a permutation. Over several NVLink domains (``Chip.domain`` chips each) a collective has
-two levels that run beside each other: each chip fetches its share of what other domains hold over its own network
-card, and the chips of a domain exchange all of it over NVLink.
+two levels that run in parallel: each chip fetches its share of the other domains' data over its own network card, and
+the chips of a domain exchange all data over NVLink.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def members(attributes: str) -> tuple[int, ...]:
-    """Return the devices of a collective's first group, () where it names none.
+    """Return the devices of a collective's first group, or () if it names no group.
 
-    A permutation has its first pair of devices that lie furthest apart.
+    For a permutation, return the first pair of devices with the largest distance.
 
     Args:
-      attributes: of the instruction, as HLO writes them.
+      attributes: attributes of the instruction in HLO text.
     """
     if found := _GROUPS.search(attributes):
         return tuple(int(each) for each in found[1].split(",") if each)
@@ -42,12 +42,12 @@ def members(attributes: str) -> tuple[int, ...]:
 
 
 def seconds(chip: Chip, collective: Any, devices: int) -> float:
-    """Estimate one run of a collective at the full rate of its links.
+    """Estimate the seconds of one run of a collective at the full rate of its links.
 
     Args:
-      chip: whose links.
-      collective: a ``program.Collective``.
-      devices: of the program, for a collective that names no group.
+      chip: chip with the links.
+      collective: ``program.Collective`` to estimate.
+      devices: number of devices of the program, for a collective that names no group.
     """
     group = collective.members or tuple(range(devices))
     size = len(group)

@@ -1,4 +1,4 @@
-"""What a step holds in the memory of a device: its arguments by part and dtype, and the largest batch that fits."""
+"""Memory of a step on a device: its arguments by part and dtype, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from jax.tree_util import GetAttrKey
 from jaxquant.aot.report import Audit, Row, memory_text
 
 WEIGHTS = "params"
-"""The part that bytes a parameter are counted by."""
-_GUESSES = 5  # sizes that are compiled before the rest is halved, for steps whose memory is no line
+"""Part whose elements are the parameters in "bytes a parameter"."""
+_GUESSES = 5  # sizes to compile before bisection, for steps whose memory is not linear in the batch
 
 
 def part_names(step: Any, shapes: Sequence[Any]) -> list[str]:
-    """Return for each leaf of a step's arguments the part it belongs to.
+    """Return the part of each leaf of a step's arguments.
 
-    A part is an argument, by its name, or a field of one that is a named tuple: ``params``, ``opt_state``, ``batch``.
+    A part is an argument, by name, or a field of an argument that is a named tuple: ``params``, ``opt_state``,
+    ``batch``.
 
     Args:
-      step: the function.
-      shapes: its arguments.
+      step: function of the step.
+      shapes: arguments of the step.
     """
     names = list(inspect.signature(step).parameters)
     found = []
@@ -37,12 +38,12 @@ def part_names(step: Any, shapes: Sequence[Any]) -> list[str]:
 
 
 def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
-    """List the bytes of a device by part and dtype, with bytes a parameter where there are parameters.
+    """Return the bytes of a device by part and dtype, with bytes a parameter if there are parameters.
 
     Args:
-      names: of the parts, from ``part_names``.
-      shapes: of the step's arguments, with their shardings.
-      devices: over which parameters are counted: a device's bytes are divided by its share of all of them.
+      names: part of each leaf, from ``part_names``.
+      shapes: arguments of the step, with their shardings.
+      devices: number of devices over which parameters are counted: a device's bytes are divided by its share of them.
     """
     sizes: dict[tuple[str, str], int] = {}
     count = 0
@@ -57,17 +58,17 @@ def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
 
 
 def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, list[Row]]:
-    """Find the largest multiple of a number of sequences with which a step fits, by compiling a few of them.
+    """Find the largest multiple of a batch size with which a step fits, by compiling a few sizes.
 
-    The first two are ``unit`` and twice that; each of the next is where a line through the smallest and the largest
-    that fit meets the capacity, within what is known to fit and not to. Progress goes to stderr.
+    The first two sizes are ``unit`` and twice ``unit``. Each of the next is where a line through the smallest and the
+    largest size that fit meets the capacity, between sizes known to fit and not to fit. Progress goes to stderr.
 
     Args:
-      compiled: batch size -> the step's audit.
-      unit: the number.
+      compiled: function of a batch size that returns the step's audit.
+      unit: number of sequences that the batch size is a multiple of.
 
     Returns:
-      The batch size, 0 where not even ``unit`` fits, and a row for each size compiled.
+      The batch size, or 0 if not even ``unit`` fits, and a row for each compiled size.
 
     Raises:
       ValueError: the step needs the same memory with twice the batch.
@@ -90,7 +91,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
 
 
 def _next(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
-    """Choose the multiple to compile next."""
+    """Return the multiple to compile next."""
     low = max(fits, default=0)
     if len(fits) < 2:
         return max(2 * low, 1)

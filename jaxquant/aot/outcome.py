@@ -1,4 +1,4 @@
-"""Which matmuls that a step asks for in 8 bits the compiler kept in 8 bits, and which it did not."""
+"""Comparison of the 8-bit matmuls of a traced step with the matmuls that the compiler emitted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOISE = re.compile(
 
 
 def layer(path: str) -> tuple[str, str]:
-    """Split a matmul's path into its layer and the pass it belongs to: forward, recomputed or backward."""
+    """Return a matmul path's layer and pass: forward, recomputed or backward."""
     words = [word for word in path.split("/") if not _NOISE.match(word)]
     backward = "recomputed" if "rematted_computation" in path else "backward"
     return "/".join(words) or "(no path)", backward if "transpose(" in path else "forward"
@@ -25,14 +25,14 @@ def layer(path: str) -> tuple[str, str]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of the matmuls that a step asks for in 8 bits.
+    """Result of a comparison of the traced 8-bit matmuls with the compiled ones.
 
     Attributes:
-      asked: how many there are in the step as traced, by path.
-      fell_back: those that the compiler made in more than 8 bits, or that are gone where it made a wider matmul that
-        nothing traced explains.
-      merged: those that it made as part of another 8-bit matmul with a common operand.
-      removed: those whose result nobody needs, or that equal another.
+      asked: number of 8-bit matmuls in the traced step, by path.
+      fell_back: matmuls that were compiled in more than 8 bits, or that are missing while the compiled step has a wider
+        matmul that no traced one explains.
+      merged: matmuls that were compiled as part of another 8-bit matmul with a common operand.
+      removed: matmuls whose result is unused, or equals another.
     """
 
     asked: dict[str, int]
@@ -42,20 +42,20 @@ class Outcome:
 
 
 NEARLY = 1.01
-"""Works that differ by less are the same: a compiler pads, and a device's share is rounded down."""
+"""Ratio below which two amounts of work count as equal: compilers pad, and a device's share is rounded down."""
 
 
 def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
-    """Compare a step as traced with what a compiler made of it.
+    """Compare a traced step with its compiled program.
 
-    A matmul is followed by its path, which a compiler may lose. One that is gone was merged if an 8-bit matmul of the
-    same pass does more work than its own path asks for, as much more as is missing. If not, it fell back where there is
-    a wider matmul of at least its work that no traced one explains, neither by path nor by work; otherwise it was
-    removed. What is asked for is the work of all ``devices``, what is emitted that of one.
+    Matmuls are matched by path, which a compiler may lose. A missing matmul was merged if an 8-bit matmul of the same
+    pass does more work than its own path requests, by at least the missing work. Otherwise it fell back if there is a
+    wider matmul of at least its work that no traced one explains, by path or by work; otherwise it was removed. The
+    traced work is of all ``devices``, the compiled work of one.
 
     Args:
-      asked: the step as traced.
-      emitted: the step as compiled.
+      asked: traced step.
+      emitted: compiled step.
       devices: number of devices of the program.
     """
     wanted: dict[str, list[int]] = {}
@@ -88,7 +88,7 @@ def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
 
 
 def _gone(works: list[int], made: int) -> list[int]:
-    """List the works of a path's matmuls that are not in what was made of it, the largest ones first."""
+    """Return the works of a path's matmuls that are missing in the compiled work of the path, largest first."""
     missing, gone = sum(works) - made, []
     for work in sorted(works, reverse=True):
         if work <= missing * NEARLY:
@@ -98,7 +98,7 @@ def _gone(works: list[int], made: int) -> list[int]:
 
 
 def _unexplained(asked: Program, wide: list[Matmul], devices: int) -> list[list[Any]]:
-    """Pair the wide matmuls that no traced wide one explains, by path or else by work, with their work."""
+    """Return (matmul, work) for each wide matmul that no traced wide matmul explains, by path or by work."""
     traced = [matmul for matmul in asked.matmuls if matmul.bits > 8]
     known, kept = {matmul.path for matmul in traced}, {matmul.path for matmul in wide}
     works = [matmul.times * matmul.flops // devices for matmul in traced if matmul.path not in kept]

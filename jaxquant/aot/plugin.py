@@ -1,4 +1,4 @@
-"""The function that builds the step of a configuration: the trainer's, or one of the user's own."""
+"""The function that builds the step of a configuration: the training program's, or the user's own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
-    """Import a function (config, overrides, devices) -> (jitted step, shapes).
+    """Import a function of (config, overrides, devices) that returns (jitted step, shapes).
 
     Args:
-      program: its name, ``MODULE:FUNCTION``.
+      program: name of the function, ``MODULE:FUNCTION``.
 
     Raises:
-      ModuleNotFoundError: there is no such module.
-      ValueError: the module has no such function.
+      ModuleNotFoundError: the module does not exist.
+      ValueError: the module does not have the function.
     """
     module, _, function = program.partition(":")
     if os.getcwd() not in sys.path:

@@ -1,8 +1,8 @@
-"""How long a compiled step takes, at the shares of a chip's peak rates that are in its table.
+"""Estimated time of a compiled step, from the chip's peak rates and achieved shares.
 
-GPU: every matmul at its rate or at its memory's speed, whichever is longer; everything else at the memory's speed; one
-after another. TPU: the compiler's own ``estimated_cycles`` of every instruction over the chip's clock, and never less
-than all HBM traffic takes. Communication hides behind the rest.
+GPU: each matmul takes the longer of its time at its rate and at the memory's speed; everything else runs at the
+memory's speed; all run one after another. TPU: the compiler's own ``estimated_cycles`` of every instruction, divided by
+the chip's clock, but at least the time of all HBM traffic. Communication overlaps with the rest.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxquant.aot.program import Program
 
 
 def kind(dtype: str) -> str:
-    """Return the peak rate at which a matmul of that operand dtype runs: fp4, fp8, int8, bf16 or f32.
+    """Return the kind of peak rate for a matmul with this operand dtype: fp4, fp8, int8, bf16 or f32.
 
-    Integers of more than 8 bits have no unit of their own, and are priced as f32.
+    There is no unit for integers of more than 8 bits; they are estimated as f32.
 
     Args:
-      dtype: HLO's name.
+      dtype: HLO dtype.
     """
     if dtype.startswith("f4"):
         return "fp4"
@@ -37,10 +37,10 @@ class Roofline:
     """An estimate of a step's time on one chip, in seconds.
 
     Attributes:
-      matmul: matrix products, with what is fused into them, and kernels that multiply.
+      matmul: matrix products, with the instructions fused into them, and kernels that multiply.
       moves: everything else on the chip.
-      communication: between chips.
-      memory: all traffic of the chip's memory; 0 where it is within the other figures.
+      communication: communication between chips.
+      memory: all traffic of the chip's memory, or 0 if the other figures include it.
     """
 
     matmul: float
@@ -54,12 +54,12 @@ class Roofline:
 
 
 def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
-    """Estimate a step.
+    """Estimate the time of a step.
 
     Args:
-      chip: that runs it.
-      program: as its compiler made it.
-      devices: of the program.
+      chip: chip that runs the step.
+      program: compiled step.
+      devices: number of devices of the program.
     """
 
     def rate(*kinds: str) -> float:
@@ -70,7 +70,7 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
     for matmul in program.matmuls:
         size = (matmul.bytes or sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out))) / bandwidth
         memory += matmul.times * size
-        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # two kinds run at the slower one's rate
+        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # two kinds run at the slower rate
         is_clocked = chip.clock and matmul.cycles
         seconds += matmul.times * (matmul.cycles / chip.clock if is_clocked else max(matmul.flops / rate(*kinds), size))
     for kernel in program.kernels:
@@ -85,9 +85,9 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
         moves += move.times * move.cycles / chip.clock if chip.clock and move.cycles else size
         memory += size
     communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
-    n = chip.devices  # of a chip, which share its rates; the compiler's cycles are those of one
+    n = chip.devices  # devices of a chip share its rates; the compiler's cycles are for one device
     return Roofline(seconds, moves, communication * n, 0.0 if chip.platform == "cuda" else memory * n)
 
 
 KERNEL_SHARE = 0.5
-"""Of a TPU's peak rate, at which its attention kernels are priced: nothing tells their cycles."""
+"""Assumed share of a TPU's peak rate for attention kernels, whose cycles are unknown."""

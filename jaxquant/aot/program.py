@@ -18,7 +18,7 @@ from jaxquant.aot.kernels import Kernel
 from jaxquant.aot.links import members
 
 BIG = 1e6
-"""A fusion or copy that moves more bytes than this is a big one."""
+"""Bytes above which a fusion or copy counts as big."""
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -27,7 +27,7 @@ _FREE = frozenset(
     {"parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier"}
     | {"after-all", "add-dependency", "domain", "partition-id", "replica-id", "rng-get-and-update-state"}
 )
-"""Instructions that move nothing: names for what is there, or the end of a move already counted."""
+"""Instructions that move nothing: they rename arrays, or end a move that is already counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Matmul:
 
     Attributes:
       lhs, rhs, out: types of operands and result.
-      kind: the library call or the opcode.
-      path: where it comes from in the traced program (``op_name``).
-      times: how often a step runs it (loop trips).
+      kind: library call or opcode.
+      path: path in the traced program (``op_name``).
+      times: number of runs in a step (loop trips).
       flops: floating (or integer) operations of one run: 2 · M · N · K · batch.
-      cycles: the TPU compiler's own estimate of one run, with all that is fused into it; 0 where there is none.
-      bytes: that one run moves through HBM, with what is fused into it.
+      cycles: the TPU compiler's own estimate of one run, with fused instructions, or 0 if there is none.
+      bytes: HBM traffic of one run, with fused instructions.
     """
 
     lhs: Array
@@ -56,7 +56,7 @@ class Matmul:
 
     @property
     def dtypes(self) -> str:
-        """Operand dtypes: ``s8``, ``f8e4m3fn×f8e5m2`` where they differ, ``… in blocks`` where the chip scales them."""
+        """Operand dtypes: ``s8``, ``f8e4m3fn×f8e5m2`` if they differ, ``… in blocks`` if the chip scales blocks."""
         words = self.lhs.dtype if self.lhs.dtype == self.rhs.dtype else f"{self.lhs.dtype}×{self.rhs.dtype}"
         return f"{words} in blocks" if kernels.has_blocks(self.kind) else words
 
@@ -72,11 +72,11 @@ class Move:
 
     Attributes:
       kind: opcode, or target of a custom call.
-      bytes: operands plus results, of those that lie in HBM.
-      path: where it comes from in the traced program.
-      times: how often a step runs it.
-      types: of operands and results.
-      cycles: the TPU compiler's own estimate of one run; 0 where there is none.
+      bytes: operands and results in HBM.
+      path: path in the traced program.
+      times: number of runs in a step.
+      types: types of operands and results.
+      cycles: the TPU compiler's own estimate of one run, or 0 if there is none.
       is_unknown: whether it is a custom call that is not in the registry (``kernels``).
     """
 
@@ -91,9 +91,9 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A communication: ``bytes`` is its result's size on one chip (the operand's for a reduce-scatter).
+    """A communication. ``bytes`` is the size of its result on one chip (of its operand for a reduce-scatter).
 
-    ``members`` are the devices of its first group, all of them where it names none.
+    ``members`` are the devices of its first group, or () for all devices if it names no group.
     """
 
     kind: str
@@ -106,11 +106,11 @@ class Collective:
 
 @dataclasses.dataclass
 class Program:
-    """What a step does, instruction by instruction.
+    """Matmuls, moves and collectives of a step.
 
     Attributes:
       kernels: custom calls that multiply.
-      prefetched: bytes that are brought into or out of the chip's small memory before somebody needs them.
+      prefetched: bytes that are copied into or out of the chip's small memory ahead of their use.
     """
 
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
@@ -120,7 +120,7 @@ class Program:
     prefetched: int = 0
 
     def count(self) -> dict[str, int]:
-        """Matmuls of a step by operand dtypes."""
+        """Return the number of matmuls of a step by operand dtypes."""
         counts: collections.Counter[str] = collections.Counter()
         for matmul in self.matmuls:
             counts[matmul.dtypes] += matmul.times
@@ -128,46 +128,45 @@ class Program:
 
     @property
     def moved(self) -> int:
-        """Bytes that everything but matmuls and collectives moves in a step."""
+        """Bytes that instructions other than matmuls and collectives move in a step."""
         return sum(move.bytes * move.times for move in self.moves)
 
     @property
     def unknown(self) -> list[str]:
-        """Names of the custom calls whose work is not known."""
+        """Names of custom calls with an unknown number of operations."""
         return sorted({move.kind for move in self.moves if move.is_unknown})
 
     @property
     def cycles(self) -> tuple[int, int]:
-        """The TPU compiler's estimates of a step: of the matmuls, with what is fused into them, and of the rest."""
+        """The TPU compiler's estimates for a step: of matmuls with fused instructions, and of everything else."""
         return tuple(sum(each.cycles * each.times for each in some) for some in (self.matmuls, self.moves))  # type: ignore[return-value]
 
     @property
     def big_moves(self) -> int:
-        """Instructions of a step that move more than a megabyte each."""
+        """Number of instructions in a step that move more than a megabyte each."""
         return sum(move.times for move in self.moves if move.bytes > BIG)
 
 
 def read_program(text: str, is_optimized: bool = True) -> Program:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
 
-    In a program that is not optimized yet a function's paths are relative to its caller's; here they are joined.
+    In an unoptimized program the paths of a function are relative to its caller's path; here they are joined.
 
-    Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; what is in a
-    fusion stays on the chip. Its bytes are its operands plus its results, each once, as far as they lie in HBM (what a
-    TPU compiler keeps in VMEM costs no traffic; a copy between the two memories that runs beside the rest is a prefetch
-    and no move), with two exceptions for loops over stacked layers: an operand of which a fusion only takes a slice
-    counts as the slice, and a result updated in place counts as the update. A loop body counts as often as its trip
-    count says (the compiler's, or the constant that the loop's counter is compared with; once where there is neither,
-    as ``while_loop`` has); every branch of a conditional counts once. A fusion around a matmul or a collective is that,
-    and no move. A fusion that keeps only a slice of the all-reduce that it holds, as TPU compilers write it, is a
-    reduce-scatter.
+    Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; values inside
+    a fusion stay on the chip. Its bytes are its operands and results in HBM, each counted once. Arrays in VMEM cost no
+    traffic, and an asynchronous copy between the two memories is a prefetch, not a move. Loops over stacked layers have
+    two exceptions: an operand that a fusion only slices counts as the slice, and a result updated in place counts as
+    the update. A loop body is multiplied by its trip count: the compiler's, or the constant that the loop's counter is
+    compared with, or 1 if there is neither (``while_loop``). Each branch of a conditional counts once. A fusion around
+    a matmul or a collective counts as that operation, not as a move. A fusion that contains an all-reduce and keeps
+    only a slice of it, as TPU compilers write it, is a reduce-scatter.
 
     Args:
-      text: HLO.
-      is_optimized: whether it is what a compiler emitted, not what was given to it.
+      text: HLO text.
+      is_optimized: whether the text is the compiler's output rather than its input.
 
     Raises:
-      ValueError: text without an entry, or a matmul that does not say what it contracts.
+      ValueError: the text has no entry, or a matmul has no contracting dimensions.
     """
     module = parse(text)
     program = Program()
@@ -176,7 +175,7 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
 
 
 def _trips(module: Module, instruction: Instruction) -> int:
-    """Return how often a loop runs its body."""
+    """Return the trip count of a loop."""
     if found := _TRIPS.search(instruction.rest):
         return int(found[1])
     condition = next(name for role, name in CALLED.findall(instruction.rest) if role == "condition")
@@ -228,7 +227,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
 
 
 def _prefetched(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an asynchronous copy brings from one memory to another: at its ends in HBM, one copy each."""
+    """Return the HBM bytes of an asynchronous copy between memories: one copy for each end in HBM."""
     if instruction.opcode == "copy-start":  # destination, source, context
         return sum(array.bytes for array in instruction.arrays[:2] if array.in_hbm)
     ends = [array for array in instruction.arrays if array.shape]
@@ -243,7 +242,7 @@ def _join(prefix: str | None, name: str) -> str:
 def _opened(
     module: Module, computation: Computation, instruction: Instruction, path: str
 ) -> Iterator[tuple[Computation, Instruction, str]]:
-    """Yield an instruction with its computation and path, and where it is a fusion all that it holds."""
+    """Yield an instruction with its computation and path, and for a fusion also all instructions in it."""
     yield computation, instruction, path
     for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
@@ -260,29 +259,29 @@ def _matmul(computation: Computation, instruction: Instruction, path: str, times
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
     kind = kernels.product(instruction.target, path) or instruction.opcode
-    if kernels.contracts_last(kind):  # each element of lhs, in groups too, meets the columns of one matrix
+    if kernels.contracts_last(kind):  # each element of lhs, in groups too, is multiplied with the columns of one matrix
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
     flops = 2 * math.prod(out.shape) * _contracted(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)
 
 
 def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
-    """Size of what is summed over."""
+    """Return the size of the contracted dimensions."""
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', instruction.rest)
     if found:
         return math.prod(lhs.shape[int(axis.strip(' "'))] for axis in found[1].split(",") if axis.strip())
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     if not labels:
-        raise ValueError(f"matmul {instruction.name} does not say what it contracts: {instruction.rest[:120]!r}")
-    # TPU compilers write a matmul as a convolution. Its further batch, free and contracting axes are window axes; those
-    # that leave a single element are contracted.
+        raise ValueError(f"matmul {instruction.name} has no contracting dimensions: {instruction.rest[:120]!r}")
+    # TPU compilers write a matmul as a convolution. Its other batch, free and contracting axes are window axes; those
+    # whose output has a single element are contracted.
     out = dict(zip(labels[3], instruction.arrays[0].shape, strict=True))
     sizes = zip(labels[2], rhs.shape, strict=True)
     return math.prod(size for label, size in sizes if label == "i" or (label != "o" and out[label] == 1))
 
 
 def _traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes."""
+    """Return the bytes that an instruction reads and writes."""
     operands = [computation[name] for name in instruction.operands]
     if instruction.opcode in ("dynamic-slice", "gather"):
         source = instruction.bytes if operands[0].hbm_bytes else 0
@@ -303,7 +302,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
-    """Bytes of a fusion's operand that it reads: a slice where it only takes slices, none where it updates in place."""
+    """Return the bytes of an operand that a fusion reads: only its slices if it slices, 0 if it updates in place."""
     total, names = 0, [parameter.name]
     while names:
         name = names.pop()
@@ -318,7 +317,7 @@ def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
 
 
 def _part_written(inner: Computation, result: Instruction) -> int:
-    """Bytes of a fusion's result that it writes: the update where it updates in place."""
+    """Return the bytes of a result that a fusion writes: only the update if it updates in place."""
     while result.opcode == "bitcast":
         result = inner[result.operands[0]]
     if result.opcode in ("dynamic-update-slice", "scatter"):
@@ -331,7 +330,7 @@ def _kind(instruction: Instruction) -> str:
 
 
 def _is_only_sliced(inner: Computation, name: str) -> bool:
-    """Check whether slices are all that is kept of a value of a fusion."""
+    """Check whether a fusion keeps only slices of a value."""
     users = [each for each in inner.values() if name in each.operands]
     return bool(users) and all(each.opcode == "dynamic-slice" or _is_only_sliced(inner, each.name) for each in users)
 
@@ -339,9 +338,9 @@ def _is_only_sliced(inner: Computation, name: str) -> bool:
 def _collective(
     computation: Computation, instruction: Instruction, path: str, times: int, *, is_fused: bool
 ) -> Collective:
-    """Describe a communication. The result of an asynchronous one is a tuple, its operands first.
+    """Return a communication. The result of an asynchronous one is a tuple that begins with its operands.
 
-    An all-reduce is a reduce-scatter where slices are all that the fusion around it keeps.
+    An all-reduce counts as a reduce-scatter if the fusion around it keeps only slices.
     """
     kind = _kind(instruction)
     arrays = [array for name in instruction.operands for array in computation[name].arrays]

@@ -1,4 +1,4 @@
-"""The result of an audit: as a value, as a table and as JSON."""
+"""The result of an audit: as a value, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,48 +18,49 @@ Row = dict[str, Any]
 
 ASSUMPTIONS = {
     "cuda": (
-        "Every matmul runs at the chip's dense peak rate for its operands times the share that is achieved, the slower "
-        "one's if they differ, or at its memory's speed where that is longer.",
-        "Everything else runs one after another at the memory's bandwidth times its share: operands plus results, no "
+        "Every matmul runs at the chip's dense peak rate for its operands (the slower one if they differ) times the "
+        "achieved share, or at its memory's speed if that takes longer.",
+        "Everything else runs one after another at the memory's bandwidth times its share: operands and results, no "
         "cache.",
         "float32 matmuls run as TF32 at default precision.",
     ),
     "tpu": (
-        "Every instruction takes the cycles that the compiler itself estimates; operands in VMEM cost no traffic.",
-        f"Attention kernels run at {KERNEL_SHARE:.0%} of the peak rate: their cycles are not known.",
-        "The whole step takes no less than all traffic of the memory at its full bandwidth.",
+        "Every instruction takes the cycles that the compiler estimates; operands in VMEM cost no traffic.",
+        f"Attention kernels run at {KERNEL_SHARE:.0%} of the peak rate: their cycles are unknown.",
+        "The whole step takes at least the time of all memory traffic at full bandwidth.",
     ),
 }
 COMMON_ASSUMPTIONS = (
-    "Communication runs at the rate of the links in one direction, an all-reduce in two rounds, and hides behind the "
-    "rest: the step is the longer of the two.",
-    "A causal attention kernel does half of the work; splash attention is taken as causal.",
+    "Communication runs at the rate of the links in one direction, an all-reduce in two rounds, and overlaps with the "
+    "rest: the step takes the longer of the two.",
+    "A causal attention kernel does half of the work; splash attention is assumed to be causal.",
 )
 
 
 @dataclasses.dataclass
 class Audit:
-    """What the compiler of an absent chip made of a step. Counts, bytes and times are of one step on one device.
+    """What a compiler made of a step for an absent chip. Counts, bytes and times are for one step on one device.
 
-    Where the compiler refuses the step, what it would have made is not known: figures are None, tables and memory are
-    empty, and of the outcome only what was asked for is told.
+    If the compiler refuses the step, figures are None, tables and memory are empty, and the outcome has only the
+    requested matmuls.
 
     Attributes:
-      target, topology, devices: chip, slice as given, number of devices of the program.
-      fits: whether it fits the device's memory; ``refusal`` is the compiler's word where it does not compile.
-      memory: bytes: arguments, outputs (without those that share memory with arguments), temporaries, peak, capacity.
-      matmuls: one row a matmul: layer, pass, dtypes, operands, times, flops.
-      counts: matmuls of a step by operand dtypes.
-      outcome: what became of the 8-bit ones.
-      moved, big_moves, moves: bytes, number over 1 MB and number of what is no matmul (see ``program.read_program``).
-      largest_moves: the ten that move most in a step.
-      collectives: one row a kind and dtype: times, bytes.
-      roofline: estimate of its time, as ``price.estimate`` makes it.
-      kernels: one row a custom call that multiplies: what it is, times, flops.
+      target, topology, devices: chip, requested slice, number of devices of the program.
+      fits: whether the step fits the device's memory.
+      refusal: the compiler's message if the step does not compile, otherwise "".
+      memory: bytes of arguments, outputs (without those that share memory with arguments), temporaries, peak, capacity.
+      matmuls: one row per matmul: layer, pass, dtypes, operands, times, flops.
+      counts: number of matmuls of a step by operand dtypes.
+      outcome: comparison of the 8-bit matmuls.
+      moved, big_moves, moves: bytes, number over 1 MB and number of moves (see ``program.read_program``).
+      largest_moves: the ten moves with the most bytes in a step.
+      collectives: one row per kind and dtype: times, bytes.
+      roofline: estimated time of the step, from ``price.estimate``.
+      kernels: one row per custom call that multiplies: name, times, flops.
       choices: one row for each piece of an op: its implementation and the reason.
-      unknown: names of the custom calls whose work is not known, and counted as moves.
-      parts: of the arguments, one row a part and dtype: bytes, and bytes a parameter where there are parameters.
-      unquantized: the same step without quantization, where there is one.
+      unknown: names of custom calls with an unknown number of operations, counted as moves.
+      parts: one row per part and dtype of the arguments: bytes, and bytes a parameter if there are parameters.
+      unquantized: audit of the same step without quantization, if there is one.
     """
 
     name: str
@@ -87,19 +88,19 @@ class Audit:
     parts: list[Row] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> str:
-        """Write everything, the unquantized step's audit included, as JSON; ``core.typed.build`` reads it."""
+        """Return everything, including the unquantized step's audit, as JSON; ``core.typed.build`` reads it."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
         return self.to_markdown()
 
     def to_markdown(self) -> str:
-        """Write the verdict and the tables as a page of markdown."""
+        """Return the verdict and the tables as a page of markdown."""
         return "\n".join(_markdown(self)) + "\n"
 
 
 def figures(program: Program) -> Row:
-    """Return the fields of an audit that say what a compiled step does."""
+    """Return the fields of an audit that describe a compiled program."""
     return {
         "matmuls": _matmul_rows(program),
         "counts": program.count(),
@@ -114,7 +115,7 @@ def figures(program: Program) -> Row:
 
 
 def _matmul_rows(program: Program) -> list[Row]:
-    """List matmuls with the layer and the pass they belong to."""
+    """Return a row for each matmul, with its layer and pass."""
     rows: list[Row] = []
     for matmul in program.matmuls:
         name, phase = layer(matmul.path)
@@ -125,7 +126,7 @@ def _matmul_rows(program: Program) -> list[Row]:
 
 
 def _added_up(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
-    """Add up (what, times, size of one) by what it is."""
+    """Return (key, times, total size) for each key of runs (key, times, size of one)."""
     times, sizes = collections.Counter[Any](), collections.Counter[Any]()
     for what, n, size in runs:
         times[what] += n
@@ -134,19 +135,19 @@ def _added_up(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, 
 
 
 def _kernel_rows(program: Program) -> list[Row]:
-    """Add custom calls that multiply up by what they are."""
+    """Return a row for each kind of custom call that multiplies, with totals."""
     found = _added_up((each.name, each.times, each.flops) for each in program.kernels)
     return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, n, flops in found]
 
 
 def memory_rows(audit: Audit) -> list[Row]:
-    """List what a device holds: arguments by part and dtype, what the compiler pads them with, and temporaries."""
+    """Return the memory of a device: arguments by part and dtype, their padding, and temporaries."""
     rows = [dict(row) for row in audit.parts]
     known = next((row for row in audit.parts if row.get("bytes a parameter")), None)
     if audit.memory:
         more = {
             "padding of arguments": audit.memory["arguments"] - sum(row["bytes"] for row in rows),
-            "outputs in memory of their own": audit.memory["outputs"],
+            "outputs in separate memory": audit.memory["outputs"],
             "temporaries: gradients, activations": audit.memory["temporaries"],
         }
         rows += [{"part": part, "dtype": "", "bytes": size} for part, size in more.items()]
@@ -157,20 +158,20 @@ def memory_rows(audit: Audit) -> list[Row]:
 
 
 def _collective_rows(program: Program) -> list[Row]:
-    """Add collectives up by kind and dtype."""
+    """Return a row for each kind and dtype of collectives, with totals."""
     found = _added_up(((each.kind, each.dtype), each.times, each.bytes) for each in program.collectives)
     rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), n, size in found)
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def _largest_moves(program: Program) -> list[Row]:
-    """List the ten instructions that move most in a step."""
+    """Return the ten instructions that move the most bytes in a step."""
     moves = sorted(program.moves, key=lambda move: -move.bytes * move.times)[:10]
     return [{"kind": m.kind, "times": m.times, "bytes": m.bytes, "types": m.types, "path": m.path} for m in moves]
 
 
 def layer_rows(audit: Audit) -> list[Row]:
-    """List for each layer the dtypes in which its matmuls run, by pass."""
+    """Return a row for each layer: the dtypes of its matmuls, by pass."""
     found = collections.defaultdict[str, Any](lambda: collections.defaultdict(collections.Counter))
     for row in audit.matmuls:
         found[row["layer"]][row["pass"]][row["dtypes"]] += 1
@@ -192,7 +193,7 @@ def _line(cells: Any) -> str:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Write rows as a markdown table."""
+    """Return rows as the lines of a markdown table."""
     return (
         [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)] if rows else ["(none)"]
     )
@@ -208,7 +209,7 @@ def _ms(seconds: float) -> str:
 
 _FIGURES: dict[str, Callable[[Any], str]] = {
     "matmuls": lambda audit: _counted(audit.counts),
-    "moved beside matmuls": lambda audit: _gb(audit.moved),
+    "moved outside matmuls": lambda audit: _gb(audit.moved),
     "moves, over 1 MB": lambda audit: f"{audit.moves}, {audit.big_moves}",
     "communicated": lambda audit: _gb(sum(row["bytes"] for row in audit.collectives)),
     "peak memory": lambda audit: memory_text(audit),
@@ -222,7 +223,7 @@ _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
 
 
 def summary_rows(audit: Audit) -> list[Row]:
-    """List the figures of an audit beside those of the unquantized step; "–" is one that a refused step lacks."""
+    """Return the figures of an audit and of the unquantized step, or "–" where a refused step has none."""
     columns = {"quantized": audit, "unquantized": audit.unquantized} if audit.unquantized else {"step": audit}
 
     def cell(each: Audit, name: str) -> str:
@@ -232,7 +233,7 @@ def summary_rows(audit: Audit) -> list[Row]:
 
 
 def memory_text(audit: Audit) -> str:
-    """Write the peak of a step beside what the device has."""
+    """Return the peak memory of a step and the capacity of the device, as text."""
     if audit.refusal:
         return "does not fit"
     fits = "fits" if audit.fits else "DOES NOT FIT"
@@ -240,39 +241,39 @@ def memory_text(audit: Audit) -> str:
 
 
 def verdict(audit: Audit) -> str:
-    """Describe in a sentence whether the 8-bit matmuls are there."""
+    """Return a sentence on whether the requested 8-bit matmuls run in 8 bits."""
     if audit.refusal:
         return f"The compiler for {audit.target} refuses this step: {audit.refusal}"
     asked = sum(audit.outcome.asked.values())
     if not asked:
-        return "Nothing was asked for in 8 bits."
+        return "No matmul was requested in 8 bits."
     if audit.outcome.fell_back:
         return (
-            f"FELL BACK: {len(audit.outcome.fell_back)} of {asked} matmuls asked for in 8 bits are not: "
+            f"FELL BACK: {len(audit.outcome.fell_back)} of {asked} matmuls requested in 8 bits do not run in 8 bits: "
             + "; ".join(audit.outcome.fell_back)
         )
     removed, merged = len(audit.outcome.removed), len(audit.outcome.merged)
     share = f"{asked - removed} of {asked}" if removed else f"All {asked}"
     ends = [f"{merged} inside another"] if merged else []
-    ends += [f"{removed} not needed and removed"] if removed else []
-    return f"{share} matmuls asked for in 8 bits are 8-bit ones{': ' if ends else ''}{', '.join(ends)}."
+    ends += [f"{removed} unused and removed"] if removed else []
+    return f"{share} matmuls requested in 8 bits run in 8 bits{': ' if ends else ''}{', '.join(ends)}."
 
 
 def speedup(audit: Audit) -> str:
-    """Compare with the unquantized step."""
+    """Return a sentence that compares the step with the unquantized step, or "" without one."""
     plain: Any = audit.unquantized
     if not plain or audit.refusal or plain.refusal:
         return ""
     this: Any = audit
     return (
         f"Estimate: {plain.roofline.step / this.roofline.step:.2f}× the speed of the unquantized step. Quantization "
-        f"moves {(this.moved - plain.moved) / 1e9:+,.2f} GB beside the matmuls, in "
+        f"moves {(this.moved - plain.moved) / 1e9:+,.2f} GB outside the matmuls, in "
         f"{this.big_moves - plain.big_moves:+} instructions over 1 MB."
     )
 
 
 def assumptions(target: str) -> list[str]:
-    """List what the estimate assumes, with the chip's figures."""
+    """Return the assumptions of the estimate, with the chip's figures."""
     described = chip(target)
     rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in described.peak.items())
     memory = f"memory {described.bandwidth / 1e12:.2f} TB/s, {described.memory / 1e9:.0f} GB"
@@ -285,7 +286,7 @@ def assumptions(target: str) -> list[str]:
     if described.clock:
         lines.append(f"The clock is {described.clock / 1e9:.2f} GHz.")
     if described.devices > 1:
-        lines.append(f"A device is one of {described.devices} of a chip and has its share of these.")
+        lines.append(f"A device is one of {described.devices} on a chip and has its share of these.")
     return [*lines, *ASSUMPTIONS[described.platform], *COMMON_ASSUMPTIONS]
 
 
@@ -298,7 +299,7 @@ def _markdown(audit: Audit) -> list[str]:
     if audit.refusal:
         return lines
     if audit.unknown:
-        lines += [f"Custom calls of unknown work, counted as moves: {', '.join(audit.unknown)}.", ""]
+        lines += [f"Custom calls with unknown work, counted as moves: {', '.join(audit.unknown)}.", ""]
     lines += ["## Matmuls by layer", "", *table(layer_rows(audit)), ""]
     if audit.kernels:
         lines += ["## Kernels", "", *table(audit.kernels), ""]

@@ -1,6 +1,7 @@
-"""Devices of a chip that is not here, from the chip's own compiler.
+"""Devices of an absent chip, from the chip's own compiler.
 
-Only for a process of its own, which ``environment`` made: with a plug-in installed, JAX looks for its devices.
+Use it only in a separate process with the variables of ``environment``: with a plug-in installed, JAX looks for its
+devices.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any
 from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
-"""Platform -> the extra that installs its compiler, and the module that shows that it is there."""
+"""Platform -> the extra that installs its compiler, and a module that is present if it is installed."""
 
 TIED_TO_JAXLIB = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
-"""Packages of the GPU compiler that only work with jaxlib of their own version; libtpu has versions of its own."""
+"""Packages of the GPU compiler that need jaxlib of the same version; libtpu has separate versions."""
 
 DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
-"""Smallest slice of each TPU that its compiler knows."""
+"""Smallest slice of each TPU that its compiler supports."""
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that compiles for absent chips.
+    """Return the environment variables of a process that compiles for absent chips.
 
-    Triton's matmuls are taken as they are: choosing among their tilings is timed on a device.
+    They disable autotuning, because tilings of Triton's matmuls are timed on a device.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     return os.environ | {
@@ -41,22 +42,22 @@ def environment() -> dict[str, str]:
 
 
 def require_compiler(chip: Chip, *more: str) -> None:
-    """Check that a chip's compiler is installed and fits jaxlib, and further modules of its extra.
+    """Check that a chip's compiler is installed and matches jaxlib, and that other modules of its extra are installed.
 
     Args:
-      chip: whose compiler.
-      more: names of further modules.
+      chip: chip of the compiler.
+      more: names of other modules.
 
     Raises:
-      ModuleNotFoundError: one is not installed.
-      RuntimeError: the compiler is of another version than jaxlib.
+      ModuleNotFoundError: a module is not installed.
+      RuntimeError: the compiler and jaxlib have different versions.
     """
     extra, needed = NEEDED[chip.platform]
     missing = [module for module in (needed, *more) if not _is_installed(module)]
     if missing:
         other = {"cuda": "TPUs '.[audit-tpu]'", "tpu": "GPUs '.[audit-gpu]'"}[chip.platform]
         raise ModuleNotFoundError(
-            f"target {_name(chip)!r} needs {' and '.join(missing)}, not installed here; "
+            f"target {_name(chip)!r} needs {' and '.join(missing)}, which is not installed; "
             f"run pip install -e '.[{extra}]' (for {other}) in the checkout of jaxquant"
         )
     wanted = importlib.metadata.version("jaxlib")
@@ -82,11 +83,11 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
     """Return the devices of a slice of absent chips.
 
     Args:
-      chip: which.
+      chip: absent chip.
       topology: number of GPUs ("8", "64") or TPU slice ("8x8", "4x4x4"); empty is one GPU, or the smallest TPU slice.
 
     Raises:
-      ValueError: the topology is not written that way, or the compiler does not know it.
+      ValueError: the topology has another form, or the compiler does not support it.
     """
     from jax.experimental import topologies
 
@@ -109,9 +110,9 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
 
 
 def _assume_cudnn(chip: Chip) -> None:
-    """Answer what jax asks of the GPU that is here before it calls cuDNN's attention, for the one that is not.
+    """Make jax's checks before cuDNN's attention pass for the absent GPU.
 
-    Its functions ask the first local device and the library that is loaded. Only this process compiles for the chip.
+    These functions query the first local device and the loaded library. Only this process compiles for the chip.
     """
     try:
         asks = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

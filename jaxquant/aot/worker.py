@@ -1,6 +1,6 @@
-"""worker: compile one step for an absent chip and read the result, in a process of its own (``topology.environment``).
+"""worker: compilation of one step for an absent chip, in a separate process (``topology.environment``).
 
-``python -m jaxquant.aot.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an
+``python -m jaxquant.aot.worker REQUEST.json ANSWER.json``. A request contains a target, a topology and either an
 exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds the step (``program``, ``config``,
 ``overrides``).
 """
@@ -29,13 +29,13 @@ from jaxquant.aot.price import estimate
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
-from jaxquant.ops.implementation import noted
+from jaxquant.ops.implementation import collect_choices
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer a request; an error that the user can act on is part of the answer.
+    """Answer a request; the answer contains errors that the user can fix.
 
     Args:
       request_path: JSON file to read.
@@ -62,13 +62,13 @@ def _answer(request: dict[str, Any]) -> report.Audit:
 
 
 def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
-    """Prepare an exported function for the absent devices. Its inputs are one flat tuple."""
+    """Return an exported function and its shapes on absent devices. Its inputs are one flat tuple."""
     exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
     count = exported.nr_devices
     if count > len(given):
         raise ValueError(
-            f"the step is for {count} devices, and topology {request['topology']!r} of {request['target']} has "
-            f"{len(given)}; give a larger topology"
+            f"the step needs {count} devices, but topology {request['topology']!r} of {request['target']} has "
+            f"{len(given)}; use a larger topology"
         )
     names, sizes, kinds = zip(*(request["mesh"] or [("devices", count, "Auto")]), strict=True)
     mesh = Mesh(np.array(given[:count]).reshape(sizes), names, axis_types=tuple(AxisType[kind] for kind in kinds))
@@ -82,21 +82,21 @@ def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list
 
 
 def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict[str, Any]) -> report.Audit:
-    """Compile a jitted step and read what came out.
+    """Compile a jitted step and return its audit.
 
     Args:
       step: jitted function.
-      shapes: of its arguments, on devices of the target.
-      target: the chip.
+      shapes: arguments of the function, on devices of the target.
+      target: chip of the compiler.
       count: number of devices.
-      request: its ``name``, ``target`` and ``topology`` go into the report, and its ``parts`` name those of memory.
+      request: ``name``, ``target`` and ``topology`` for the report, and ``parts``, the names of the memory's parts.
 
     Raises:
       NotImplementedError: the installed libtpu compiles programs that this jax cannot read.
-      jax.errors.JaxRuntimeError: the compiler failed, other than for want of memory.
+      jax.errors.JaxRuntimeError: the compiler failed for a reason other than lack of memory.
     """
     began = time.perf_counter()
-    with on_device_of(shapes), noted() as choices:
+    with on_device_of(shapes), collect_choices() as choices:
         lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
     made, memory, figures, refusal = asked, {}, {}, ""
@@ -130,17 +130,17 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
 
 
 def _unreadable(target: str) -> str:
-    """Explain why jaxlib cannot read a program that libtpu made: the two are of different ages."""
+    """Return the error for a jaxlib that cannot read the programs of libtpu, because their versions do not match."""
     jax_version, libtpu = (importlib.metadata.version(name) for name in ("jax", "libtpu"))
     wanted = next((each.split(";")[0] for each in importlib.metadata.requires("jax") or () if "libtpu" in each), "")
     return (
-        f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled, it is made for "
-        f"{wanted or 'another'}; pip install 'jax[tpu]=={jax_version}'"
+        f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled, which is made "
+        f"for {wanted or 'another version'}; pip install 'jax[tpu]=={jax_version}'"
     )
 
 
 def _memory(stats: Any, target: Chip) -> dict[str, int]:
-    """Bytes of a device: the peak is arguments, temporaries, and outputs that do not take an argument's place."""
+    """Return the bytes of a device; the peak is arguments, temporaries, and outputs without an argument's memory."""
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     code = stats.generated_code_size_in_bytes
     return {

@@ -15,7 +15,7 @@ from jaxquant.audit.parameters import Reading, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
 from jaxquant.audit.standing import standing
 from jaxquant.backends import Backend, load
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import ConfigLike, QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
 from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
@@ -27,7 +27,7 @@ from jaxquant.trace.reach import NOT_FLOAT
 from jaxquant.trace.report import Row as LayerRow
 
 
-def coverage(fn: Callable[..., Any], *args: Any, config: Any = None, **kwargs: Any) -> Coverage:
+def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = None, **kwargs: Any) -> Coverage:
     """List every contraction that a function runs, forward and backward, without running it.
 
     The function is traced and all that it calls is looked into: jitted functions, scans, branches, rematerialized

@@ -149,14 +149,15 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
     What a quantized op says is a weight's gradient multiplies none: a parameter in it made the output's gradient, as
     that of a sum, and the scopes tell before its path does. They tell, too, where no layer has the path.
 
-    Of several it is one that shares an operand with it, in the same dtype, or has one like it, and that has no such
-    gradient yet, in this order.
+    Among several, the order of preference is: a shared operand of the same dtype, an operand of the same size, the same
+    line of the user's program, and no gradient of this kind yet.
     """
     taken: set[tuple[LabeledContraction, str]] = set()
 
-    def rank(each: LabeledContraction, other: LabeledContraction) -> tuple[int, int, bool]:
-        distance = _distance(each, other)
-        return distance, _difference(each, other) if distance == 2 else 0, (other, each.op_label) in taken
+    def rank(each: LabeledContraction, other: LabeledContraction) -> tuple[int, int, bool, bool]:
+        distance, is_elsewhere = _distance(each, other), each.contraction.source != other.contraction.source
+        difference = _difference(each, other) if distance == 2 else 0
+        return distance, difference, is_elsewhere, (other, each.op_label) in taken
 
     for each in backward:
         choice = of_path = [other for other in forward if each.path and other.path == each.path]

@@ -1,6 +1,6 @@
-"""Backends: each turns a recipe into ops. AQT and Qwix are imported here and nowhere else.
+"""Backends: each runs a recipe with one library's ops. AQT and Qwix are imported only here.
 
-``jaxquant.config.backends`` is the table of them, ``load`` imports one, ``base.Backend`` says what each must do.
+``jaxquant.config.backends`` is their table, ``load`` imports one, ``base.Backend`` is their interface.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["RANDOM_STREAM", "Backend", "load"]
 
 @functools.lru_cache
 def load(name: str, *, is_completed: bool = False) -> Backend:
-    """Import a backend, with the library that it needs.
+    """Import a backend and the library that it needs.
 
     Args:
-      name: a key of ``BACKENDS``.
-      is_completed: whether native computes the contractions for which the library has no op.
+      name: key of ``BACKENDS``.
+      is_completed: whether native computes the contractions that the library does not support.
 
     Raises:
-      ImportError: its library is missing or too old; names the command that installs it.
+      ImportError: the library is missing or too old; the error has the command that installs it.
     """
     backend = importlib.import_module(f"jaxquant.backends.{name}").BACKEND
     return backend.completed_by(load("native")) if is_completed and name != "native" else backend

@@ -1,4 +1,4 @@
-"""The modules of AQT that the backend uses, all public: the only import of AQT, behind a check of its version."""
+"""Public modules of AQT that the backend uses: the only import of AQT, after a check of its version."""
 
 # ruff: noqa: E402, F401
 

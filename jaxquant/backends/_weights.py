@@ -1,4 +1,4 @@
-"""The static scale of a converted kernel's activation, also of experts without tokens; errors about such kernels."""
+"""Static activation scales of converted kernels, also for experts without tokens; errors about such kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxquant.core.recipe import Recipe
 
 
 def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
-    """Refuse a kernel that another recipe converted.
+    """Raise if a kernel was converted with another recipe.
 
     Args:
-      path: of the layer.
-      has: what its converted kernel is, such as "int8".
-      taker: who reads it, such as a recipe's name in quotes.
-      wanted: what that takes, in the words of ``has``.
+      path: path of the layer.
+      has: description of the converted kernel, such as "int8".
+      taker: reader of the kernel, such as a recipe's name in quotes.
+      wanted: description of the kernel that the reader needs, in the words of ``has``.
 
     Raises:
-      ValueError: the two differ.
+      ValueError: the two descriptions differ.
     """
     if has != wanted:
         raise ValueError(
@@ -35,11 +35,11 @@ def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
 
 
 def uncalibrated_error(path: str, recipe: Recipe) -> ValueError:
-    """Make the error of a layer that needs the static scale of an activation that was never seen.
+    """Return the error of a layer that needs the static scale of an activation that was never observed.
 
     Args:
-      path: of the layer.
-      recipe: of the layer.
+      path: path of the layer.
+      recipe: recipe of the layer.
     """
     return ValueError(
         f"{layer_name(path)} has no amax history of its input, so {recipe.name!r} has no static scale for it; train "
@@ -48,20 +48,20 @@ def uncalibrated_error(path: str, recipe: Recipe) -> ValueError:
 
 
 def fill_missing_input_scales(path: str, recipe: Recipe, scale: Any, stacked: Collection[int]) -> Any:
-    """Return the static scale of the activations that meet a kernel, that of experts without rows filled in.
+    """Return the static scale of a kernel's activations, with a fallback for experts without rows.
 
-    An expert that never got a row has seen no activation. Its scale becomes the largest of its layer's other experts,
-    which read the same activations, and a warning names it. Under jit it is filled in without a warning.
+    An expert that never got a row has no observed activation. Its scale becomes the largest scale of the other experts
+    of its layer, which read the same activations, and a warning names it. Under jit there is no warning.
 
     Args:
-      path: of the layer.
-      recipe: of the layer.
-      scale: of the kernel's rank, with an axis for each stack of layers or experts; None where it is dynamic; 0 where
-        nothing was seen.
-      stacked: axes along which layers are stacked, none of which takes another's scale.
+      path: path of the layer.
+      recipe: recipe of the layer.
+      scale: scale of the kernel's rank, with an axis for each stack of layers or experts. None if the activation is
+        scaled dynamically, 0 for an activation that was not observed.
+      stacked: axes along which layers are stacked; layers do not use each other's scales.
 
     Raises:
-      ValueError: none of a layer's experts has seen anything.
+      ValueError: no expert of a layer has an observed activation.
     """
     if scale is None:
         return None
@@ -77,8 +77,8 @@ def fill_missing_input_scales(path: str, recipe: Recipe, scale: Any, stacked: Co
     if absent:
         names = ", ".join(str(index[0] if len(index) == 1 else index) for index in absent)
         warnings.warn(
-            f"kernels {names} of {layer_name(path)} have no amax history of their input, as those of experts without "
-            f"rows; their static scale of {recipe.name!r} is the largest of the others'",
+            f"kernels {names} of {layer_name(path)} have no amax history of their input, as for experts without rows; "
+            f"their static scale for {recipe.name!r} is the largest scale of the other kernels",
             stacklevel=3,
         )
     return filled if isinstance(scale, jax.Array) else np.asarray(filled)

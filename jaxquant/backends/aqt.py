@@ -32,7 +32,7 @@ def _translated(recipe: Recipe, key: RandomKey | None, weight: Any = _TRAIN) -> 
 
 
 def _tiled(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, dot: Any) -> Array:
-    """Contract tile by tile, where the recipe has tiles."""
+    """Contract tile by tile if the recipe has tiles."""
     make_tiles = tiling_fn(recipe)
     if make_tiles is None:
         return dot(lhs, rhs, numbers)
@@ -47,11 +47,11 @@ def _dot(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | 
 
 
 def _dot_converted(recipe: Recipe, lhs: Array, weight: QTensor, numbers: Any) -> Array:
-    # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
+    # The forward rounds to nearest, but AQT requires a key for a config with a stochastic operand.
     translated = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None, _SERVE)
     translated.apply_custom_vjp_on_jax = False
     frozen = freeze(recipe, weight, numbers[0][1])
-    placeholder = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
+    placeholder = jnp.zeros(weight.shape, weight.dtype)  # AQT reads only its shape and dtype
 
     def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
         return translated.dg_core(a, b, None, frozen, numbers)[0]
@@ -66,7 +66,7 @@ def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> li
 
 
 def freeze(recipe: Recipe, weight: QTensor, axes: Sequence[int]) -> aqt_tensor.QTensor:
-    """Return AQT's form of a converted kernel; with tiles a contraction axis becomes (tiles, tile)."""
+    """Return a converted kernel as AQT's QTensor; with tiles, a contraction axis becomes (tiles, tile)."""
     qvalue, scale = weight.qvalue, weight.scale.astype(weight.float_dtype())
     axes = () if tile_size(recipe) is None else axes
     return aqt_tensor.QTensor(
@@ -79,7 +79,7 @@ def freeze(recipe: Recipe, weight: QTensor, axes: Sequence[int]) -> aqt_tensor.Q
 
 
 def thaw(stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
-    """Return the tensor of AQT's form of a kernel."""
+    """Return a kernel in AQT's form as our QTensor."""
     (scale,) = stored.scale
 
     def whole(part: Array) -> Array:
@@ -93,7 +93,7 @@ def thaw(stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
 def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
     cut, counts = (), weight.shape
     if (make_tiles := tiling_fn(recipe)) is not None:
-        make_tiles(weight, weight, ((axes, axes), ((), ())))  # refuses what does not divide
+        make_tiles(weight, weight, ((axes, axes), ((), ())))  # raises if tiles do not divide
         cut, counts = axes, [n // (tile_size(recipe) or 1) for n in weight.shape]
     quantizer = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None).fwd.dg_quantizer.rhs
     quantizer.init_calibration()
@@ -107,8 +107,8 @@ class AqtBackend(LibraryBackend):
 
     honours = HONOURS
     dtype_faults = {  # noqa: RUF012
-        "float16": "brings sums to float16 before their scales, and they overflow",
-        "float64": "takes no float64 operands",
+        "float16": "casts sums to float16 before it applies their scales, so that they overflow",
+        "float64": "does not support float64 operands",
     }
     translate, train = staticmethod(to_aqt), staticmethod(_dot)
     serve, convert = staticmethod(_dot_converted), staticmethod(_convert)

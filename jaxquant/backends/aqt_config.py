@@ -1,23 +1,23 @@
-"""AQT: translate a recipe to an AQT v2 config. ``aqt`` is the backend that runs it.
+"""AQT: translation of a recipe to an AQT v2 config, which the backend in ``aqt`` runs.
 
-What AQT does in its own way, under every recipe:
+AQT differs from other backends under every recipe:
 
 - It multiplies by the reciprocal of the scale, so ``TensorSpec.reciprocal`` False differs in the last bit of a qvalue.
 - It maps the amax of an integer weight to qmax + 0.5, so ``TensorSpec.keeps_grid`` has no effect, and decoded integers
   shrink when they are quantized again.
 - Scales have the dtype of the tensor (bfloat16 in a bfloat16 model), and an all-zero channel has the scale 1/bound.
 - The result is cast to the dtype of the operands.
-- Off a TPU or GPU it runs int4×int4 as int8×int8 with the same values.
+- On devices other than TPUs and GPUs it runs int4×int4 as int8×int8 with the same values.
 
-``FORWARD`` operands are honoured in every case, blocks of the weight gradient included: AQT's ``use_fwd_quant`` hands
-the forward's qvalues to the backward matmul as floats and quantizes them again, and a constant calibration at the
-element's own bound makes that second scale exactly 1, so the second rounding changes nothing. (MaxText's int8 leaves
-``use_fwd_quant`` off and quantizes the residual anew; a recipe says that with an operand of its own.)
+``FORWARD`` operands are always exact, also in blocks of the weight gradient: AQT's ``use_fwd_quant`` passes the
+forward's qvalues to the backward matmul as floats and quantizes them again. A constant calibration at the element's own
+bound makes the second scale exactly 1, so the second rounding changes nothing. (MaxText's int8 disables
+``use_fwd_quant`` and quantizes the residual again; in a recipe, a separate operand spec does the same.)
 
 AQT is no longer developed; ``jaxquant.config.backends`` lists the tested versions.
 """
 
-# AQT decorates its dataclasses with a functools.partial, behind which a type checker sees no fields.
+# AQT decorates its dataclasses with a functools.partial, so that type checkers find no fields.
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 @aqt_utils.flax_slots_kw_only_dataclass
 class _ClippingFp8(fp8_numerics.Fp8Numerics):
-    """AQT's fp8, with no gradient for values outside the calibrated range; AQT's own has that for integers only."""
+    """AQT's fp8 with zero gradient for values outside the calibrated range; AQT supports that for integers only."""
 
     def vjp_bwd(self, res, grad):
         (x,) = res
@@ -60,7 +60,7 @@ class _ClippingFp8(fp8_numerics.Fp8Numerics):
 
 @aqt_utils.flax_slots_kw_only_dataclass
 class _Blocked(aqt_dot_general.DotGeneralRaw):
-    """AQT's matmul in blocks of the first contraction axis, with an error for a count that does not divide."""
+    """AQT's matmul in blocks of the first contraction axis; raises if the number of blocks does not divide the axis."""
 
     recipe_name: str = aqt_utils.static_field(default="")
     count: int = aqt_utils.static_field(default=1)
@@ -79,7 +79,7 @@ class _Blocked(aqt_dot_general.DotGeneralRaw):
 _refuse = functools.partial(refuse, "AQT")
 
 
-# -- what AQT honours, field by field ----------------------------------------------------------------------------------
+# -- supported fields --------------------------------------------------------------------------------------------------
 
 
 def _dtype(asked: FieldValue) -> Gap | None:
@@ -136,14 +136,14 @@ HONOURS: Honours = {
     },
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }
-"""The fields of a recipe that AQT honours, alone. ``to_aqt`` refuses what does not go together."""
+"""Supported values of each single field. ``to_aqt`` rejects unsupported combinations."""
 
 
 # -- translation -------------------------------------------------------------------------------------------------------
 
 
 def _numerics(spec: TensorSpec) -> Any:
-    """Return AQT's grid of an element type."""
+    """Return AQT's numerics of an element type."""
     if spec.dtype in _FP8:
         name = _FP8[spec.dtype]
         kind = _ClippingFp8 if spec.calibration.clips else fp8_numerics.Fp8Numerics
@@ -179,7 +179,7 @@ def _quantizer(spec: TensorSpec) -> aqt_quantizer.Quantizer:
 
 
 def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_quantizer.Quantizer:
-    """Keep the forward's qvalues through AQT's second quantization: a scale of exactly 1, or none beside a float."""
+    """Return a quantizer that keeps the forward's qvalues: with a scale of exactly 1, or none if the other is float."""
     if not isinstance(spec, TensorSpec) or spec.granularity == "per_tile":
         raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a spec of its own")
     if other is None:
@@ -190,9 +190,9 @@ def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_qu
 
 
 def _accumulator(recipe: Recipe, place: str, asked: str | None, dtypes: Sequence[str | None]) -> Any:
-    """Return the dtype that AQT asks of the matmul.
+    """Return the dtype that AQT requests from the matmul.
 
-    None with two quantized operands means the result's dtype; AQT casts to that right after the matmul, so asking for
+    With two quantized operands, None means the dtype of the result. AQT casts to that dtype right after the matmul, so
     float32 (int32 between integers, which is exact) gives the same numbers.
     """
     kinds = [None if dtype is None else element(dtype).kind for dtype in dtypes]
@@ -204,30 +204,30 @@ def _accumulator(recipe: Recipe, place: str, asked: str | None, dtypes: Sequence
 
 
 def _dot_int8(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-    """Multiply int8 by int4 as int8: given mixed integers, JAX would widen both to int32."""
+    """Multiply int8 by int4 as int8; JAX would widen mixed integers to int32."""
     return jax.lax.dot_general(lhs.astype(jnp.int8), rhs.astype(jnp.int8), *args, **kwargs)
 
 
 def tile_size(recipe: Recipe) -> int | None:
-    """Return the tile size of the forward matmul, which AQT tiles on both sides."""
+    """Return the tile size of the forward matmul, for which AQT tiles both operands."""
     specs = {side: spec for side in ("lhs", "rhs") if isinstance(spec := getattr(recipe.fwd, side), TensorSpec)}
     sizes = {spec.tile_size for spec in specs.values()}
     if len(sizes) > 1:
-        raise _refuse(recipe, "fwd_lhs", "tile size that differs from that of fwd_rhs", "use one tile size for both")
+        raise _refuse(recipe, "fwd_lhs", "separate tile sizes for fwd_lhs and fwd_rhs", "use one tile size for both")
     return sizes.pop() if sizes else None
 
 
 def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     """Translate a recipe to an AQT config.
 
-    AQT writes both gradients with the output gradient as lhs, so our ``drhs.lhs`` (the activation) is its ``drhs.rhs``.
-    The tile size is not part of the config; the Linen module gets it as a tiling function.
+    In both of AQT's gradients the output gradient is lhs, so our ``drhs.lhs`` (the activation) is its ``drhs.rhs``. The
+    tile size is not part of the config: the matmul gets it as a tiling function.
 
     Args:
-      recipe: the numbers.
+      recipe: recipe to translate.
 
     Raises:
-      NotImplementedError: AQT cannot do what an operand asks; names the recipe, the operand and what would do.
+      NotImplementedError: AQT does not support an operand; the error names an alternative.
 
     Source: ``aqt.jax.v2.config.config_v4``, without the settings that it resets.
     """

@@ -20,14 +20,14 @@ from jaxquant.core.sharding import Placement, fit_varying, transposed
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.gradients import once
+from jaxquant.ops.gradients import first_order_call
 from jaxquant.ops.pieces import QuantState, with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
 Weight = Array | QTensor
 RANDOM_STREAM = "quant"
-"""The random stream for stochastic rounding in a Linen model."""
+"""Name of the RNG stream for stochastic rounding in a Linen model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Setup:
     """A contraction of a traced function, in ``jax.lax``'s terms, without its operands.
 
     Attributes:
-      recipe: all numbers.
+      recipe: recipe of the contraction.
       numbers: dimension numbers of a ``dot_general``, the activation first.
-      precision: as there.
-      dtype: of the result (``preferred_element_type``), None for the promoted dtype of the operands.
+      precision: precision as in ``jax.lax``.
+      dtype: dtype of the result (``preferred_element_type``), or None for the promoted dtype of the operands.
       operation: primitive, "dot_general", "ragged_dot_general" or "conv_general_dilated".
-      window: of a convolution, the keywords of ``jax.lax.conv_general_dilated``.
-      state: the amax state of a recipe with delayed scaling, of each group where there are groups.
-      key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
-      prepared: from ``Backend.share``, of this activation; None where the contraction has it alone.
-      implementation: what computes casts and matmuls, None to pick; see ``ops.implementation``.
-      out_sharding: of the result, as in ``jax.lax.dot_general``.
-      stored: which operands lie in memory; see ``ops.dot_general``.
+      window: keyword arguments of ``jax.lax.conv_general_dilated``, for a convolution.
+      state: amax state of a recipe with delayed scaling, for each group if there are groups.
+      key: random key for stochastic rounding, or None to derive it from the bits of the operands or the gradient.
+      prepared: result of ``Backend.share`` for this activation, or None if no other contraction shares it.
+      implementation: implementation of casts and matmuls, or None to select one; see ``ops.implementation``.
+      out_sharding: sharding of the result, as in ``jax.lax.dot_general``.
+      stored: whether each operand is stored in memory; see ``ops.dot_general``.
     """
 
     recipe: Recipe
@@ -64,14 +64,14 @@ class Setup:
 
 
 class Backend:
-    """One backend; ``jaxquant.backends.load`` imports it by name.
+    """A backend; ``jaxquant.backends.load`` imports it by name.
 
-    Each implements ``check``, which refuses recipes, ``contract``, which a traced function runs, and
-    ``quantize_weight``, which converts. ``unsupported`` allows ``dot_general`` only, unless it is overridden.
+    Each backend implements ``check``, which rejects recipes, ``contract``, which traced functions run, and
+    ``quantize_weight``, which converts weights. By default, ``unsupported`` allows only ``dot_general``.
 
     Attributes:
       name: key of ``BACKENDS``.
-      row: what is known of it without its library.
+      row: properties of the backend that are known without its library.
     """
 
     def __init__(self, name: BackendName) -> None:
@@ -79,23 +79,23 @@ class Backend:
         self.row: BackendRow = BACKENDS[name]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a recipe that the backend does not honour in full.
+        """Raise if the backend cannot run every field of the recipe.
 
         Args:
-          recipe: all numbers.
+          recipe: recipe to check.
 
         Raises:
-          NotImplementedError: names the recipe, the operand, the field and what would do.
+          NotImplementedError: the backend does not support a field; the error names an alternative.
         """
         raise NotImplementedError
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
-        """Explain why a contraction of a traced function does not run a recipe; "" where it does.
+        """Return the reason why a contraction of a traced function cannot run a recipe, or "" if it can.
 
         Args:
           operation: primitive of the contraction, such as "dot_general".
-          recipe: all numbers.
-          dtype: of both operands, by name; "" where they differ.
+          recipe: recipe of the contraction.
+          dtype: dtype name of both operands, or "" if they differ.
           is_split: whether a ``jax.shard_map`` splits its experts over devices.
         """
         if is_split:
@@ -103,23 +103,23 @@ class Backend:
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
-        """Return the backend that computes a contraction: this one, unless it was completed and lacks the op.
+        """Return the backend that computes a contraction: this backend, or native if it completes one without the op.
 
         Args:
-          operation, recipe, dtype, is_split: as ``unsupported`` takes them.
+          operation, recipe, dtype, is_split: arguments of ``unsupported``.
         """
         return self
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
+        """Contract an activation with a weight, as in training, or as in serving if the weight is converted.
 
         Args:
           lhs, rhs: activation and weight.
-          setup: what is computed of them, and how.
-          group_sizes: rows of each group of a ragged matmul, as for ``jax.lax.ragged_dot``; None for other operations.
+          setup: parameters of the contraction.
+          group_sizes: rows of each group of a ragged matmul, as in ``jax.lax.ragged_dot``; None for other operations.
 
         Raises:
-          NotImplementedError: an option that the backend would drop.
+          NotImplementedError: the backend would ignore an option.
         """
         raise NotImplementedError
 
@@ -140,12 +140,12 @@ class Backend:
         """Quantize an activation once for several contractions.
 
         Args:
-          x: the activation.
+          x: activation.
           states: amax state of each contraction.
-          recipe: of all of them, one that ``can_share``.
+          recipe: recipe of all contractions, for which ``can_share`` is True.
           axes: contraction axes of the activation.
-          implementation: what computes the cast, None to pick.
-          is_stored: whether the activation lies in memory.
+          implementation: implementation of the cast, or None to select one.
+          is_stored: whether the activation is stored in memory.
         """
         of_input = [state["input"] for state in states if "input" in state]
         return share(x, of_input, recipe=recipe, axes=axes, implementation=implementation, is_stored=is_stored)
@@ -163,29 +163,29 @@ class Backend:
 
         Args:
           operation: primitive of the contraction.
-          recipe: all numbers.
-          weight: in the dtype in which the op reads it; of a ragged matmul, of shape (groups, contracting, free).
-          axes: its contraction axes.
-          state: the layer's quant state by tensor and field; {} for a recipe without.
-          batch: its batch axes, which no block of scales crosses.
+          recipe: recipe of the contraction.
+          weight: weight in the dtype that the op reads; of shape (groups, contracting, free) for a ragged matmul.
+          axes: contraction axes of the weight.
+          state: quant state of the layer by tensor and field; {} for a recipe without state.
+          batch: batch axes of the weight, which no block of scales crosses.
 
         Returns:
-          The weight and the static scale of the activation, None where that is scaled dynamically: of shape (1,), with
-          a leading axis of groups for a ragged matmul.
+          The weight with the static scale of the activation, or None for this scale if it is dynamic. The scale has
+          shape (1,), with a leading axis of groups for a ragged matmul.
         """
         raise NotImplementedError
 
 
 class LibraryBackend(Backend):
-    """A backend whose numbers are another library's: what the library would drop is refused, sides have one dtype.
+    """A backend that uses another library's numerics. Options that the library would ignore are rejected.
 
     Attributes:
-      honours: fields of a recipe that it honours, with a rule for each.
-      dtype_faults: operand dtypes that it does not multiply, by name, each with the reason.
-      translate: makes the library's own config of a recipe, and refuses what it does not honour.
-      train: contracts, of (recipe, activation, weight, dimension numbers, random key or None).
-      serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
-      convert: quantizes a weight, of (recipe, weight, contraction axes).
+      honours: supported fields of a recipe, with a rule for each.
+      dtype_faults: unsupported operand dtypes by name, each with the reason.
+      translate: function that returns the library's config for a recipe, and raises for unsupported fields.
+      train: contraction of (recipe, activation, weight, dimension numbers, random key or None).
+      serve: contraction of (recipe, activation, converted kernel, dimension numbers).
+      convert: function of (recipe, weight, contraction axes) that quantizes a weight.
     """
 
     honours: ClassVar[Honours]
@@ -197,28 +197,28 @@ class LibraryBackend(Backend):
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a recipe that the library does not honour in full; see ``Backend.check``."""
+        """Raise if the library cannot run every field of the recipe; see ``Backend.check``."""
         self.translate(recipe)
 
     def completed_by(self, native: Backend) -> LibraryBackend:
-        """Return this backend with another that computes what the library has no op for."""
+        """Return this backend, completed by another backend that computes the operations that the library lacks."""
         completed = copy.copy(self)
         completed._native = native
         return completed
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
-        """Return what computes a contraction; see ``Backend.runner``."""
+        """Return the backend that computes a contraction; see ``Backend.runner``."""
         is_own = not self.lacks(operation, recipe, dtype, is_split)
         return self if self._native is None or is_own else self._native
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
-        """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
+        """Return the reason why an operation cannot run a recipe; see ``Backend.unsupported``."""
         runner = self.runner(operation, recipe, dtype, is_split)
         explain = self.lacks if runner is self else runner.unsupported
         return explain(operation, recipe, dtype, is_split)
 
     def lacks(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
-        """Explain why the library itself does not run an operation by a recipe, "" where it does."""
+        """Return the reason why the library itself cannot run an operation with a recipe, or "" if it can."""
         if dtype in self.dtype_faults:
             return f"{self.row.title} {self.dtype_faults[dtype]}; {NATIVE_INSTEAD}, or bfloat16"
         return super().unsupported(operation, recipe, dtype, is_split)
@@ -234,14 +234,14 @@ class LibraryBackend(Backend):
         recipe = with_shards(setup.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
         lhs = lhs.astype(dtype)
         rhs = rhs.astype(dtype.name)
-        if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
+        if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize; the libraries divide by sizes
             rhs = dequantize(rhs, dtype.name) if isinstance(rhs, QTensor) else rhs
             return jax.lax.dot_general(lhs, rhs, setup.numbers)
         if isinstance(rhs, QTensor):
             serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
         run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
-        return once(recipe.name, run, lhs, rhs, (setup.key,))
+        return first_order_call(recipe.name, run, lhs, rhs, (setup.key,))
 
     def quantize_weight(
         self,
@@ -256,7 +256,7 @@ class LibraryBackend(Backend):
         return self.convert(recipe, weight, axes)
 
     def _input_gradient(self, lhs: Array, rhs: QTensor, dims: Dimensions) -> Any:
-        """Return the activation's gradient as a function: that of the dequantized kernel."""
+        """Return the function that computes the activation's gradient with the dequantized kernel."""
         place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
         options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": transposed(place.sharding, order)}
@@ -268,7 +268,7 @@ class LibraryBackend(Backend):
         return gradient
 
     def _refuse_dropped(self, dtype: Any, setup: Setup) -> None:
-        """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
+        """Raise for options of a traced contraction that the library ignores, unless they change nothing."""
         asked = setup.precision if isinstance(setup.precision, tuple) else (setup.precision,)
         is_other = setup.dtype is not None and jnp.dtype(setup.dtype) != dtype
         given = {
@@ -279,5 +279,5 @@ class LibraryBackend(Backend):
         for name, value in given.items():
             if value is not None:
                 raise NotImplementedError(
-                    f"{name} {value} of a contraction is dropped by {self.row.title}; {NATIVE_INSTEAD}"
+                    f"{name} {value} of this matmul is ignored by {self.row.title}; {NATIVE_INSTEAD}"
                 )

@@ -1,7 +1,7 @@
-"""The generic check: whatever a recipe asks that a backend does not say it honours is refused by its name.
+"""Check of a recipe against the fields that a backend supports; every other field must have its default.
 
-A backend lists, for each dataclass that makes up a recipe, the fields that it honours and a rule for each. Every other
-field, those that are added later among them, must have its default.
+A backend lists the supported fields of each dataclass of a recipe, with a rule for each. Fields that are added later
+are unsupported until a backend lists them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NATIVE_INSTEAD = "use quant_backend 'native'"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldValue:
-    """One field of a recipe that has not its default.
+    """A recipe field with a value other than its default.
 
     Attributes:
-      recipe: the recipe.
-      place: "fwd_lhs" for an operand, "fwd" for a matmul, "" for the recipe itself.
-      owners: the dataclasses that hold the field, the recipe first.
-      field: its name, dotted below an operand ("calibration.method").
-      value: what it asks.
+      recipe: recipe of the field.
+      place: operand ("fwd_lhs") or matmul ("fwd") of the field, or "" for the recipe itself.
+      owners: dataclasses that contain the field, the recipe first.
+      field: name of the field, dotted below an operand ("calibration.method").
+      value: value of the field.
     """
 
     recipe: Recipe
@@ -35,12 +35,12 @@ class FieldValue:
 
     @property
     def spec(self) -> TensorSpec:
-        """The operand's spec, for a field of an operand."""
+        """The operand's spec, if the field belongs to an operand."""
         return next(owner for owner in self.owners if isinstance(owner, TensorSpec))
 
     @property
     def matmul(self) -> MatmulSpec:
-        """The matmul, for a field of a matmul or an operand."""
+        """The matmul, if the field belongs to a matmul or an operand."""
         return next(owner for owner in self.owners if isinstance(owner, MatmulSpec))
 
     @property
@@ -54,9 +54,9 @@ class Gap:
     """A missing capability of a backend.
 
     Attributes:
-      what: completes "AQT has no …"; empty names the field and its value.
-      instead: what would do.
-      place: operand that the error names, where that is not where the field is.
+      what: end of the sentence "AQT has no …", or "" for the name and value of the field.
+      instead: alternative for the user.
+      place: operand that the error names, if it is not the operand of the field.
     """
 
     what: str = ""
@@ -69,38 +69,38 @@ Honours = Mapping[type, Mapping[str, HonourRule]]
 
 
 def any_value(asked: FieldValue) -> None:
-    """Honour every value."""
+    """Rule that supports every value."""
 
 
 def only(*values: Any) -> HonourRule:
-    """Return a rule that honours these values beside the default."""
+    """Return a rule that supports these values and the default."""
     return lambda asked: None if asked.value in values else Gap()
 
 
 def refuse(title: str, recipe: Recipe, place: str, what: str, instead: str = NATIVE_INSTEAD) -> NotImplementedError:
-    """Make the error of a backend that cannot do what a recipe asks.
+    """Return the error of a backend that does not support a recipe.
 
     Args:
-      title: the backend's name in errors.
-      recipe: the recipe.
-      place: the operand ("fwd_lhs") or matmul ("fwd"); "" for the recipe itself.
-      what: completes "AQT has no …".
-      instead: what would do.
+      title: name of the backend in errors.
+      recipe: recipe with the unsupported field.
+      place: operand ("fwd_lhs") or matmul ("fwd"), or "" for the recipe itself.
+      what: end of the sentence "AQT has no …".
+      instead: alternative for the user.
     """
     kind = "" if not place else f" operand {place}" if "_" in place else f" matmul {place}"
     return NotImplementedError(f"recipe {recipe.name!r}{kind}: {title} has no {what}; {instead}")
 
 
 def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
-    """Refuse a recipe that asks what a backend does not honour.
+    """Raise if a backend does not support a recipe.
 
     Args:
-      title: the backend's name in errors.
-      honours: the fields that it honours, by the dataclass that has them.
-      recipe: the recipe.
+      title: name of the backend in errors.
+      honours: supported fields, by the dataclass that has them.
+      recipe: recipe to check.
 
     Raises:
-      NotImplementedError: names recipe, operand and field, and what would do.
+      NotImplementedError: a field is not supported; the error names recipe, operand, field and an alternative.
     """
     for asked in _asked(recipe, honours, recipe, "", (), ""):
         rule = honours[type(asked.owners[-1])].get(asked.field.rpartition(".")[2])
@@ -113,7 +113,7 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
 def _asked(
     recipe: Recipe, honours: Honours, owner: Any, place: str, owners: tuple[Any, ...], prefix: str
 ) -> Iterator[FieldValue]:
-    """Walk the fields that have not their default, into every dataclass that the backend knows."""
+    """Yield the fields with a value other than their default, in every dataclass that the backend lists."""
     owners = (*owners, owner)
     for field in dataclasses.fields(owner):
         value = getattr(owner, field.name)

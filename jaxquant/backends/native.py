@@ -23,7 +23,7 @@ _UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated"
 
 
 def op_name(op: Literal["dot_general", "einsum"], recipe: Recipe | None) -> str:
-    """Return the name of a layer's op: flax's for delayed scaling, so that checkpoints of its ops load."""
+    """Return the name of a layer's op. With delayed scaling it is flax's name, so that checkpoints of its ops load."""
     if recipe is None or recipe.delayed is None:
         return {"dot_general": "DotGeneral", "einsum": "Einsum"}[op]
     if op == "einsum":
@@ -36,7 +36,7 @@ class NativeBackend(Backend):
     """The ops of ``jaxquant.ops``."""
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse the one field that the ops do not read; see ``Backend.check``."""
+        """Raise for the one field that the ops do not read; see ``Backend.check``."""
         for name in ("fwd", "dlhs"):
             if getattr(recipe, name).shards != 1:
                 raise refuse(
@@ -44,13 +44,13 @@ class NativeBackend(Backend):
                 )
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
-        """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
+        """Return the reason why an operation cannot run a recipe; see ``Backend.unsupported``."""
         explain = _UNSUPPORTED.get(operation)
         why = "" if explain is None else explain(recipe)
         return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
+        """Run the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
         recipe, dtypes = setup.recipe, (setup.precision, setup.dtype)
         lhs = lhs.astype(operand_dtype(rhs)) if recipe.matches_flax else lhs  # flax's ops compute in the kernel's dtype
         more: dict[str, Any] = {"recipe": recipe, "state": setup.state, "key": setup.key}
@@ -63,7 +63,7 @@ class NativeBackend(Backend):
         return ops.dot_general(lhs, rhs, setup.numbers, *dtypes, **more)
 
     def can_share(self, recipe: Recipe) -> bool:
-        """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""
+        """Check whether contractions can share a quantized activation; see ``Backend.can_share``."""
         return can_share(recipe)
 
     def quantize_weight(

@@ -1,20 +1,19 @@
-"""Qwix as a backend: its rules in training, its arrays with converted kernels. The only place that imports Qwix.
+"""Qwix as a backend: its rules in training, its arrays with converted kernels. Only this file imports Qwix.
 
-What Qwix does in its own way, under every recipe:
+Qwix differs from other backends under every recipe:
 
 - It divides by the scale, so ``TensorSpec.reciprocal`` True differs in the last bit of a qvalue. Scales have the dtype
   of the tensor (bfloat16 in a bfloat16 model).
 - It maps the amax of an integer weight to qmax + 0.5 and rounds no scale, so ``TensorSpec.keeps_grid`` has no effect.
-- ``MatmulSpec.shards`` cuts the **last** contraction axis of the weight gradient (of a batch of sequences: the
-  sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
-  matmul.
+- ``MatmulSpec.shards`` splits the **last** contraction axis of the weight gradient (the sequence, for a batch of
+  sequences); the other backends split the first. Blocks of fewer than 128 elements are dequantized before the matmul.
 - Both backward matmuls round with the same noise.
-- ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
-  refused.
+- ``precision`` and ``preferred_element_type`` of the replaced operations are ignored; a contraction with one of them is
+  rejected.
 - The weights of its ragged matmul have one scale for each column, which all groups share, so that experts with small
-  weights lose them. It is not used: ragged matmuls are native, or stay in float.
-- An operand of the same shape as a parameter counts as a weight. ``_train`` gives the kernel more axes than
-  any activation has, and a jit of its own, so that roles come from the call as with the other backends.
+  weights lose them. It is not used: ragged matmuls run on the native backend or stay in float.
+- An operand with the shape of a parameter counts as a weight. ``_train`` gives the kernel more axes than any
+  activation, and a separate jit, so that roles depend on the call as in the other backends.
 
 Tested with the versions in ``jaxquant.config.backends``; everything imported is public there.
 """
@@ -52,9 +51,9 @@ def _rule(pattern: str, fields: Mapping[str, Any]) -> qwix.QtRule:
 
 
 class _Provider(qwix.QtProvider):
-    """Round stochastically with noise from a key, or else from a layer's own operands.
+    """Provider that rounds stochastically with noise from a key, or from a layer's operands if there is no key.
 
-    Qwix would draw it from a random stream of the module, which a traced matmul has not.
+    Qwix would use an RNG stream of the module, which a traced matmul does not have.
     """
 
     def __init__(self, rule: qwix.QtRule, key: RandomKey | None) -> None:
@@ -75,7 +74,7 @@ class _Provider(qwix.QtProvider):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Noise:
-    """Uniform noise in [-0.5, 0.5) of a shape; a pytree, as Qwix hands it through its custom derivative."""
+    """Uniform noise in [-0.5, 0.5) of a shape; a pytree, as Qwix passes it through its custom derivative."""
 
     key: Any
 
@@ -84,10 +83,10 @@ class _Noise:
 
 
 class _Contraction(nn.Module):
-    """One matmul by the parameter ``kernel``, for Qwix to quantize.
+    """One matmul with the parameter ``kernel``, for Qwix to quantize.
 
     Attributes:
-      shape: of the kernel, which may be stored with more axes.
+      shape: shape of the kernel, which may be stored with more axes.
       numbers: dimension numbers of the matmul.
     """
 
@@ -103,9 +102,9 @@ class _Contraction(nn.Module):
 def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | None) -> Array:
     """Contract an activation with a float weight as Qwix trains.
 
-    Qwix has no public function for that, so a module of one matmul is quantized by its rules. Qwix knows a weight by
-    its way from a parameter or by a parameter's shape; the parameter has more axes here than any operand, and the
-    matmul a jit of its own, in which that way can be followed.
+    Qwix has no public function for this, so its rules quantize a module of one matmul. Qwix recognizes a weight by its
+    data flow from a parameter or by a parameter's shape. Here the parameter has more axes than any operand, and the
+    matmul has a separate jit, in which Qwix can follow the data flow.
     """
     kernel = rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape)
     contraction = _Contraction(rhs.shape, numbers, parent=None)
@@ -151,19 +150,19 @@ class QwixBackend(LibraryBackend):
     serve = staticmethod(_serve)
 
     def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
-        """Make Qwix's rules of regexes and recipes, for ``qwix.quantize_model``; None is float.
+        """Return Qwix's rules for regexes and recipes, for ``qwix.quantize_model``; a recipe of None means float.
 
         Raises:
-          NotImplementedError: Qwix does not honour a recipe.
+          NotImplementedError: Qwix does not support a recipe.
         """
         return [_rule(pattern, {} if recipe is None else to_qwix(recipe)) for pattern, recipe in entries]
 
     def make_provider(self, rules: Sequence[Any]) -> Any:
-        """Make Qwix's provider of its rules."""
+        """Return Qwix's provider for its rules."""
         return qwix.QtProvider(list(rules))
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
+        """Run Qwix's contraction; raises where a GPU compiler would fail. See ``Backend.contract``."""
         dtypes = {spec.dtype for spec in setup.recipe.specs.values() if isinstance(spec, TensorSpec)}
         if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS:
             return self._contract_wide(lhs, rhs, setup)
@@ -173,7 +172,7 @@ class QwixBackend(LibraryBackend):
         return super().contract(lhs, rhs, setup, group_sizes)
 
     def _contract_wide(self, lhs: Array, rhs: Array | QTensor, setup: Setup) -> Array:
-        """Contract an activation of two free axes or more: XLA for CPUs fails on 4 bits that it need not reshape."""
+        """Contract with at least two free axes of the activation: XLA for CPUs fails on 4 bits without a reshape."""
         (contract, others), (batch, rhs_batch) = setup.numbers
         new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))
         contract, batch = ([axis % lhs.ndim + new for axis in axes] for axes in (contract, batch))

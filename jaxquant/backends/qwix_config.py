@@ -1,4 +1,4 @@
-"""Qwix: translate a recipe to the keyword arguments of a Qwix rule, without its library. ``qwix`` runs them."""
+"""Qwix: translation of a recipe to the keyword arguments of a Qwix rule, without the library. ``qwix`` runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALL_AXES = tuple(range(16))
 _refuse = functools.partial(refuse, "Qwix")
 
 
-# -- what Qwix honours, field by field ---------------------------------------------------------------------------------
+# -- supported fields --------------------------------------------------------------------------------------------------
 
 
 def _granularity(asked: FieldValue) -> Gap | None:
@@ -28,7 +28,7 @@ def _calibration(asked: FieldValue) -> Gap | None:
     if method.method == "fixed" and asked.spec.granularity != "per_tensor":
         return Gap("fixed range per channel")
     if not method.is_symmetric and (not asked.place.startswith("fwd") or _has_quantized_backward(asked.recipe)):
-        return Gap(f"asymmetric calibration {method} beside a quantized backward matmul")
+        return Gap(f"asymmetric calibration {method} together with a quantized backward matmul")
     return only("minmax", "rms", "fixed")(asked)
 
 
@@ -38,7 +38,7 @@ def _scaling(asked: FieldValue) -> Gap | None:
 
 def _rounding(asked: FieldValue) -> Gap | None:
     if not asked.is_gradient:
-        return Gap("stochastic rounding of other than gradients")
+        return Gap("stochastic rounding except of gradients")
     if element(asked.spec.dtype).kind == "float":
         return Gap(f"stochastic rounding to {asked.spec.dtype}")
     return only("stochastic")(asked)
@@ -49,7 +49,7 @@ def _accumulator(asked: FieldValue) -> Gap | None:
     integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
     if asked.value == "int32" and integers:
         return None
-    return Gap(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
+    return Gap(f"choice of the accumulator (here {asked.value})", place=f"{asked.place}_lhs")
 
 
 def _shards(asked: FieldValue) -> Gap | None:
@@ -60,7 +60,7 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 HONOURS: Honours = {
     Recipe: {
         "name": any_value,
-        # Its mask ignores the schedule and groups along the output axis.
+        # Qwix's mask ignores the schedule, and its groups are along the output axis.
         "sparsity": lambda asked: Gap("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
@@ -74,9 +74,9 @@ HONOURS: Honours = {
     },
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }
-"""The fields of a recipe that Qwix honours, alone. ``to_qwix`` refuses what does not go together."""
+"""Supported values of each single field. ``to_qwix`` rejects unsupported combinations."""
 FOUR_BITS = frozenset({"int4", "float4_e2m1fn"})
-"""Elements that XLA for CPUs multiplies only where it reshapes an operand first."""
+"""Element types that XLA for CPUs multiplies only if it reshapes an operand first."""
 
 
 def _has_quantized_backward(recipe: Recipe) -> bool:
@@ -91,11 +91,10 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     """Translate a recipe to keyword arguments of ``qwix.QtRule``.
 
     Args:
-      recipe: the numbers.
+      recipe: recipe to translate.
 
     Raises:
-      NotImplementedError: Qwix cannot do, or would ignore, what an operand asks; names the recipe, the operand and what
-        would do.
+      NotImplementedError: Qwix does not support or would ignore a field of an operand; the error names an alternative.
 
     Source: ``QtRule`` and the fields of its ``additional_qt_config``.
     """
@@ -106,7 +105,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     assert isinstance(weight, TensorSpec)
     assert act is None or isinstance(act, TensorSpec)
     rule: dict[str, Any] = {"weight_qtype": _dtype(weight), "weight_calibration_method": str(weight.calibration)}
-    # QtRule has one switch for the scales of all operands; the config beneath has one each.
+    # QtRule has one switch for the scales of all operands; its additional config has one for each.
     extra: dict[str, Any] = {"rhs_disable_channelwise_axes": weight.granularity == "per_tensor"}
     if act is not None:
         rule |= {"act_qtype": _dtype(act), "act_calibration_method": str(act.calibration)}
@@ -118,7 +117,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     reuses = {name: spec == FORWARD for name, spec in residuals.items()}
     if len(set(reuses.values())) != 1:
         place = "drhs_lhs" if reuses["dlhs"] else "dlhs_rhs"
-        raise _refuse(recipe, place, "backward matmul that reuses the forward's tensor beside one that does not")
+        raise _refuse(recipe, place, "backward matmul that reuses the forward's tensor next to one that does not")
     grads = {"dlhs": recipe.dlhs.lhs, "drhs": recipe.drhs.rhs}
     for name, grad in grads.items():
         if not isinstance(grad, TensorSpec) and residuals[name] is not None:
@@ -141,7 +140,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     if recipe.drhs.shards > 1:
         rule["bwd_weight_grad_tile_size"] = _Share(recipe.drhs.shards, recipe.name)
     if recipe.is_stochastic:
-        # One noise element for each element of the gradient; by default Qwix draws one for a whole row.
+        # One noise element for each element of the gradient; by default Qwix draws one for each row.
         rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
         for name, grad in grads.items():
             if isinstance(grad, TensorSpec) and grad.rounding == "nearest":
@@ -150,9 +149,9 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
 
 
 class _Share(float):
-    """The share ``1 / count`` of an axis that a tile has, with an error where the axis does not divide.
+    """The share ``1 / count`` of an axis that a tile covers; raises if ``count`` does not divide the axis.
 
-    Qwix rounds the size that it computes from the share, and so would cut 8 rows in 4 blocks for a count of 5.
+    Qwix rounds the tile size that it computes from the share, and would split 8 rows into 4 blocks for a count of 5.
     """
 
     def __new__(cls, count: int, recipe_name: str) -> _Share:

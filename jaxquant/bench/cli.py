@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ def bench() -> None:
 
 
 _run = exit_code(RuntimeError, interrupted="interrupted")
-FOLDER = click.Path(path_type=Path)
-_out = click.option("--out", default=Path("benchmarks/results"), type=FOLDER, help="Folder of the results.")
+_out = click.option("--out", default=Path("benchmarks/results"), type=click.Path(path_type=Path), help="Result folder.")
 BACKENDS = click.Choice(["auto", "aqt", "qwix", "native"])
 
 
@@ -91,7 +90,7 @@ def speedrun(out: Path, small: bool, only: Sequence[str], steps: int | None) -> 
     return speedrun(out, small, only, steps)
 
 
-def _losses_by_seed(module: str, about: str) -> click.Command:
+def _losses_by_seed(module: str, about: str) -> None:
     only = Names(f"jaxquant.bench.{module}:TRIALS")
 
     @bench.command(module.replace("_", "-"), help=f"{about}\n\n{CODES}")
@@ -103,14 +102,12 @@ def _losses_by_seed(module: str, about: str) -> click.Command:
 
         return here.report_losses(module, only, out)
 
-    return command
-
 
 _losses_by_seed("fp4_losses", "Compare held-out losses of FP4 schemes.")
 _losses_by_seed("optimizer_losses", "Compare held-out losses of optimizer dtypes.")
 
 
-def _compiled(name: str, chips: str, about: str) -> Callable[..., int]:
+def _compiled(name: str, chips: str, about: str) -> None:
     @bench.command(name, help=f"{about}\n\n{CODES}")
     @click.option("--out", default="", metavar="FOLDER", help="Folder for JSON and markdown; default: write no files.")
     @click.option("--target", type=Names(chips), default="v6e" if name == "kernels" else "h200", help="Chip.")
@@ -121,8 +118,6 @@ def _compiled(name: str, chips: str, about: str) -> Callable[..., int]:
         from jaxquant.bench import absent
 
         return absent.compile_table(name, absent.Options(**options))
-
-    return command
 
 
 for _name, (_chips, _about) in ABSENT.items():

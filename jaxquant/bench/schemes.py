@@ -12,6 +12,7 @@ from typing import Any
 from jaxquant.config.recipes import RECIPES
 
 QUICKSTART = str(resources.files("jaxquant.training").joinpath("configs/quickstart.yml"))
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results")
 """Folder of the committed results, from the root of a checkout."""
 Row = dict[str, Any]

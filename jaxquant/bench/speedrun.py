@@ -29,14 +29,13 @@ from jaxquant.training.data import make_iterators
 from jaxquant.training.model import Decoder, DecoderConfig
 from jaxquant.training.step import model_config
 
-STRINGS = ("fp8", "fp8_current", "int8", "fp8_full", "fp8_block")
-CONTENDERS = ("bf16", "flax fp8", "Qwix int8", "AQT int8", *(f"jaxquant {string}" for string in STRINGS))
+CONTENDERS = ("bf16", "flax fp8", "Qwix int8", "AQT int8")
+CONTENDERS += tuple(f"jaxquant {string}" for string in ("fp8", "fp8_current", "int8", "fp8_full", "fp8_block"))
 SHAPE: Row = {"num_layers": 8, "emb_dim": 1024, "mlp_dim": 4096, "num_query_heads": 16, "num_kv_heads": 8}
 LARGE: Row = SHAPE | {"steps": 300, "batch_size": 32, "sequence_length": 1024, "learning_rate": 1e-3, "eval_batches": 4}
 SMALL: Row = {"num_layers": 1, "emb_dim": 128, "mlp_dim": 256, "num_query_heads": 2, "num_kv_heads": 2}
 SMALL |= {"steps": 60, "batch_size": 8, "sequence_length": 128, "learning_rate": 4e-3, "eval_batches": 2}
-POINTS = 20
-"""Evaluations of a run."""
+STREAMS: tuple[str, ...] = ("params", "quant", "stochastic_rounding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ def train(name: str, fields: Mapping[str, Any]) -> Row:
 
     def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> jax.Array:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
-        rngs = dict.fromkeys(("params", "quant", "stochastic_rounding"), key)
+        rngs = dict.fromkeys(STREAMS, key)
         losses = module.apply({"params": params, collection: state}, *inputs, targets=batch["targets"], rngs=rngs)
         weights = batch["segment_ids"] != 0
         return (losses * weights).sum() / weights.sum()  # pyright: ignore[reportOperatorIssue]
@@ -90,9 +89,7 @@ def train(name: str, fields: Mapping[str, Any]) -> Row:
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), advance(state, observed), moments
 
-    variables = jax.jit(module.init)(
-        dict.fromkeys(("params", "quant", "stochastic_rounding"), key), batches[0]["inputs"]
-    )
+    variables = jax.jit(module.init)(dict.fromkeys(STREAMS, key), batches[0]["inputs"])
     run = (variables["params"], variables.get(collection, {}), optimizer.init(variables["params"]))
     began, evaluate, curve, spent = time.perf_counter(), jax.jit(loss), [], 0.0
     compiled = step.lower(*run, batches[0], key).compile()
@@ -100,14 +97,14 @@ def train(name: str, fields: Mapping[str, Any]) -> Row:
     began = time.perf_counter()
     for number, batch in enumerate(batches, 1):
         run = compiled(*run, batch, jax.random.fold_in(key, number))
-        if number % max(1, config.steps // POINTS) == 0:
+        if number % max(1, config.steps // 20) == 0:
             spent += time.perf_counter() - began if jax.block_until_ready(run) else 0
             losses = [float(evaluate(*run[:2], each, key)) for each in held_out]
             curve.append((number, round(spent, 3), round(sum(losses) / len(losses), 4)))
             began = time.perf_counter()
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    tokens = curve[-1][0] * config.batch_size * config.sequence_length
-    return row | {"tokens/s": round(tokens / spent), "peak GB": peak and round(peak / 1e9, 2), "curve": curve}
+    rate = round(curve[-1][0] * config.batch_size * config.sequence_length / spent)
+    return row | {"tokens/s": rate, "peak GB": peak and round(peak / 1e9, 2), "curve": curve}
 
 
 def speedrun(folder: Path, is_small: bool, only: Sequence[str], steps: int | None) -> int:
@@ -166,10 +163,9 @@ def table(rows: Sequence[Row], is_small: bool) -> list[Row]:
     for row in rows:
         reached = next((point for point in row.get("curve", ()) if point[2] <= target), ("–", "–"))
         cells = {"row": row["row"], f"steps to {target:.3f}": reached[0]}
-        cells |= {} if is_small else {f"s to {target:.3f}": reached[1]}
-        cells |= {} if is_small else {name: row.get(name) for name in ("compile s", "tokens/s", "peak GB")}
+        timed = {f"s to {target:.3f}": reached[1]} | {n: row.get(n) for n in ("compile s", "tokens/s", "peak GB")}
         last = row.get("curve", [("", "", "–")])[-1][2]
-        made.append(cells | {"final loss": last, "note": row.get("note", "")})
+        made.append(cells | ({} if is_small else timed) | {"final loss": last, "note": row.get("note", "")})
     return made
 
 

@@ -1,1 +1,1 @@
-"""From what a user writes to a recipe: the table, the rules, the config and its loader."""
+"""User config: the table of recipes, the rules, the config class and its loader."""

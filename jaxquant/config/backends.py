@@ -1,4 +1,4 @@
-"""The table of backends: what is known of each before its library is imported. ``jaxquant.backends`` runs them."""
+"""The table of backends: facts known before a backend's library is imported. ``jaxquant.backends`` runs them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ class BackendRow:
     """One backend.
 
     Attributes:
-      title: its name in errors.
-      package, tested: distribution that it needs, "" for none, and the first and the last version that was tested.
-      has_layer_ops: whether a layer is quantized by an op that is passed to it; otherwise a whole model is, which needs
-        example inputs.
-      needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model, where it has one;
-        otherwise its noise is of the output gradient's bits alone.
-      names_residuals: whether a remat policy can name what a quantized matmul saves.
-      shards_batch: whether ``quantization_local_shard_count`` cuts the first axis of the weight gradient's contraction,
-        the batch; otherwise the last.
+      title: name in errors.
+      package, tested: distribution that the backend needs ("" if it needs no package), and the first and the last
+        tested version.
+      has_layer_ops: whether the backend quantizes a layer through an op that is passed to the layer. Otherwise it
+        quantizes a complete model, which needs example inputs.
+      needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model if it has one.
+        Otherwise the noise is derived only from the bits of the output gradient.
+      names_residuals: whether a remat policy can name the residuals of a quantized matmul.
+      shards_batch: whether ``quantization_local_shard_count`` splits the first axis of the weight gradient's
+        contraction (the batch). Otherwise it splits the last axis.
     """
 
     title: str
@@ -40,21 +41,21 @@ BACKENDS: dict[BackendName, BackendRow] = {
     ),
     "native": BackendRow(title="native", needs_random_stream=False, names_residuals=True),
 }
-"""Every backend, in the order in which errors list them."""
+"""All backends, in the order in which errors list them."""
 
 
 def check_library_implementation(backend: str, implementation: str | None) -> None:
-    """Refuse an implementation for a library, which computes its matmuls itself.
+    """Raise if an implementation is set for a library backend, which computes its matmuls itself.
 
     Args:
-      backend: a key of ``BACKENDS``.
-      implementation: of the config; None picks.
+      backend: key of ``BACKENDS``.
+      implementation: implementation of the config, or None for automatic selection.
 
     Raises:
-      ValueError: naming both, and what to do.
+      ValueError: an implementation is set for a library.
     """
     if implementation is not None and (row := BACKENDS[backend]).package:  # pyright: ignore[reportArgumentType]
         raise ValueError(
-            f"implementation {implementation!r} is not one of quant_backend {backend!r}: {row.title} computes its "
-            "matmuls itself; leave it at null, or use quant_backend 'native'"
+            f"implementation {implementation!r} does not apply to quant_backend {backend!r}, because {row.title} "
+            "computes its own matmuls; set it to null, or use quant_backend 'native'"
         )

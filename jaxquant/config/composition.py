@@ -1,4 +1,4 @@
-"""Compositions: a recipe that takes each of its three matmuls from another one, and what does not go together."""
+"""Compositions: recipes that take each of the three matmuls from another recipe, and the checks on them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Side, TensorSpec
 
 
 def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
-    """Return the recipe whose matmuls are those of three recipes, None being float.
+    """Return the recipe that takes its three matmuls from three recipes.
 
     Args:
-      name: of the recipe that comes out.
-      parts: the recipes that forward, dlhs and drhs are taken from.
+      name: name of the composed recipe.
+      parts: recipes of forward, dlhs and drhs; None is float.
 
     Raises:
-      ValueError: a tensor that two rows scale by its history, each in its own way; flax's op in parts.
-      NotImplementedError: a weight in a tensor format in a backward matmul alone.
+      ValueError: two rows use different delayed scaling for one tensor, or a part is flax's own op.
+      NotImplementedError: only a backward matmul has its weight in a tensor format.
     """
     given = [part for part in parts if part is not None]
     if any(part.matches_flax for part in given) and any(part != parts[0] for part in parts):
         raise ValueError(
-            f"amax_init 'flax' is flax's own op of three matmuls, and quantization {name} has others; use 'warmup'"
+            f"amax_init 'flax' runs flax's own op for all three matmuls, but quantization {name} differs; use 'warmup'"
         )
     _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
@@ -37,7 +37,7 @@ def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
 
 
 def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
-    """Refuse two rows that scale a tensor by its one history, each in its own way."""
+    """Raise if two rows use different delayed scaling for one tensor, which has only one amax history."""
     rows: dict[Any, Recipe | None] = dict(zip(("fwd", "dlhs", "drhs"), parts, strict=True))
     for tensor, operands in TENSORS.items():
         specs: dict[str, TensorSpec] = {}
@@ -49,12 +49,12 @@ def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
         if len(set(specs.values())) > 1:
             raise ValueError(
                 f"quantization {name}: {' and '.join(specs)} scale one tensor, the {tensor}, by its history in "
-                "different ways; take both matmuls from one of them"
+                "different ways; take both matmuls from the same string"
             )
 
 
 def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
-    """Return a backward matmul of a recipe, each operand made of the float tensor where the forward is another's."""
+    """Return a backward matmul; it quantizes from float any operand that the forward matmul quantizes differently."""
     if part is None:
         return MatmulSpec()
     side: Side = "rhs" if matmul == "dlhs" else "lhs"
@@ -70,7 +70,7 @@ def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["
         operand = dataclasses.replace(operand, source="original")
     if isinstance(operand, TensorSpec) and operand.codec is not None:
         raise NotImplementedError(
-            f"quantization {name}: the weight of {matmul} in the tensor format {operand.codec} is the forward's; take "
-            f"fwd from the same string, or {matmul} from another"
+            f"quantization {name}: the weight of {matmul} in the tensor format {operand.codec} must be the forward "
+            f"weight; take fwd from the same string, or {matmul} from another"
         )
     return dataclasses.replace(spec, **{side: operand})

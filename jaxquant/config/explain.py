@@ -1,4 +1,4 @@
-"""Recipes in words: everything here is read from the recipe's dataclasses, and nothing is written for one string."""
+"""Descriptions of recipes for users, derived from the recipe dataclasses; no text is specific to one string."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ MATMULS = {
     "dlhs": ("the input's gradient, output gradient · weight", ("output gradient", "weight")),
     "drhs": ("the weight's gradient, input · output gradient", ("input", "output gradient")),
 }
-"""Of each matmul, what it is and what its operands are."""
+"""Description of each matmul and names of its operands."""
 
 LEAN = (
     "Arithmetic: a bfloat16 operand is divided by its scale rounded to bfloat16, and the quotient is rounded to "
-    "bfloat16, before it is rounded to the element; any other in float32. The product of two scales is rounded to the "
-    "dtype that the matmul returns (docs/guide/delayed.md has every rounding)."
+    "bfloat16, before it is rounded to the element; other operands are divided in float32. The product of two scales "
+    "is rounded to the dtype that the matmul returns (docs/guide/delayed.md lists every rounding)."
 )
-"""What is rounded where a recipe's arithmetic is lean."""
+"""Description of the roundings of lean arithmetic."""
 
 
 def names_of(row: RecipeRow) -> list[str]:
-    """Return the config strings of a row, the one it is named by first."""
+    """Return the config strings of a row, its own name first."""
     return [name for name, other in RECIPES.items() if other is row]
 
 
 def strings() -> str:
-    """Format a table of every config string: operand dtypes of the three matmuls, and where it runs."""
+    """Format a table of all config strings: operand dtypes of the three matmuls, and supported backends."""
     lines = [("quantization", *MATMULS, "auto", "also on")]
     for row in dict.fromkeys(RECIPES.values()):
         names = ", ".join(name or '""' for name in names_of(row))
@@ -65,14 +65,14 @@ def _dtypes(recipe: Recipe | None, matmul: Any) -> str:
 
 
 def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] | None = None) -> str:
-    """Describe a config string: each operand of its three matmuls, its memory, where it runs and what can be changed.
+    """Describe a config string: the operands of its three matmuls, residuals, backends and options.
 
     Args:
-      string: a key of ``RECIPES``, or a composition of them.
-      options: further fields of ``QuantConfig``; without them the recipe is that of the table.
+      string: key of ``RECIPES``, or a composition of keys.
+      options: further fields of ``QuantConfig``; default values otherwise.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as ``QuantConfig``.
+      ValueError, TypeError, NotImplementedError: as for ``QuantConfig``.
     """
     name: str = spell(string)
     row = lookup(name)
@@ -90,10 +90,10 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    lines += ["", *(_recipe(recipe) if recipe else ["No numbers of its own."])]
+    lines += ["", *(_recipe(recipe) if recipe else ["It has no recipe of its own."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
-        lines += ["", "Options it reads, with their defaults:"]
+        lines += ["", "Options that it reads, with their defaults:"]
         lines += [f"  {field}: {json.dumps(default)}" for field, default in fields.items()]
     return "\n".join(lines)
 
@@ -108,9 +108,9 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
             yield f"  {tensor}: {describe_operand(getattr(spec, side), forward, other is not None)}"
         yield f"  {describe_matmul(spec)}"
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
-    used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a format has scales of its own
+    used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a tensor format has its own scales
     if whole := whole_tensors(recipe):
-        yield f"A NaN in one row makes all of the {', '.join(whole)} NaN: the largest value scales the whole tensor."
+        yield f"A NaN in one row makes the complete {', '.join(whole)} NaN, because one scale covers the tensor."
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
@@ -121,23 +121,23 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
     if sparsity := recipe.sparsity:
         yield (
             f"Sparsity: {sparsity.n} of every {sparsity.m} weights along the contraction are kept, from step "
-            f"{sparsity.start_step} on, chosen anew every {sparsity.update_step} steps."
+            f"{sparsity.start_step} on; they are selected again every {sparsity.update_step} steps."
         )
     if recipe.is_lean or any(recipe.part(matmul).is_lean for matmul in ("dlhs", "drhs")):
         yield LEAN
     yield from describe_kernels(recipe)
     if recipe.shares_experts:
-        yield "Experts of one weight share the scales of whole tensors, and their state."
+        yield "The experts of one weight share per-tensor scales and their state."
 
 
 def whole_tensors(recipe: Recipe) -> list[str]:
-    """Return the names of the tensors that one NaN makes NaN as a whole."""
+    """Return the names of the tensors that become all NaN if one element is NaN."""
     named = zip(("input", "weight", "output gradient"), TENSORS.values(), strict=True)
     return [name for name, places in named if any(getattr(recipe.specs[each], "spreads_nan", False) for each in places)]
 
 
 def describe_kernels(recipe: Recipe) -> Iterator[str]:
-    """Describe the kernels that the native backend picks, by chip, if no implementation is asked for."""
+    """Yield a description of the kernels that the native backend selects on each chip by default."""
     pairs = [[recipe.resolve(name, side) for side in get_args(Side)] for name in get_args(Matmul)]
     low = [[spec for spec in pair if spec and spec.codec is None] for pair in pairs]
     low = [pair for pair in low if len(pair) == 2]
@@ -156,7 +156,7 @@ def describe_kernels(recipe: Recipe) -> Iterator[str]:
 
 
 def describe_kept(recipe: Recipe, side: Side) -> str:
-    """Describe what the backward pass keeps of a forward operand."""
+    """Describe the residual of a forward operand."""
     kind = recipe.kept(side)
     if kind == "own":
         return f"as the {'weight' if side == 'lhs' else 'input'}'s gradient reads it"
@@ -164,11 +164,11 @@ def describe_kept(recipe: Recipe, side: Side) -> str:
 
 
 def describe_matmul(spec: MatmulSpec) -> str:
-    """Describe what a matmul adds up in and whether its contraction is cut."""
-    into = f"adds up in {spec.accumulator}" if spec.accumulator else "adds up in the dtype of its result"
+    """Describe the accumulator of a matmul, the blocks of its contraction and the rotation."""
+    into = f"accumulates in {spec.accumulator}" if spec.accumulator else "accumulates in the dtype of its result"
     into = f"{spec.arithmetic} arithmetic, {into}" if spec.arithmetic else into
-    count = "as many blocks as devices share it" if spec.shards < 0 else f"{spec.shards} blocks"
-    shards = "" if spec.shards == 1 else f"; the first contraction axis in {count}, each with its own scales"
+    count = "one block for each device that shares it" if spec.shards < 0 else f"{spec.shards} blocks"
+    shards = "" if spec.shards == 1 else f"; the first contraction axis is split into {count}, each with its own scales"
     if spec.rotation is None:
         return into + shards
     signs = "TransformerEngine's signs" if spec.rotation.signs == "fixed" else "fresh signs in every step"
@@ -180,21 +180,21 @@ def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_
 
     Args:
       operand: the operand.
-      forward: the spec of the forward operand, where that is used again.
-      other_is_quantized: whether the matmul's other operand is.
+      forward: spec of the forward operand, if the operand reuses it.
+      other_is_quantized: whether the other operand of the matmul is quantized.
     """
     if operand is None:
-        return "float, as it is"
+        return "float"
     if operand == FORWARD:
         if forward is None:
             return "float, as in the forward matmul"
         is_folded = forward.granularity == "per_channel" and forward.codec is None
-        before = " before that is quantized" if other_is_quantized else ""
+        before = " before that operand is quantized" if other_is_quantized else ""
         folded = f"; its scales are multiplied into the other operand{before}" if is_folded else ""
         return f"as quantized for the forward matmul{folded}"
     assert isinstance(operand, TensorSpec)
     if operand.codec is not None:
-        return f"in the tensor format {operand.codec} of GGML, with its blocks and scales"
+        return f"in the GGML tensor format {operand.codec}, with its blocks and scales"
     return ", ".join([operand.dtype, _sharing(operand), _scale(operand), *_details(operand)])
 
 
@@ -203,7 +203,7 @@ def _sharing(spec: TensorSpec) -> str:
         "per_tensor": "one scale for the tensor",
         "per_channel": "one scale for each row along the contraction",
         "per_tile": f"one scale for {spec.tile_size} neighbours along the contraction",
-        "per_block": f"one scale for {spec.tile_size} neighbours along the contraction by {spec.free_size} across it",
+        "per_block": f"one scale for a block of {spec.tile_size} along the contraction by {spec.free_size} across it",
     }[spec.granularity]
     return sharing + (", the tile along each contraction axis" if spec.tiling == "each_axis" else "")
 
@@ -213,7 +213,7 @@ def _scale(spec: TensorSpec) -> str:
     if spec.scaling == "delayed":
         return "from the amax history of past steps"
     if spec.scaling == "static":
-        return "from a scale that is given"
+        return "from a scale stored in the model"
     if calibration.method == "fixed":
         return f"from the fixed range {calibration.minimum:g} to {calibration.maximum:g}"
     times = "" if calibration.factor == 1 else f"{calibration.factor:g} times "
@@ -224,23 +224,23 @@ _DIRECTION = {"up": "up", "nearest": "to nearest"}
 
 
 def _details(spec: TensorSpec) -> Iterator[str]:
-    """Describe what is not at its default."""
+    """Yield a description of each field that is not at its default."""
     if spec.amax_bound is not None:
         yield f"at most {spec.amax_bound:g}"
     if spec.scale_dtype == "float8_e8m0fnu":
-        yield f"the scale a power of two (8 bits, rounded {_DIRECTION[spec.scale_rounding]})"
+        yield f"with a power-of-two scale (8 bits, rounded {_DIRECTION[spec.scale_rounding]})"
     elif spec.scale_dtype != "float32":
-        yield f"the scale in {spec.scale_dtype} (rounded {_DIRECTION[spec.scale_rounding]})"
+        yield f"with the scale in {spec.scale_dtype} (rounded {_DIRECTION[spec.scale_rounding]})"
     elif spec.scale_rounding != "exact":
-        yield f"the scale rounded {_DIRECTION[spec.scale_rounding]} to a power of two"
+        yield f"with the scale rounded {_DIRECTION[spec.scale_rounding]} to a power of two"
     if spec.outer_scale:
-        yield "over one float32 scale for the tensor"
+        yield "with a second float32 scale for the tensor"
     if spec.micro is not None:
         yield from _micro(spec.micro)
     if spec.has_grid_scale:
-        yield f"on native a scale of {element(spec.dtype).scale_bits} bits, with which decoded values keep their codes"
+        yield f"on native with a scale of {element(spec.dtype).scale_bits} bits, which keeps the codes of decoded values"
     if spec.source == "forward":
-        yield "made of what the forward matmul read"
+        yield "quantized from the operand of the forward matmul"
     yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"
     if spec.reciprocal:
         yield "multiplied by 1/scale"
@@ -248,11 +248,11 @@ def _details(spec: TensorSpec) -> Iterator[str]:
 
 def _micro(micro: Micro) -> Iterator[str]:
     if micro.four_over_six:
-        yield "a block's largest at 4 or 6, whichever errs less"
+        yield "the largest value of a block at 4 or 6, whichever has the smaller error"
     if micro.scale_bound != 448:
         yield f"the largest scale at {micro.scale_bound:g}"
     if micro.headroom != 1:
-        yield f"the largest of a block at 6 / {micro.headroom:.4g}"
+        yield f"the largest value of a block at 6 / {micro.headroom:.4g}"
     if micro.eden:
         yield f"scales corrected in vectors of {micro.eden} and rounded stochastically (EDEN)"
 
@@ -264,7 +264,7 @@ def describe_element(known: Element) -> str:
         if known.kind == "int"
         else f"{known.mantissa_bits} mantissa bits, normal from 2^{known.min_exponent}, largest {known.max:g}"
     )
-    of_weight = f", of a weight on native / {known.max:g}" if known.max != known.bound else ""
+    of_weight = f" (for a weight on native / {known.max:g})" if known.max != known.bound else ""
     zero = f"1/{2 * known.bound / 2.0 ** (known.min_exponent - known.mantissa_bits):,.0f} of the statistic rounds to 0"
     return (
         f"{known.name}: {known.bits} bits, {inside}; a scale is the statistic / {known.bound:g}{of_weight}, and {zero}."
@@ -274,8 +274,8 @@ def describe_element(known: Element) -> str:
 def describe_delayed(spec: DelayedSpec) -> str:
     """Describe delayed scaling."""
     first = {
-        "warmup": "a tensor without history is scaled by its own amax, and an amax that is not finite is not recorded",
-        "flax": "the first step has scale 1, as flax's own fp8 has",
+        "warmup": "a tensor without history is scaled by its own amax; an amax that is not finite is not recorded",
+        "flax": "the first step has scale 1, as in flax's own fp8",
     }[spec.amax_init]
     margin = f", times 2^{spec.margin}" if spec.margin else ""
     return f"Delayed scaling: the largest amax of the last {spec.amax_history_length} steps{margin}; {first}."

@@ -1,4 +1,4 @@
-"""Strict reading of YAML and JSON into plain mappings, of which ``core.typed`` makes dataclasses."""
+"""Strict reading of YAML and JSON into plain mappings, which ``core.typed`` turns into dataclasses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from jaxquant.core.typed import show
 
 MAX_BYTES = 100_000
-"""Largest YAML file: about the second that a user waits for an error. The longest config that is shipped has 4,000."""
+"""Largest YAML file, for an error within about a second. The longest config in this repository has 4,000 bytes."""
 _MAX_JSON_BYTES = 256 * 2**20
 _STRING_TAG = "tag:yaml.org,2002:str"
 
@@ -26,9 +26,9 @@ def _error(problem: str, node: Any) -> yaml.MarkedYAMLError:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML with the scalars of YAML 1.2's core schema (PyYAML's own are 1.1: ``no`` is False, ``4e-4`` a string).
+    """Safe YAML loader with the scalars of YAML 1.2 (in PyYAML's own 1.1, ``no`` is False and ``4e-4`` a string).
 
-    Aliases and tags are refused: a config has no use for them.
+    Aliases and tags are refused, because a config does not need them.
     """
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -36,10 +36,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise _error(f"alias *{event.anchor} is not read; write out what it stands for", event)
+            raise _error(f"alias *{event.anchor} is not supported; write its value out", event)
         tag = getattr(event, "tag", None)
         if tag is not None and not (tag == _STRING_TAG and isinstance(event, yaml.ScalarEvent)):
-            raise _error(f"could not determine a constructor: tag {show(tag)} is not read; leave it out", event)
+            raise _error(f"could not determine a constructor: tag {show(tag)} is not supported; remove it", event)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
 def _construct_int(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     try:
         return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
-    except ValueError:  # Python reads up to 4,300 digits
+    except ValueError:  # Python parses at most 4,300 digits
         raise _error(f"integer {show(node.value[:20])}... of {len(node.value)} digits is too large", node) from None
 
 
@@ -77,11 +77,11 @@ def parse(text: str, place: str) -> Any:
     """Read a YAML text as plain data.
 
     Args:
-      text: the text.
-      place: what names it in an error.
+      text: YAML text.
+      place: name of the text in errors.
 
     Raises:
-      ValueError: it is not YAML, too long, or nested too deep.
+      ValueError: the text is not YAML, is too long, or is nested too deep.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"{place} has {len(text)} characters; a config has at most {MAX_BYTES:,}")
@@ -94,29 +94,29 @@ def parse(text: str, place: str) -> Any:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(f"{place} line {line}: character {error.character!r} is not allowed") from error
     except RecursionError:
-        raise ValueError(f"{place} is nested too deep; a config is flatter") from None
+        raise ValueError(f"{place} is nested too deep; remove levels") from None
 
 
 def read_text(path: str | os.PathLike[str], what: str = "", most: int = MAX_BYTES) -> str:
     """Read a UTF-8 file.
 
     Args:
-      path: the file.
-      what: what names the file in an error, such as a field; the path alone if empty.
-      most: bytes that it may have.
+      path: path of the file.
+      what: name of the file in errors, such as a field. If empty, errors show only the path.
+      most: maximum size in bytes.
 
     Raises:
-      ValueError: the file is missing, unreadable, not UTF-8 or larger; names the path.
+      ValueError: the file is missing, unreadable, not UTF-8 or too large; names the path.
     """
     name = f"{what} {os.fspath(path)!r}" if what else os.fspath(path)
     if "\0" in os.fspath(path):
-        raise ValueError(f"{name!r} has a null character in it, which no path has")
+        raise ValueError(f"{name!r} contains a null character, which a path cannot; remove it")
     try:
         check_ordinary(path, what)
         with open(path, "rb") as file:
             data = file.read(most + 1)
             if len(data) > most:
-                raise ValueError(f"{name} is larger than {most:,} bytes; a config is smaller")
+                raise ValueError(f"{name} is larger than {most:,} bytes, the limit for a config")
             return data.decode()
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
@@ -125,31 +125,31 @@ def read_text(path: str | os.PathLike[str], what: str = "", most: int = MAX_BYTE
 
 
 def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
-    """Refuse what is no file: a device may have no end, and a pipe waits for a writer and can be read only once.
+    """Raise if a path is a device (may be endless), a pipe (can block, is readable only once) or a socket.
 
     Args:
-      path: a file, or a folder, which refuses to be read by itself.
-      what: as for ``read_text``.
+      path: path of a file or folder; reading a folder fails with its own error.
+      what: name of the file in errors, as for ``read_text``.
 
     Raises:
-      ValueError: naming it.
-      OSError: it is not there.
+      ValueError: the path is not a file or folder.
+      OSError: the path does not exist.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy what it holds to a file".strip())
+        raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy its contents to a file".strip())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a mapping.
+    """Read a JSON file that holds a mapping.
 
     Raises:
-      FileNotFoundError: nothing is there.
-      ValueError: it is too large, or no mapping.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file is too large, not JSON, or not a mapping.
     """
     if not path.exists() or path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist, or is a folder; give a folder of a Hugging Face model")
+        raise FileNotFoundError(f"{path} does not exist, or is a folder; pass the folder of a Hugging Face model")
     text = read_text(path, most=_MAX_JSON_BYTES)
     try:
         contents = json.loads(text)
@@ -161,19 +161,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:
-    """Read a YAML or JSON file whose top level is a mapping, with YAML 1.2 scalars; an empty file is an empty mapping.
+    """Read a YAML or JSON file whose top level is a mapping. An empty file is an empty mapping.
 
     Args:
-      path: the file.
-      what: as for ``read_text``.
+      path: path of the file.
+      what: name of the file in errors, as for ``read_text``.
 
     Raises:
-      ValueError: unreadable file, bad syntax, a duplicate key or a key that is not a string, with path and line.
+      ValueError: the file is unreadable, or has bad syntax, a duplicate key or a key that is not a string; names the
+        path and line.
       TypeError: the top level is not a mapping.
     """
     text = read_text(path, what)
     if os.fspath(path).lower().endswith(".json"):
-        text = text.replace("\t", " ")  # JSON may be indented with tabs, and has none in its strings
+        text = text.replace("\t", " ")  # JSON can be indented with tabs; its strings cannot contain any
     content = parse(text, os.fspath(path))
     if content is None:
         return {}
@@ -183,13 +184,13 @@ def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` words from a command line; of a key given twice the last counts, as in any command.
+    """Read ``key=value`` words from a command line. If a key is repeated, its last value counts.
 
     Args:
-      items: words such as ``steps=20``, ``a.b=3`` (which nests) or ``quantization=`` (the empty string).
+      items: words such as ``steps=20``, ``a.b=3`` (nested) or ``quantization=`` (the empty string).
 
     Raises:
-      ValueError: a word without ``=``, with an empty key, or whose value is not YAML.
+      ValueError: a word has no ``=``, has an empty key, or its value is not YAML.
     """
     result: dict[str, Any] = {}
     for item in items:

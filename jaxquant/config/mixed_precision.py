@@ -1,4 +1,4 @@
-"""``intmp`` files: a regex on the layer's path to bits, clipping scales and tile size of its forward matmul."""
+"""``intmp`` files: map a regex on the layer's path to bits, clipping scales and tile size of the forward matmul."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DTYPES = {4: "int4", 8: "int8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedPrecisionEntry(Typed):
-    """One value of an ``intmp`` file, with the hard defaults of the format.
+    """One value of an ``intmp`` file, with the built-in defaults of the format.
 
     Attributes:
-      w_bits, a_bits: bits of the weight and of the activation, 4 or 8; None is float.
-      w_scale, a_scale: share of absmax that is covered; below 1 clips, 1 and above does not.
-      tile_size: neighbours along every contraction axis that share a scale; -1 for all of them.
+      w_bits, a_bits: bits of the weight and of the activation: 4, 8, or None for float.
+      w_scale, a_scale: covered share of absmax; a value below 1 clips.
+      tile_size: number of neighbours along every contraction axis that share a scale; -1 for the complete axis.
     """
 
     w_bits: int | None = None
@@ -38,8 +38,8 @@ class MixedPrecision(NamedTuple):
     """A resolved ``intmp`` file.
 
     Attributes:
-      entries: (regex, recipe or None for float), **first match wins**: the file's own order reversed.
-      default: recipe of the layers that no regex matches; None is float.
+      entries: pairs of a regex and a recipe (None for float). **The first match wins**: the reversed order of the file.
+      default: recipe of layers that no regex matches; None is float.
     """
 
     entries: tuple[tuple[str, Recipe | None], ...]
@@ -47,23 +47,24 @@ class MixedPrecision(NamedTuple):
 
 
 def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
-    """Read an ``intmp`` file, JSON or YAML by its suffix, and resolve it to first-match rules.
+    """Read an ``intmp`` file, JSON or YAML by its suffix, and convert it to first-match rules.
 
-    Every entry inherits from ``__default__`` what it leaves out, and ``__default__`` from the hard defaults. In the
-    file the **last** match wins, as in MaxText, so the entries come out reversed.
+    An entry inherits missing fields from ``__default__``, which inherits from the built-in defaults. In the file the
+    **last** match wins, as in MaxText, so the entries are returned in reversed order.
 
     Args:
-      path: a .json, .yml or .yaml file, relative to the working directory.
+      path: path of a .json, .yml or .yaml file, relative to the working directory.
 
     Raises:
-      ValueError: missing or malformed file, unknown key, bits or scale or tile out of range; names file and entry.
-      TypeError: a value of the wrong kind.
+      ValueError: the file is missing or malformed, a key is unknown, or bits, scale or tile size are out of range;
+        names file and entry.
+      TypeError: a value has the wrong type.
 
     Source: MaxText's mixed-precision configs.
     """
     path = os.fspath(path)
     if not path:
-        raise ValueError("quantization 'intmp' needs quant_cfg_path, the file of its regexes, got ''")
+        raise ValueError("quantization 'intmp' needs quant_cfg_path, but it is empty; set it to a JSON or YAML file")
     if os.path.splitext(path)[1].lower() not in (".json", ".yml", ".yaml"):
         raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
     content = load_yaml(path, "quant_cfg_path")
@@ -77,14 +78,14 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
 
 
 def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
-    build(MixedPrecisionEntry, value, place)  # unknown keys and wrong types, before inheritance hides where they are
+    build(MixedPrecisionEntry, value, place)  # reports unknown keys and wrong types before the defaults are merged in
     entry = build(MixedPrecisionEntry, {**dataclasses.asdict(default), **value}, place)
     for side in ("w", "a"):
         field, bits, scale = f"{side}_scale", getattr(entry, f"{side}_bits"), getattr(entry, f"{side}_scale")
         if bits not in (None, *_DTYPES):
             raise ValueError(f"{place}.{side}_bits must be 4, 8 or null, got {bits}")
         if not 0 < scale < math.inf:
-            raise ValueError(f"{place}.{field} must be above 0 and finite, got {scale:g}; 1 covers everything")
+            raise ValueError(f"{place}.{field} must be above 0 and finite, got {scale:g}; 1 covers all values")
         if field in value and scale < 1 and bits is None:
             raise ValueError(f"{place}.{field} {scale:g} has no effect while {side}_bits is null")
     if entry.tile_size != -1 and entry.tile_size < 1:
@@ -101,7 +102,7 @@ def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | Non
         "per_tile" if tiled else "per_channel",
         Calibration("absmax", min(scale, 1.0)),
         tile_size=tile_size if tiled else None,
-        reciprocal=True,  # AQT's rounding
+        reciprocal=True,  # rounds like AQT
         tiling="each_axis" if tiled else "nested",
     )
 

@@ -1,4 +1,4 @@
-"""Options: the config fields that change a recipe, in groups, and what each group does to its numbers."""
+"""Options: the config fields that change a recipe, their groups, and the change that each group makes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Reci
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
 """Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, in AQT's meaning.
 
-Both backward matmuls of AQT have the output gradient as their lhs. Ours is ``drhs = lhs · grad``, so AQT's drhs_lhs
-is our ``drhs.rhs`` and AQT's drhs_rhs our ``drhs.lhs``.
+AQT has the output gradient as lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
+``drhs.rhs`` here, and AQT's drhs_rhs is ``drhs.lhs``.
 """
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
 
@@ -25,17 +25,17 @@ def _option(group: str, default: Any, least: float | None = None, most: float = 
     """Declare an option.
 
     Args:
-      group: name of its group in ``GROUPS``.
-      default: its value where a config has none.
-      least, most: range of a number; None where it is no number.
-      wanted: what an error says in place of the least value, where that says too little.
+      group: name of the option's group in ``GROUPS``.
+      default: value if a config does not set the option.
+      least, most: range of a number; ``least`` is None if the option is not a number.
+      wanted: text for errors that replaces "at least …" if that is too short.
     """
     return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, wanted)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The fields of QuantConfig that change a recipe, with MaxText's defaults; see ``QuantConfig`` for each."""
+    """Fields of QuantConfig that change a recipe, with MaxText's defaults; ``QuantConfig`` documents each field."""
 
     quantization_local_shard_count: int = _option(
         "shards", -1, -1, 2**20, "-1 (the devices that share the batch), 0 (float weight gradient) or more"
@@ -64,12 +64,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Fields of a config that change a recipe together: those of ``Options`` that name it.
+    """Config fields that change a recipe together: the ``Options`` fields that name the group.
 
     Attributes:
-      change: (recipe, options as ``resolve`` gives them) -> the recipe that they ask for; None where they change no
-        number.
-      check: refuses values that no recipe could honour; None where types and ranges say all.
+      change: function (recipe, options) -> changed recipe; None if the group does not change numerics.
+      check: function that raises for values that no recipe supports; None if types and ranges are sufficient.
     """
 
     change: Callable[[Recipe, Options], Recipe] | None = None
@@ -80,7 +79,7 @@ def read_calibration(options: Options, field: str) -> Calibration:
     """Parse one of the calibration strings.
 
     Raises:
-      ValueError: names the field and what is wrong.
+      ValueError: the string is invalid; names the field.
     """
     text = getattr(options, field)
     if field == "drhs_grad_quantization_calibration_method":
@@ -92,10 +91,10 @@ def read_calibration(options: Options, field: str) -> Calibration:
 
 
 def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
-    """Read ``constant_bound_config``: nothing, six numbers, or six numbers in a comma-separated string.
+    """Read ``constant_bound_config``: empty, six numbers, or six numbers in a comma-separated string.
 
     Raises:
-      ValueError: another count, a word that is no number, or a bound that is not finite and above 0.
+      ValueError: the count is wrong, or a bound is not a finite number above 0.
     """
     if isinstance(value, str):
         try:
@@ -111,13 +110,13 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
 
 
 def check(options: Options) -> None:
-    """Refuse values that no recipe could honour, whether or not the chosen one reads them.
+    """Raise for values that no recipe supports, whether or not the chosen recipe reads them.
 
     Args:
-      options: the fields of a config.
+      options: fields of a config.
 
     Raises:
-      ValueError: names the field, the condition and the value.
+      ValueError: a value is out of range; names the field, the condition and the value.
     """
     for field in dataclasses.fields(Options):
         value, (least, most, wanted) = getattr(options, field.name), field.metadata["range"]
@@ -130,15 +129,15 @@ def check(options: Options) -> None:
 
 
 def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
-    """Return a recipe as the options that it reads make it.
+    """Return a recipe with the options applied that it reads.
 
     Args:
-      recipe: of a row, None where that has none.
+      recipe: recipe of a row, or None.
       groups: names of the groups that the row reads.
-      options: the fields of a config.
+      options: fields of a config.
 
     Raises:
-      ValueError: a calibration that the dtype cannot have.
+      ValueError: the dtype does not support a calibration.
     """
     for name, group in GROUPS.items():
         if recipe is not None and name in groups and group.change is not None:
@@ -150,7 +149,7 @@ def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> R
 
 
 def _sharded(recipe: Recipe, options: Options) -> Recipe:
-    """Cut the weight gradient's contraction in blocks; a count of 0 leaves that matmul in float."""
+    """Split the contraction of the weight gradient into blocks; a count of 0 keeps that matmul in float."""
     count = options.quantization_local_shard_count
     drhs = dataclasses.replace(recipe.drhs, shards=count) if count else MatmulSpec()
     return dataclasses.replace(recipe, drhs=drhs)
@@ -164,11 +163,11 @@ _CALIBRATED = {
     "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
     "drhs_grad_quantization_calibration_method": (("drhs", "rhs"),),
 }
-"""The operands of each calibration string, except those that a backward matmul reuses from the forward one."""
+"""Operands of each calibration string, except those that a backward matmul reuses from the forward matmul."""
 
 
 def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
-    if calibration.method == "fixed":  # one scale for the tensor
+    if calibration.method == "fixed":  # one scale per tensor
         spec = dataclasses.replace(spec, granularity="per_tensor", tile_size=None, free_size=None)
     return dataclasses.replace(spec, calibration=calibration)
 
@@ -192,7 +191,10 @@ def _check_bounds(options: Options) -> None:
     if len(flags) not in (0, len(OPERANDS)):
         raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
     if bounds and not all(flags):
-        raise ValueError("per_tensor_scales has no effect beside constant_bound_config, whose bounds are per tensor")
+        raise ValueError(
+            "per_tensor_scales has no effect together with constant_bound_config, whose bounds are per tensor; remove "
+            "one of them"
+        )
 
 
 def _bounded(recipe: Recipe, options: Options) -> Recipe:
@@ -207,7 +209,7 @@ def _bounded(recipe: Recipe, options: Options) -> Recipe:
 
 
 def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
-    """Return the recipe with those of some operands changed that have a spec of their own."""
+    """Return the recipe with a change applied to those of the given operands that have their own spec."""
     for matmul, side in places:
         spec = getattr(getattr(recipe, matmul), side)
         if isinstance(spec, TensorSpec):
@@ -227,7 +229,7 @@ def _delayed(recipe: Recipe, options: Options) -> Recipe:
 def _check_sparsity(options: Options) -> None:
     n, m = options.weight_sparsity_n, options.weight_sparsity_m
     if (n is None) != (m is None):
-        raise ValueError(f"weight_sparsity_n and weight_sparsity_m belong together, got {n} and {m}")
+        raise ValueError(f"weight_sparsity_n and weight_sparsity_m must be set together, got {n} and {m}")
     if n is not None and m is not None and not 0 < n < m:
         raise ValueError(f"weight_sparsity_n must be above 0 and below weight_sparsity_m, got {n} of {m}")
     for field in ("weight_sparsity_start_step", "weight_sparsity_update_step"):
@@ -255,7 +257,7 @@ def _shared(recipe: Recipe, options: Options) -> Recipe:
 
 
 def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
-    """Let each block of the forward operands, and of what else is rounded to nearest, choose 4 or 6 for its amax."""
+    """Choose 4 or 6 for the amax of each block, for operands that are rounded to nearest."""
 
     def change(spec: TensorSpec) -> TensorSpec:
         if spec.micro is None or spec.draws:
@@ -275,18 +277,18 @@ def _powers_of_two(recipe: Recipe, options: Options) -> Recipe:
 
 
 def _activations_bounded(recipe: Recipe, options: Options) -> Recipe:
-    """Bound the amax that scales of the activation follow, in both matmuls that read it."""
+    """Clip the amax from which the activation's scales are computed, in both matmuls that read the activation."""
     bound, method = options.activation_scale_ub, "act_quantization_calibration_method"
     if bound is not None and read_calibration(options, method).method == "fixed":
         raise ValueError(
-            f"activation_scale_ub {bound:g} has no effect beside {method} {getattr(options, method)!r}, which measures "
-            "no amax; leave one of them out"
+            f"activation_scale_ub {bound:g} has no effect together with {method} {getattr(options, method)!r}, which "
+            "measures no amax; remove one of them"
         )
     return _changed(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
 
 
 def _square(recipe: Recipe, options: Options) -> Recipe:
-    """Return the recipe with weights in blocks as wide as long, whose codes serve the forward matmul and dlhs alike."""
+    """Return the recipe with square weight blocks, so that forward and dlhs share one quantized weight."""
     if not options.square_weight_blocks:
         return recipe
     recipe = _changed(
@@ -313,10 +315,10 @@ GROUPS: dict[str, OptionGroup] = {
     "stored scales": OptionGroup(),
     "file": OptionGroup(),
 }
-"""Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""
+"""All groups of options, in the order of checking and applying; rows of ``RECIPES`` name them."""
 
 CALIBRATION = tuple(_CALIBRATED)
-"""The groups of the calibration strings."""
+"""Groups of the calibration strings."""
 
 PROBE = Options(
     quantization_local_shard_count=2,
@@ -334,4 +336,4 @@ PROBE = Options(
     activation_scale_ub=1.0,
     square_weight_blocks=True,
 )
-"""Options of which each group changes the recipe of every row that reads it."""
+"""Options with values that make each group change the recipe of every row that reads it."""

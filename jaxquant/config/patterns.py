@@ -1,4 +1,4 @@
-"""Regular expressions of rules and of checkpoints' configs: Python's own."""
+"""Regular expressions of rules and checkpoint configs, compiled by Python's ``re``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 @functools.lru_cache(maxsize=2**16)
 def full_matcher(pattern: str) -> Callable[[str], object]:
-    """Return a function that returns a true value if a pattern matches all of a text.
+    """Return a function that is truthy for a text if the pattern matches the complete text.
 
     Raises:
-      ValueError: it is not a regular expression.
+      ValueError: the pattern is not a regular expression.
     """
     try:
         return re.compile(pattern).fullmatch

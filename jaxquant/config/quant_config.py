@@ -1,4 +1,4 @@
-"""The config as a user writes it: read strictly, and checked completely before anything is built."""
+"""The user's config, read strictly and checked completely before anything is built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 
@@ -20,7 +20,7 @@ from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
-# Fields of a MaxText config that ask for quantization of a kind that is not here, with the values that ask for none.
+# Fields of a MaxText config for features that jaxquant does not implement, with the values that disable them.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "use_manual_quantization": (False, None),
     "te_comm_gemm_overlap": ("disabled", "", False, None),
@@ -29,59 +29,61 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
 }
 KVCacheName = Literal["int8", "int4", "fp8"]
 KV_ELEMENTS: dict[KVCacheName, str] = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
-"""The element type of each quantized key/value cache."""
+"""Element type of each quantized key/value cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantConfig(options.Options):
-    """All that a user can ask of jaxquant, under MaxText's names where MaxText has them. Validated when made.
+    """All settings of jaxquant, under MaxText's names where MaxText has them. Validated at construction.
 
     Attributes:
-      quantization: config string, a key of ``RECIPES``; "" is none. A composition takes each matmul from a string, null
-        being float: the mapping ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, which is kept as this text.
-      quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``; for ``aqt_fp8`` and
-        ``aqt_fp8_full`` it is ``aqt``, with native for the contractions that AQT has no op for.
-      implementation: what computes the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
-        where they can, XLA elsewhere); null picks by chip and op. Only products of blocks depend on it, by a rounding.
+      quantization: config string, a key of ``RECIPES``; "" means no quantization. A composition takes each matmul from
+        a string (null is float): the mapping ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, stored as this text.
+      quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``, except for ``aqt_fp8`` and
+        ``aqt_fp8_full``: there it is ``aqt``, and native runs the contractions that AQT does not support.
+      implementation: implementation of the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
+        if supported, otherwise XLA). null selects by chip and op. The choice affects only block matmuls, by a rounding.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
-      strict: a training run refuses to start where a layer's matmuls are not in the dtypes of its recipe; in a loop of
-        your own, ``jaxquant.coverage(step, ...).check()``.
-      rules: ordered rules, first match wins; a string of theirs must run on the config's backend. A rule made in
-        Python may carry a ``Recipe`` of its own, on a backend that honours it.
-      float_first_blocks, float_last_blocks: how many of the first and last blocks stay in float where no rule decides:
-        the layers below the outermost numbered part of their paths, as ``layers_3/`` or ``blocks/7/``.
-      quantize_router_proj, quantize_logits_proj, quantize_mtp: routers, output heads, and the layers of ``mtp_block``
-        (MaxText's multi-token prediction) are quantized too where no rule decides; by default they stay in float.
-      quantization_local_shard_count: blocks of the weight gradient's contraction, each with its own scales: -1 the
-        devices that share the batch in the computation (1 where nothing is sharded; see ``docs/guide/meshes.md``), 0 a
-        float weight gradient. A positive count must divide the batch; above 1 convolutions stay in float.
-      constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
-      per_tensor_scales: six flags in the same order: one scale a tensor (true, the default) or a channel.
+      strict: whether a training run refuses to start if a matmul does not run in the dtypes of its layer's recipe. In
+        your own loop, call ``jaxquant.coverage(step, ...).check()``.
+      rules: ordered rules; the first match wins. Their strings must run on the config's backend. In Python, a rule can
+        hold your own ``Recipe`` if the backend supports it.
+      float_first_blocks, float_last_blocks: number of first and last blocks that stay in float unless a rule decides. A
+        block is the layers below the outermost numbered part of their paths, such as ``layers_3/`` or ``blocks/7/``.
+      quantize_router_proj, quantize_logits_proj, quantize_mtp: whether to quantize routers, output heads, and the
+        layers of ``mtp_block`` (MaxText's multi-token prediction) unless a rule decides; by default they stay in float.
+      quantization_local_shard_count: number of blocks of the weight gradient's contraction, each with its own scales.
+        -1: the number of devices that share the batch (1 if nothing is sharded; see ``docs/guide/meshes.md``). 0: float
+        weight gradient. A positive count must divide the batch; above 1, convolutions stay in float.
+      constant_bound_config: six constant bounds in the order of ``options.OPERANDS``, or empty.
+      per_tensor_scales: six flags in the same order: one scale per tensor (true, the default) or per channel.
       weight_quantization_calibration_method: calibration of weights.
       act_quantization_calibration_method: calibration of activations.
       bwd_quantization_calibration_method: calibration of output gradients.
       drhs_grad_quantization_calibration_method: calibration of the output gradient, for the weight gradient only;
         "" uses ``bwd_quantization_calibration_method``.
-      weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
-      weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
+      weight_sparsity_n, weight_sparsity_m: N:M sparsity; n of every m weights are kept.
+      weight_sparsity_start_step, weight_sparsity_update_step: first sparse step; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
-      four_over_six: each block of NVFP4's forward operands puts its largest at 4 or 6, as errs less.
-      scale_fmt: ``ue8m0`` rounds the scales of ``fp8_block`` up to powers of two, as checkpoints with this field have.
-      activation_scale_ub: largest magnitude that scales of activations follow; what lies above is clipped and gets no
-        gradient. None for no bound.
-      square_weight_blocks: weights of ``mxfp8`` in blocks of 32 by 32, whose codes serve forward and dlhs alike.
-      quantization_share_expert_scales: scales of whole tensors, and their state, are one for all experts of a weight
-        (its batch axes, and the groups of a ragged matmul); else each expert has its own.
+      four_over_six: whether each block of NVFP4's forward operands maps its amax to 4 or 6, by the smaller error.
+      scale_fmt: ``ue8m0`` rounds the scales of ``fp8_block`` up to powers of two, as checkpoints with this field do.
+      activation_scale_ub: upper bound of the amax of activations; larger values are clipped and get no gradient. None
+        disables it.
+      square_weight_blocks: whether ``mxfp8`` uses weight blocks of 32 by 32, so that forward and dlhs share one
+        quantized weight.
+      quantization_share_expert_scales: whether all experts of a weight (its batch axes, and the groups of a ragged
+        matmul) share per-tensor scales and their state; otherwise each expert has its own.
       quant_cfg_path: file of ``intmp``.
-      replicate_quant_scale: replicate the stored scales of a sharded kernel; training alone stores none.
-      quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache of serving.
-      checkpoint_is_quantized: whether the parameters are what ``jaxquant.convert`` gave.
-      save_quantized_params_path: MaxText's; ``maybe_quantize_model`` refuses it and names ``jaxquant.serving.save``.
+      replicate_quant_scale: whether the stored scales of a sharded kernel are replicated; training does not store any.
+      quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache for serving.
+      checkpoint_is_quantized: whether the parameters come from ``jaxquant.convert``.
+      save_quantized_params_path: field of MaxText; ``maybe_quantize_model`` refuses it and names
+        ``jaxquant.serving.save``.
 
     Raises:
-      ValueError: a value that is out of range, unknown, or that the recipe does not read.
-      TypeError: a value of the wrong type.
-      NotImplementedError: a composition with a weight in a tensor format in a backward matmul alone.
+      ValueError: a value is out of range, unknown, or not read by the recipe.
+      TypeError: a value has the wrong type.
+      NotImplementedError: only a backward matmul of a composition has its weight in a tensor format.
     """
 
     quantization: str = ""
@@ -111,28 +113,28 @@ class QuantConfig(options.Options):
         for name in ("kv_quant_axis", "kv_quant_dtype"):
             if not self.quantize_kvcache and (value := getattr(self, name)) not in ("", getattr(QuantConfig, name)):
                 raise ValueError(
-                    f"{name} {value!r} has no effect without quantize_kvcache true; set that, or leave it out"
+                    f"{name} {value!r} has no effect without quantize_kvcache true; set that, or remove {name}"
                 )
         if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
             raise ValueError(
-                f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; leave one of them out"
+                f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; remove one of them"
             )
         for name in ("float_first_blocks", "float_last_blocks", *SWITCHES):
             if (value := getattr(self, name)) and (value < 0 or not self._quantizes):
-                why = "must not be negative" if value < 0 else "has no effect where nothing is quantized"
+                why = "must not be negative" if value < 0 else "has no effect if nothing is quantized"
                 raise ValueError(f"{name} {value} {why}; set it to {getattr(QuantConfig, name)}")
         self._check_pairs()
         self._check_options_are_read()
-        self._resolver()  # builds every recipe and reads the intmp file, so that their errors come now
+        self._resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
 
-    # -- what the config means ---------------------------------------------------------------------------------------
+    # -- meaning of the config ----------------------------------------------------------------------------------------
 
     @property
     def resolved_backend(self) -> BackendName | None:
-        """The backend that runs, ``auto`` resolved, whatever is quantized; None where nothing is.
+        """Backend that runs, with ``auto`` resolved; None if nothing is quantized.
 
         Raises:
-          ValueError: ``auto`` with rules alone whose strings go to different backends.
+          ValueError: ``auto`` is ambiguous, because the strings of the rules have different backends.
         """
         strings = self.strings
         if not self._quantizes:
@@ -142,7 +144,7 @@ class QuantConfig(options.Options):
         if self.quant_backend != "auto":
             return self.quant_backend
         if not strings:
-            return "native"  # which honours every recipe of one's own
+            return "native"  # supports every user-defined recipe
         autos = {lookup(name).auto for name in ([self.quantization] if self.quantization else strings)}
         if len(autos) > 1:
             raise ValueError(
@@ -153,20 +155,20 @@ class QuantConfig(options.Options):
 
     @property
     def leaves_backend_open(self) -> bool:
-        """Whether the user left the backend open, so that native computes what the one that runs has no op for."""
+        """Whether the user left the backend open, so that native runs the ops that the selected backend lacks."""
         return self.quant_backend == "auto" and not self.use_qwix_quantization
 
     @property
     def strings(self) -> list[str]:
-        """Every config string that it names: the base's, if any, and those of its rules."""
+        """Every config string in use: the base string, if any, and the strings of the rules."""
         return [name for name, _ in self._named_rows()]
 
     def recipe(self) -> Recipe | None:
-        """Return the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
+        """Return the base recipe with the options applied, or None (``intmp``: the default of its file)."""
         return self._resolver().base.recipe
 
     def resolver(self) -> Resolver | None:
-        """Return the decision maker for layers; None where the config quantizes nothing."""
+        """Return the resolver of the layers' recipes, or None if the config quantizes nothing."""
         return self._resolver() if self._quantizes else None
 
     def _resolver(self) -> Resolver:
@@ -185,23 +187,23 @@ class QuantConfig(options.Options):
         return Resolver(tuple(entries), base, self.implementation, ends, switches)
 
     def _numbers(self, recipe: str | Recipe | None) -> Recipe | None:
-        """Return the recipe of a config string with the options applied; one of the user's own as it is."""
+        """Return the recipe of a config string with the options applied; return a ``Recipe`` unchanged."""
         return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").numbers(self)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:
-        """Read a config from what a user has.
+        """Read a config from any supported form.
 
         Args:
-          obj: a QuantConfig (given back as it is), a mapping (strict: every key must be a field), a config string, the
+          obj: a QuantConfig (returned unchanged), a mapping (strict: every key must be a field), a config string, the
             path of a YAML or JSON file with such a mapping (a string that ends in ``.yml``, ``.yaml`` or ``.json``, or
-            a ``pathlib.Path``), or any object with an attribute ``quantization``, such as MaxText's config. A warning
-            names every other attribute of such an object that is set, and whose name or dtype asks for quantization.
+            a ``pathlib.Path``), or an object with an attribute ``quantization``, such as MaxText's config. A warning
+            lists the other attributes of such an object that are set and, by name or dtype, concern quantization.
 
         Raises:
-          TypeError: none of these.
-          ValueError: a file that cannot be read. Otherwise as ``QuantConfig``.
-          NotImplementedError: an object with a field or string of MaxText's that asks for what is not implemented.
+          TypeError: the object has another form.
+          ValueError: a file cannot be read. Otherwise as for ``QuantConfig``.
+          NotImplementedError: a MaxText config requests a feature that is not implemented.
         """
         if isinstance(obj, QuantConfig):
             return obj
@@ -226,21 +228,21 @@ class QuantConfig(options.Options):
         if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
             string = found["quantization"] = ""
         if not string and not found.get("rules"):
-            # A program's config carries every option at some value; without quantization nothing could read them.
+            # A program's config has a value for every option; without quantization no recipe reads them.
             unread = {*SWITCHES, *(field.name for field in dataclasses.fields(options.Options))}
             found = {name: value for name, value in found.items() if name not in unread}
         elif left := _unread_fields(obj):
             shown = ", ".join(f"{name} {typed.show(value)}" for name, value in left.items())
-            why = "which jaxquant does not read, so they have no effect; unset them"
+            why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
-            found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
+            found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op here, whose numerics native has
         if string == "fp8" and found.get("use_qwix_quantization"):
-            string = found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
+            string = found["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
         count = found.get("quantization_local_shard_count")
         is_resolved = isinstance(count, int) and count > 0 and count == jax.local_device_count()
         if is_resolved and "quantization_local_shard_count" not in lookup(spell(string or "")).fields:
-            del found["quantization_local_shard_count"]  # MaxText has resolved its -1 already; this string reads none
+            del found["quantization_local_shard_count"]  # MaxText has already resolved -1; this string does not read it
         config = typed.build(cls, found)
         method = config.quantize_logits_proj and _attribute(obj, _LOGITS_CALIBRATION)
         if method is _MISSING or not method or _attribute(obj, "logits_via_embedding") is True:
@@ -251,7 +253,7 @@ class QuantConfig(options.Options):
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Accept MaxText's spellings, enums by value and null for "" in a text field; and compositions."""
+        """Normalize MaxText's spellings: enums to their values, null to "" in text fields, compositions to text."""
         plain = {key: _plain(value) for key, value in mapping.items()}
         if "quantization" in plain:
             plain["quantization"] = spell(plain["quantization"])
@@ -260,7 +262,7 @@ class QuantConfig(options.Options):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _named_rows(self) -> list[tuple[str, str]]:
-        """(string, place) of the base and of every rule that names a recipe by its string."""
+        """List (string, place) of the base and of every rule that names a recipe by its string."""
         named = [(self.quantization, "quantization")]
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
@@ -274,7 +276,7 @@ class QuantConfig(options.Options):
         for name, place in named:
             lookup(name, place)
             if name == "intmp" and place != "quantization":
-                raise ValueError(f"{place} 'intmp' has no numbers of its own; set quantization to 'intmp'")
+                raise ValueError(f"{place} 'intmp' is not supported in a rule; set quantization to 'intmp'")
         backend = self.resolved_backend
         if backend is None:
             return
@@ -291,7 +293,7 @@ class QuantConfig(options.Options):
             fix = f"set quant_backend to {typed.either(_common_backends(self.strings))}"
             if place == "quantization":
                 others = f"use quant_backend {typed.either(('auto', *row.backends))}"
-                fix = "leave that out" if self.use_qwix_quantization else others
+                fix = "remove use_qwix_quantization" if self.use_qwix_quantization else others
             if backend == "qwix" and name == "fp8":
                 fix = f"use 'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix, or {fix}"
             raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
@@ -302,29 +304,32 @@ class QuantConfig(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
                 readers = [name for name, row in RECIPES.items() if field.name in row.fields]
-                where = ", for a matmul that it changes" if any(name.startswith("{") for name in self.strings) else ""
+                where = ", for a matmul that it affects" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
                     f"it is an option of {typed.either(readers)}{where}"
                 )
 
 
+ConfigLike: TypeAlias = QuantConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""What a ``config`` argument may be: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path
+of a YAML or JSON file. Objects with the fields, such as MaxText's config, are accepted too."""
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
-"""The fields of a config that has no quantized KV cache."""
+"""Fields of a config without a quantized KV cache."""
 _MISSING: Any = object()
 _NULLS = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.default in ("", ())}
 _NULLS["kv_quant_axis"] = ""
-"""What null means in a field that cannot be None."""
+"""Meaning of null in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 
 
 def is_program_config(obj: Any) -> bool:
-    """Return whether a config is that of a whole program, such as MaxText's, of which quantization is a part."""
+    """Return whether a config configures a complete program, such as MaxText's, and not only quantization."""
     return not isinstance(obj, (QuantConfig, Mapping, str, os.PathLike))
 
 
 _ASKS = re.compile(r"quant|fp8|fp4|calibration|qtype|weight_block_size|embed_moe_on_fsdp|(^|_)te_")
-"""Pattern of the names of fields about quantization, or about TransformerEngine's matmuls."""
+"""Pattern of the names of fields that concern quantization or TransformerEngine's matmuls."""
 _LOW = re.compile(r"int[48]\b|float[48]|fp[48]")
 _INERT = {"", "()", "[]", "{}", "None", "False", "0", "0.0", "-1", "disabled", "te_no_quant"}
 _LOGITS_CALIBRATION = "logits_proj_quant_calibration_method"
@@ -333,12 +338,12 @@ HEAD = "decoder/logits_dense"
 
 
 def _unread_fields(program: Any) -> dict[str, Any]:
-    """Return the fields of a program's config that ask for quantization, are set, and that no field of ours reads.
+    """Return the fields of a program's config that concern quantization, are set, and that jaxquant does not read.
 
-    A field asks by its name, or is a dtype of 8 bits or fewer. It is set unless its value is in ``_INERT`` or is the
-    default of the config's class, if that has one (a pydantic model's, a dataclass's).
+    A field concerns quantization by its name, or if it is a dtype of 8 bits or fewer. It is set unless its value is in
+    ``_INERT`` or equals the default of the config's class, if there is one (pydantic models and dataclasses).
     """
-    keys, kept = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")  # both of MaxText's config
+    keys, kept = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")  # MaxText's config has both
     fields = dict(getattr(program, "__dict__", {}) if keys is _MISSING else keys())
     for section in [each for each in fields.values() if isinstance(each, Mapping)]:
         fields |= section
@@ -355,7 +360,7 @@ def _unread_fields(program: Any) -> dict[str, Any]:
 def _attribute(obj: Any, name: str) -> Any:
     try:
         return getattr(obj, name)
-    except (AttributeError, KeyError, ValueError):  # MaxText's configs have raised each of them for an unknown name
+    except (AttributeError, KeyError, ValueError):  # MaxText's configs raise any of these for an unknown name
         return _MISSING
 
 
@@ -368,12 +373,12 @@ def _common_backends(strings: list[str]) -> list[str]:
 
 
 def refuse_fields(config: QuantConfig, whys: Mapping[str, str], kind: type[Exception] = NotImplementedError) -> None:
-    """Refuse the fields of a config that are set and do not belong to the function that was called.
+    """Raise if a config sets a field that the called function does not support.
 
     Args:
-      config: the config to check.
-      whys: field -> the sentence that follows its value.
-      kind: of the error.
+      config: config to check.
+      whys: mapping from field to the text that follows its value in the error.
+      kind: class of the error.
     """
     for name, why in whys.items():
         if value := getattr(config, name):

@@ -1,7 +1,7 @@
-"""The table of config strings: the numbers of each, the backends that run it, the options that it reads.
+"""The table of config strings: the recipe of each, the backends that run it, the options that it reads.
 
-An alias shares the row of the string that it stands for. A composition takes each of the three matmuls from the row of
-another string; its own string is its mapping as text, ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
+An alias shares the row of another string. A composition takes each of the three matmuls from the row of another string;
+its own string is its mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class RecipeRow:
     """One config string.
 
     Attributes:
-      recipe: its numbers with every option at its default (one shard where the option says "device count"); None
-        where there are none (``""``) or where they come from a file (``intmp``).
-      summary: one line for a reader.
-      libraries: the libraries whose backends run it; those of our own run every string.
-      auto: the backend that ``quant_backend: auto`` means, "" for none.
-      options: the groups of options that it reads, by their names in ``GROUPS``.
-      parts: of a composition, the row of each matmul, None for a float one.
+      recipe: recipe with every option at its default (one shard if the default is the device count); None if there is
+        no recipe (``""``) or it comes from a file (``intmp``).
+      summary: description in one line.
+      libraries: libraries whose backends run the string; our own backends run every string.
+      auto: backend that ``quant_backend: auto`` selects, or "".
+      options: names of the groups in ``GROUPS`` that the string reads.
+      parts: rows of the matmuls of a composition; None is float.
     """
 
     recipe: Recipe | None
@@ -43,17 +43,17 @@ class RecipeRow:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Every backend that runs it, ``auto`` first."""
+        """All backends that run the string, ``auto`` first."""
         found = [name for name, row in BACKENDS.items() if not row.package] if self.auto else []
         return tuple(sorted((*found, *self.libraries), key=lambda name: name != self.auto))
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the QuantConfig fields that it reads."""
+        """Names of the QuantConfig fields that the string reads."""
         return frozenset(field.name for field in dataclasses.fields(Options) if field.metadata["group"] in self.options)
 
     def numbers(self, options: Options) -> Recipe | None:
-        """Return the recipe as the options that it reads make it: ``options.apply``, of a composition on each part."""
+        """Return the recipe with the options applied; for a composition, they are applied to each part."""
         if not self.parts:
             return apply(self.recipe, self.options, options)
         assert self.recipe is not None
@@ -61,7 +61,7 @@ class RecipeRow:
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None, **rest: Any) -> Recipe:
-    """Quantize activation and weight once, forward, and the output gradient once for each backward matmul."""
+    """Return a recipe that quantizes activation and weight once, and the output gradient for each backward matmul."""
     return Recipe(
         name,
         fwd=MatmulSpec(spec, keeping_grid(spec), accumulator),
@@ -73,7 +73,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
 
 
 def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
-    """One dtype for weights, activations and gradients."""
+    """Return a recipe with one dtype for weights, activations and gradients."""
     return _reusing(name, TensorSpec(dtype), TensorSpec(dtype), accumulator)
 
 
@@ -83,37 +83,37 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
 
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
-    """Quantized weight forward and in dlhs; its own gradient passes straight through the rounding."""
+    """Return a recipe that quantizes the weight in forward and dlhs; its gradient is straight-through."""
     return Recipe(name, fwd=MatmulSpec(None, keeping_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
-    """Weights as a tensor format has them, encoded and decoded in the forward pass."""
+    """Return a row whose weights are encoded in a tensor format and decoded in the forward pass."""
     summary = f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient"
     return RecipeRow(_weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
 
 
 def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
-    """Quantize all six operands for themselves, nothing reused."""
+    """Return a recipe that quantizes all six operands separately and reuses none."""
     grad = MatmulSpec(backward, backward, accumulator)
     return Recipe(name, fwd=MatmulSpec(forward, keeping_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
 
 def _mx(dtype: str) -> TensorSpec:
-    """Tiles of 32 along the contraction, with scales that are powers of two."""
+    """Return the spec of tiles of 32 along the contraction, with power-of-two scales."""
     return TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
 
 
 def _microscaling(name: str, dtype: str) -> Recipe:
-    """Quantize each operand in tiles along its own contraction."""
+    """Return a recipe that quantizes each operand in tiles along its own contraction."""
     return _everywhere(name, _mx(dtype), _mx(dtype), "float32")
 
 
-# AQT multiplies by 1/scale and rounds the gradient alone stochastically.
+# AQT multiplies by 1/scale and rounds only the gradient stochastically.
 _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
 )
-# For TPUs: scales that are known before the step, one cast of the gradient for both backward matmuls.
+# For TPUs: the scales are known before the step, and one cast of the gradient serves both backward matmuls.
 _INT8_DELAYED = _reusing(
     "int8_delayed",
     TensorSpec("int8", "per_tensor", scaling="delayed"),
@@ -131,7 +131,7 @@ _AQT_FP8_FULL = _everywhere(
 )
 _BLOCK_TILE = TensorSpec("float8_e4m3fn", "per_tile", tile_size=128)
 _BLOCK_WEIGHT = TensorSpec("float8_e4m3fn", "per_block", tile_size=128, free_size=128)
-# The weight's blocks tile either contraction; the activation is tiled along the tokens for its own gradient.
+# The weight's blocks tile both contractions; for the weight gradient, the activation is tiled along the tokens.
 _FP8_BLOCK = Recipe(
     "fp8_block",
     fwd=MatmulSpec(_BLOCK_TILE, _BLOCK_WEIGHT, "float32"),
@@ -145,7 +145,7 @@ def _nvfp4(**changes: Any) -> TensorSpec:
     return dataclasses.replace(spec, outer_scale=True, **{"micro": Micro(), **changes})
 
 
-# As TransformerEngine: blocks of 16 by 16 serve both matmuls of the weight; its gradient's operands are rotated.
+# As in TransformerEngine: blocks of 16 by 16 serve both matmuls of the weight; its gradient's operands are rotated.
 _TE_TILE = _nvfp4(reciprocal=True)
 _TE_GRAD = _nvfp4(reciprocal=True, rounding="stochastic")
 _NVFP4 = Recipe(
@@ -160,7 +160,7 @@ _NVFP4_NO_RHT = dataclasses.replace(
 
 
 def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
-    """Rotate both operands of both backward matmuls with fresh signs and round them without bias."""
+    """Return a recipe that rotates all backward operands with fresh signs and rounds them without bias."""
     spec, grad = (_nvfp4(rounding=rounding, micro=micro, source=source) for source in ("forward", "original"))
     rotation = Rotation(size, "fresh")
     return Recipe(
@@ -273,7 +273,7 @@ RECIPES: dict[str, RecipeRow] = {
     "ggml_q5_k": _encoded("q5_k", "int8"),
     "ggml_q6_k": _encoded("q6_k", "int8"),
 }
-"""Every config string that runs."""
+"""All config strings except the compositions."""
 
 _ALIASES = {
     "fp8_gpu": "fp8",
@@ -285,15 +285,15 @@ _ALIASES = {
     "te_nvfp4": "nvfp4",
 }
 _MAXTEXTS_OWN = {
-    "te_no_quant": "is MaxText's name of TransformerEngine's float matmuls; leave it empty",
-    "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; keep MaxText's own module of quantization for it",
+    "te_no_quant": "is MaxText's name for TransformerEngine's float matmuls; leave quantization empty",
+    "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; use MaxText's quantization module for it",
 }
 RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The three matmuls, each by the config string that it is taken from; None is float."""
+    """The config strings from which the three matmuls are taken; None is float."""
 
     fwd: str | None
     dlhs: str | None = None
@@ -305,10 +305,10 @@ class Composition:
 
 
 def spell(recipe: Any, place: str = "quantization") -> Any:
-    """Return a composition as its config string, whether it came as a mapping or as text; all else as it is.
+    """Return a composition (mapping or text) as its config string; return any other value unchanged.
 
     Raises:
-      ValueError, TypeError: another key than ``fwd``, ``dlhs`` and ``drhs``, ``fwd`` left out, or no string behind one.
+      ValueError, TypeError: the composition has an unknown key, lacks ``fwd``, or a value is not a string.
     """
     if isinstance(recipe, str) and recipe.lstrip().startswith("{"):
         recipe = parse(recipe, place)
@@ -323,42 +323,44 @@ def _composition(name: str, place: str) -> RecipeRow:
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} has no numbers of its own; name another string, or null")
+            raise ValueError(f"{place}.{matmul} {string!r} has no recipe of its own; use another string, or null")
     parts = tuple(rows.values())
     if not any(parts):
-        raise ValueError(f"{place} {name} quantizes nothing; name a string, or leave {place} empty")
+            raise ValueError(
+                f"{place} {name} leaves all three matmuls in float; set one to a config string, or leave {place} empty"
+            )
     alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
-    summary = "each matmul from the row that it names, its operands quantized from the tensors themselves"
+    summary = "each matmul from the string that it names, with operands quantized from the float tensors"
     recipe = compose(name, [row and row.recipe for row in parts])
     options = tuple(group for group in GROUPS if _reads(recipe, parts, group))
     return RecipeRow(recipe, summary, alike.libraries, options, parts, alike.auto)
 
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
-    """Return whether a group of options changes a composition, through a row of it that reads the group."""
-    if GROUPS[group].change is None:  # stored scales, those of the forward's weight
+    """Return whether a group of options affects a composition through a row that reads the group."""
+    if GROUPS[group].change is None:  # stored scales: only the forward weight has any
         return parts[0] is not None and group in parts[0].options
     probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
 
 
 _FLOAT = ("none", "null", "float", "off", "bf16", "bfloat16", "float32")
-"""Words that mean no quantization elsewhere."""
+"""Words that mean "no quantization" in other tools."""
 
 
 def lookup(name: str, place: str = "quantization") -> RecipeRow:
     """Find the row of a config string.
 
     Args:
-      name: the string; of a composition as ``spell`` writes it.
-      place: where the user wrote it, for errors.
+      name: config string; a composition as ``spell`` writes it.
+      place: field in which the user wrote the string, for errors.
 
     Raises:
-      TypeError: no string.
-      ValueError: unknown string; names the nearest known ones. A composition that quantizes nothing, or of rows that do
-        not go together.
-      NotImplementedError: a composition with a weight in a tensor format in a backward matmul alone; a string that only
-        MaxText's own module can run.
+      TypeError: the name is not a string.
+      ValueError: the string is unknown (the error names the nearest ones), or a composition quantizes nothing or its
+        rows do not go together.
+      NotImplementedError: only a backward matmul of a composition has its weight in a tensor format, or only MaxText's
+        own module can run the string.
     """
     if not isinstance(name, str):
         raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")
@@ -367,7 +369,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     if name in _MAXTEXTS_OWN:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
-        near = f"{nearest(name, RECIPES, 3, 0.4, '')} 'python -m jaxquant strings' lists all".lstrip()
-        fix = 'write null (in Python, "") for float' if name.lower() in _FLOAT else near
+        near = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
+        fix = 'write null (in Python: "") for float' if name.lower() in _FLOAT else near
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

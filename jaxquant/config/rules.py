@@ -1,4 +1,4 @@
-"""Rules: which recipe each layer gets, and the reason in words."""
+"""Rules: the recipe of each layer, and the reason for it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 ROUTER_ENDINGS = ("gate", "router")
 ROUTER_MAX_OUTPUTS = 256
 SWITCHES = ("quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
-"""Fields of a config that quantize layers which are left in float by default, under MaxText's names."""
+"""Config fields, named as in MaxText, that quantize layers which stay in float by default."""
 _NUMBERED = re.compile(r"(?:^|(?<=/))[^/]*?([0-9]+)(?=/)")
-"""A numbered part of a path, but its last, which names the layer itself."""
+"""Numbered parts of a path except its last part, which is the name of the layer itself."""
 LOW_RANK_ENDINGS = ("lora_a", "lora_b")
-"""Last path parts of low-rank factors: their matmuls are thin, and a tuned difference is what rounding would hurt."""
+"""Last path parts of low-rank factors, which stay in float: their matmuls are thin, and rounding would harm tuning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Rule:
     """One user rule.
 
     Attributes:
-      path: regex, matched in full against the "/"-joined module path.
-      recipe: config string or composition for the layers that it matches, or a recipe of one's own (in Python: YAML
-        has strings); None leaves them in float.
+      path: regex that must match the complete "/"-joined module path.
+      recipe: config string or composition for the matching layers, or a ``Recipe`` (only in Python); None leaves them
+        in float.
     """
 
     path: str
@@ -44,10 +44,10 @@ class Rule:
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take a mapping for a composition of config strings: numbers of one's own come from Python.
+        """Convert a mapping to a composition of config strings; a ``Recipe`` can only be passed in Python.
 
         Raises:
-          ValueError, TypeError: as ``spell``.
+          ValueError, TypeError: as for ``spell``.
         """
         if not isinstance(mapping.get("recipe"), Mapping):
             return mapping
@@ -56,13 +56,13 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What one layer gets.
+    """The recipe of one layer and the reason for it.
 
     Attributes:
-      recipe: its numbers; None is float.
-      reason: why, in words.
+      recipe: recipe of the layer; None is float.
+      reason: reason in words.
       rule: regex of the rule or ``intmp`` entry that decided, or None.
-      implementation: what computes its matmuls; None picks.
+      implementation: implementation of the matmuls, or None for automatic selection.
     """
 
     recipe: Recipe | None
@@ -75,7 +75,7 @@ def compile_pattern(pattern: str, place: str) -> Callable[[str], object]:
     """Compile a regex.
 
     Raises:
-      ValueError: not a regex; names it, its place and what is wrong.
+      ValueError: the pattern is not a regex; names the pattern and its place.
     """
     try:
         return full_matcher(pattern)
@@ -84,14 +84,14 @@ def compile_pattern(pattern: str, place: str) -> Callable[[str], object]:
 
 
 def default_exclusion(path: str, out_features: int, switches: Collection[str] = ()) -> str | None:
-    """Return the reason that a layer is left in float where no rule says otherwise, or None.
+    """Return the reason that a layer stays in float by default, or None.
 
-    Embeddings, norms and attention scores have no kernel of a linear layer and never come here.
+    Embeddings, norms and attention scores are not passed to this function, because they have no linear kernel.
 
     Args:
       path: "/"-joined module path.
-      out_features: number of outputs: only a narrow "gate" is a router, a SwiGLU gate is wide.
-      switches: those of ``SWITCHES`` that are on.
+      out_features: number of outputs; only a narrow "gate" is a router, because a SwiGLU gate is wide.
+      switches: fields of ``SWITCHES`` that are on.
     """
     last = path.rsplit("/", 1)[-1]
     if path.split("/", 1)[0] == "mtp_block" and "quantize_mtp" not in switches:
@@ -111,10 +111,10 @@ class Entry:
     """A regex that decides by path: a user's rule, or an entry of an ``intmp`` file.
 
     Attributes:
-      pattern: matched in full against the "/"-joined module path.
-      recipe: of the layers that it matches; None is float.
-      place: where the user wrote it, for errors.
-      is_rule: whether it is a user's rule.
+      pattern: regex that must match the complete "/"-joined module path.
+      recipe: recipe of the matching layers; None is float.
+      place: field in which the user wrote the pattern, for errors.
+      is_rule: whether the entry is a user's rule.
 
     Raises:
       ValueError: the pattern is not a regex.
@@ -134,13 +134,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Resolver:
-    """Decide the recipe of every layer: user rules, ``intmp`` entries, default exclusions, base recipe.
+    """Selector of the recipe of every layer: user rules, ``intmp`` entries, default exclusions, base recipe.
 
     Attributes:
-      entries: the rules and entries; the first that matches decides.
-      base: what the layers get that nothing else decides.
-      implementation: of every layer that is quantized.
-      float_ends: how many first and last blocks ``float_blocks`` leaves in float.
+      entries: rules and entries; the first match decides.
+      base: decision for all other layers.
+      implementation: implementation of every quantized layer.
+      float_ends: numbers of first and last blocks that ``float_blocks`` leaves in float.
       switches: fields of ``SWITCHES`` that are on.
     """
 
@@ -152,20 +152,20 @@ class Resolver:
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """Every recipe that a layer can get, each once, the base first."""
+        """Distinct recipes that a layer can get, the base recipe first."""
         recipes = (self.base.recipe, *(entry.recipe for entry in self.entries))
         return tuple(dict.fromkeys(recipe for recipe in recipes if recipe is not None))
 
     @property
     def patterns(self) -> tuple[tuple[str, Recipe | None], ...]:
-        """The regexes that decide by path, with the recipe of each, first match first."""
+        """Regexes that decide by path, each with its recipe, first match first."""
         return tuple((entry.pattern, entry.recipe) for entry in self.entries)
 
     def __call__(self, path: str, out_features: int) -> Decision:
-        """Decide one layer.
+        """Return the decision for one layer.
 
         Args:
-          path: "/"-joined module path, in the model's own spelling.
+          path: "/"-joined module path, spelled as in the model.
           out_features: number of outputs.
         """
         entry = self._first(path)
@@ -177,17 +177,17 @@ class Resolver:
         return self.base if excluded is None else Decision(None, excluded)
 
     def float_blocks(self, paths: Iterable[str], must_have: bool = True) -> dict[str, str]:
-        """Return the layers of the first and last blocks that stay in float where no rule decides, each with a reason.
+        """Return the layers of the first and last blocks that stay in float unless a rule decides, with reasons.
 
-        A block is the outermost numbered part of a path of which there are several, such as ``layers_3`` or
-        ``blocks/7``; a layer's own name is none. Blocks of each name are counted by themselves.
+        A block is the outermost numbered part of a path, such as ``layers_3`` or ``blocks/7``, if there are several
+        with its name. The layer's own name does not count. Blocks of each name are counted separately.
 
         Args:
           paths: paths of all layers of a model.
-          must_have: whether it is an error that there are no blocks.
+          must_have: whether a model without blocks is an error.
 
         Raises:
-          ValueError: no blocks, as where layers are scanned, or none that would be quantized.
+          ValueError: the model has no blocks (for example if its layers are scanned), or no block would be quantized.
         """
         first, last = self.float_ends
         asked = f"float_first_blocks {first} and float_last_blocks {last}"
@@ -201,9 +201,9 @@ class Resolver:
         if must_have and not any(blocks.values()):
             raise ValueError(
                 f"{asked} count blocks by numbered path parts above the layers' own names, such as layers_3/ or "
-                f"blocks/7/, and the model's layers have none ({', '.join(list(parts)[:4])}); scanned layers share one "
-                "path and one recipe: give each a path of its own (scan_layers: false); leave a numbered layer in "
-                "float by a rule; or set both to 0"
+                f"blocks/7/, but the layers of this model have no such part ({', '.join(list(parts)[:4])}); scanned "
+                "layers share one path and one recipe, so give each its own path (scan_layers: false); leave a "
+                "numbered layer in float with a rule; or set both to 0"
             )
         floats = {}
         for path, (name, number) in ((path, part) for path, found in blocks.items() for part in found):
@@ -215,15 +215,15 @@ class Resolver:
         return floats
 
     def check_alone(self) -> None:
-        """Refuse float blocks where some layers are decided without the paths of the others.
+        """Raise if float blocks are configured, for callers that decide a layer without the paths of the others.
 
         Raises:
-          NotImplementedError: there would be some.
+          NotImplementedError: float blocks are configured.
         """
         if any(self.float_ends):
             raise NotImplementedError(
-                "float_first_blocks and float_last_blocks need the paths of all layers, and here some are decided "
-                "before the others; call the whole model first, name the blocks in rules, or give example inputs: "
+                "float_first_blocks and float_last_blocks need the paths of all layers, but some layers are decided "
+                "before the others; call the complete model first, name the blocks in rules, or pass example inputs: "
                 "jaxquant.maybe_quantize_model(model, config, *inputs)"
             )
 
@@ -231,13 +231,13 @@ class Resolver:
         return next((entry for entry in self.entries if entry.matches(path)), None)
 
     def check_used(self, paths: Iterable[str]) -> None:
-        """Refuse a rule that does nothing in a model.
+        """Raise if a rule has no effect in a model.
 
         Args:
-          paths: paths of all its linear layers.
+          paths: paths of all linear layers of the model.
 
         Raises:
-          ValueError: a rule or ``intmp`` entry whose regex matches no path, or a rule that earlier rules cover wholly.
+          ValueError: the regex of a rule or ``intmp`` entry matches no path, or earlier rules match all its layers.
         """
         paths = list(paths)
         first = {path: self._first(path) for path in paths}
@@ -248,10 +248,10 @@ class Resolver:
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"
                 )
-            # An intmp file is general first, so that a later entry may cover an earlier one; a rule that never wins
-            # is a slip of the pen.
+            # Only rules must win somewhere: an intmp file lists general entries first, so a later entry may cover an
+            # earlier one.
             if entry.is_rule and all(first[path] is not entry for path in matched):
                 raise ValueError(
-                    f"{entry.place} {entry.pattern!r} never decides: the first match wins and earlier rules take "
+                    f"{entry.place} {entry.pattern!r} has no effect: the first match wins, and earlier rules match "
                     f"every layer that it matches, such as {matched[0]}"
                 )

@@ -1,1 +1,1 @@
-"""What a quantized number is: element types, recipes, calibration, rounding, quantize and dequantize."""
+"""Quantized numerics: element types, recipes, calibration, rounding, quantize and dequantize."""

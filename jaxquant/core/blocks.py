@@ -1,7 +1,7 @@
-"""Blocks: which neighbours of a tensor share a scale, and arithmetic between a tensor and scales of its blocks.
+"""Blocks: neighbours of a tensor that share a scale, and arithmetic between a tensor and the scales of its blocks.
 
-A tensor of shape (n₁, …) with blocks of shape (b₁, …) has scales of shape (⌈n₁ / b₁⌉, …): the last block of an axis may
-be smaller, and has a scale of its own. ``b = n`` shares one scale along an axis, ``b = 1`` has one for each element.
+A tensor of shape (n₁, …) with blocks of shape (b₁, …) has scales of shape (⌈n₁ / b₁⌉, …): the last block of an axis can
+be smaller and has its own scale. ``b = n`` shares one scale along an axis, ``b = 1`` has one scale for each element.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Shape = tuple[int, ...]
 def block_shape(
     shape: Shape, spec: TensorSpec, axes: Sequence[int], shards: int = 1, batch: Sequence[int] = ()
 ) -> Shape:
-    """Compute the blocks of a tensor that share a scale.
+    """Compute the shape of the blocks that share a scale.
 
     Args:
       shape: shape of the tensor.
-      spec: its granularity and sizes.
+      spec: granularity and sizes.
       axes: contraction axes, the fastest last.
-      shards: blocks of the first contraction axis that are quantized by themselves.
-      batch: batch axes, along which blocks have size 1 unless one scale covers the whole tensor.
+      shards: number of blocks of the first contraction axis that are quantized separately.
+      batch: batch axes, along which blocks have size 1 unless one scale covers the complete tensor.
 
     Raises:
-      ValueError: a tile with ``tiling`` "each_axis", or a number of shards, that does not divide its axis.
+      ValueError: the number of shards, or the tile size with ``tiling`` "each_axis", does not divide its axis.
     """
-    if spec.calibration.method == "fixed":  # one scale for the tensor
+    if spec.calibration.method == "fixed":  # one scale per tensor
         return tuple(shape)
     block = [size if spec.granularity == "per_tensor" or axis in axes else 1 for axis, size in enumerate(shape)]
     if spec.tile_size is not None and spec.tiling == "each_axis":
@@ -62,19 +62,19 @@ def block_shape(
 
 
 def _nest(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
-    """Lay ``size`` neighbours along axes, the last one first; an axis that they cover wholly passes on the rest."""
+    """Assign ``size`` neighbours to axes, the last one first; continue on the next axis if one is fully covered."""
     for axis in reversed(axes):
         block[axis] = max(1, min(size, shape[axis]))
         size = size // block[axis] if block[axis] == shape[axis] else 1
 
 
 def scale_shape(shape: Shape, block: Shape) -> Shape:
-    """Count the blocks along each axis; an empty axis that shares a scale has one."""
+    """Return the number of blocks along each axis; an empty axis that shares a scale has one."""
     return tuple(1 if step >= size else -(-size // step) for size, step in zip(shape, block, strict=True))
 
 
 def is_even(shape: Shape, block: Shape) -> bool:
-    """Return whether the shapes of tensor and scales alone tell the blocks."""
+    """Return whether the block shape can be inferred from the tensor and scale shapes."""
     counts = scale_shape(shape, block)
     return all(n == 1 or size == n * step for size, n, step in zip(shape, counts, block, strict=True))
 
@@ -85,11 +85,11 @@ def reduce_blocks(
     """Reduce each block of x to one element.
 
     Args:
-      x: the tensor; where a block is smaller than the others, the reduction sees zeros in its place.
+      x: tensor; the reduction sees zeros where a block is smaller than the others.
       block: shape of a block.
-      reduction: such as ``jnp.max``.
-      collective: ``jax.lax.pmax`` or its like, to reduce also over the devices that hold other parts of x.
-      except_axes: mesh axes along which each device has a tensor of its own.
+      reduction: reduction such as ``jnp.max``.
+      collective: collective such as ``jax.lax.pmax``, to reduce also over the devices that hold other parts of x.
+      except_axes: mesh axes along which each device has a separate tensor.
     """
     counts = scale_shape(x.shape, block)
     tiled = {axis: n for axis, n in enumerate(counts) if n not in (1, x.shape[axis])}
@@ -117,7 +117,7 @@ def pad_blocks(x: Array, steps: dict[int, int]) -> Array:
 
 
 def spread(scale: Array, axis: int, size: int, step: int) -> Array:
-    """Repeat the scales of an axis so that each element of the axis has its own."""
+    """Repeat the scales along an axis, so that each element of the axis has its scale."""
     return jax.lax.slice_in_dim(jnp.repeat(scale, step, axis=axis), 0, size, axis=axis)
 
 
@@ -125,10 +125,10 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
     """Compute ``operation(x, scale)`` elementwise, each element with the scale of its block.
 
     Args:
-      operation: such as ``jnp.multiply``.
-      x: the tensor.
-      scale: of x's rank.
-      block: shape of a block; None where the shapes tell.
+      operation: elementwise function such as ``jnp.multiply``.
+      x: tensor.
+      scale: scales, of x's rank.
+      block: shape of a block, or None if it can be inferred from the shapes.
     """
     counts = {axis: n for axis, (size, n) in enumerate(zip(x.shape, scale.shape, strict=True)) if n not in (1, size)}
     if not counts:
@@ -145,12 +145,12 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
     return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)
 
 
-# -- on TPUs, with vectors of 8 rows of 128 elements, blocks are cut where the compiler fuses what is done to them -----
-# Else it writes out every broadcast scale in float32, and reads a tensor three times for its amaxes.
+# -- on TPUs, whose vectors have 8 rows of 128 elements, blocks are split so that XLA fuses the operations on them -----
+# Otherwise it materializes every broadcast scale in float32, and reads a tensor three times for its amaxes.
 
 
 def _split(x: Array, counts: dict[int, int]) -> tuple[Array, bool]:
-    """Split axes into blocks and their insides; on TPUs, tell whether rows stand apart (``_rows_apart``)."""
+    """Split axes into blocks and elements. Also returns whether rows were moved by ``_rows_apart`` (only on TPUs)."""
     split = split_axes(x, counts)
     if not counts or platform_of(x) != "tpu" or explicit_sharding(x) is not None:
         return split, False
@@ -159,7 +159,7 @@ def _split(x: Array, counts: dict[int, int]) -> tuple[Array, bool]:
 
 
 def _rows_apart(x: Array) -> Array:
-    """Cut rows of blocks into eights, each block's eight rows side by side: (…, r, n, 128) → (…, r / 8, n, 8, 128)."""
+    """Move groups of eight rows inside the blocks: (…, r, n, 128) → (…, r / 8, n, 8, 128)."""
     *outer, rows, count, inner = x.shape
     part = 1 if rows == 1 else 8
     return x.reshape(*outer, rows // part, part, count, inner).swapaxes(-3, -2)
@@ -175,15 +175,15 @@ def _rows_together(x: Array) -> Array:
 
 
 class BlocksError(ValueError):
-    """A change of shape cuts or mixes blocks that share a scale."""
+    """Raised when a change of shape would split or merge blocks that share a scale."""
 
 
 def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
-    """Return the blocks of a new shape, each the same elements as one of the old.
+    """Return the block shape after a reshape; each block holds the same elements as before.
 
     Args:
-      old, new: the shapes.
-      block: shape of a block of the old one.
+      old, new: shapes of the tensor before and after.
+      block: shape of a block before.
 
     Raises:
       BlocksError: a block of the old shape is not a block of the new shape.
@@ -193,7 +193,7 @@ def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
         sizes, blocks, targets = [old[i] for i in before], [block[i] for i in before], [new[i] for i in after]
         whole = [axis for axis, size in enumerate(targets) if size != 1]
         kept = [one for size, one in zip(sizes, blocks, strict=True) if size != 1]
-        if len(kept) == len(whole) == 1:  # the same axis, among some of size 1
+        if len(kept) == len(whole) == 1:  # the same axis, apart from axes of size 1
             found += [kept[0] if axis in whole else 1 for axis in range(len(targets))]
         else:
             found += _lay(_neighbours(sizes, blocks), targets)
@@ -201,7 +201,7 @@ def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
 
 
 def axis_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    """Divide the axes of two shapes into the smallest groups of equal size, in order."""
+    """Divide the axes of two shapes, in order, into the smallest groups of equal size."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         left, right = [], []
@@ -218,22 +218,22 @@ def axis_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
-    """Count the elements of a block of some axes, where these are neighbours in the order of the elements."""
+    """Return the number of elements in a block of some axes, if they are contiguous; raise otherwise."""
     count, is_whole = 1, True
     for size, block in reversed(list(zip(sizes, blocks, strict=True))):
         if block > 1 and (not is_whole or size % block):
-            raise BlocksError(f"scales of blocks {tuple(blocks)} of axes {tuple(sizes)} fit no merged axis")
+            raise BlocksError(f"blocks of shape {tuple(blocks)} of axes {tuple(sizes)} cannot be merged into one axis")
         count, is_whole = count * block, is_whole and block == size
     return count
 
 
 def _lay(count: int, sizes: Sequence[int]) -> list[int]:
-    """Lay ``count`` neighbours along axes, the last one first."""
+    """Assign ``count`` neighbours to axes, the last one first."""
     blocks: list[int] = []
     for size in reversed(sizes):
         block = math.gcd(count, size)
         if block not in (count, size):
-            raise BlocksError(f"scales of {count} neighbours fit no blocks of axes {tuple(sizes)}")
+            raise BlocksError(f"blocks of {count} neighbours cannot be split over axes of sizes {tuple(sizes)}")
         blocks.append(block)
         count //= block
     return blocks[::-1]

@@ -1,4 +1,4 @@
-"""Calibration: the statistic of a tensor that becomes its scale, and the grammar that users write it in."""
+"""Calibration: the statistic from which a tensor's scale is computed, and its grammar in configs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxquant.core.typed import Typed, nearest
 Method = Literal["absmax", "minmax", "rms", "fixed"]
 
 Average = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
-"""What is made of each value, and of the mean of that. A multiple of all values gives that multiple."""
+"""Transform of each value, and inverse transform of their mean. The result must scale linearly with the values."""
 
 
 class Statistic(NamedTuple):
-    """What a method reads of the values that share a scale.
+    """Statistic of the values that share a scale.
 
     Attributes:
-      words: its name to a reader.
-      is_symmetric: whether the range reaches as far below zero as above it.
-      average: of a method that averages magnitudes, how; None for the others.
+      words: name of the statistic in texts.
+      is_symmetric: whether the range extends equally far below and above zero.
+      average: transform and inverse of a method that averages magnitudes, otherwise None.
     """
 
     words: str
@@ -39,18 +39,18 @@ METHODS: dict[Method, Statistic] = {
     "rms": Statistic("root mean square", average=(jnp.square, jnp.sqrt)),
     "fixed": Statistic("fixed range", is_symmetric=False),
 }
-"""Every method; a fixed range may be symmetric too."""
+"""All calibration methods; a fixed range can also be symmetric."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calibration(Typed):
-    """One statistic. Written ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``.
+    """One statistic, written as ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``.
 
     Attributes:
       method: ``absmax`` (largest magnitude), ``minmax`` (asymmetric range, integers only), ``rms`` (root mean square
         times ``factor``) or ``fixed`` (a constant range, always per tensor).
-      factor: share of the statistic that is covered; below 1 it clips.
-      minimum, maximum: the range of ``fixed``.
+      factor: covered share of the statistic; a value below 1 clips.
+      minimum, maximum: range of ``fixed``.
     """
 
     method: Method = "absmax"
@@ -64,19 +64,19 @@ class Calibration(Typed):
 
     @property
     def average(self) -> Average | None:
-        """How magnitudes are averaged; None for a method that does not."""
+        """Transform and inverse for averaging magnitudes, or None if the method does not average."""
         return METHODS[self.method].average
 
     @property
     def clips(self) -> bool:
-        """Whether values can lie outside the covered range, so that their gradient is zero."""
+        """Whether the forward pass can clip values, which zeroes their gradient."""
         return self.method == "fixed" or self.average is not None or self.factor < 1.0
 
     def check_dtype(self, dtype: str) -> None:
-        """Refuse an asymmetric range for a float element, which has no zero point.
+        """Raise if the range is asymmetric and the element type is a float, which has no zero point.
 
         Raises:
-          ValueError: naming the calibration and the dtype.
+          ValueError: the dtype does not support the range; names the calibration and the dtype.
         """
         if not self.is_symmetric and element(dtype).kind == "float":
             raise ValueError(f"calibration {self} is asymmetric and {dtype} has no zero point; use absmax or fixed,max")
@@ -90,14 +90,15 @@ class Calibration(Typed):
 
 
 def parse_calibration(text: str) -> Calibration:
-    """Read a calibration string.
+    """Parse a calibration string.
 
     Args:
-      text: ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``, in any case, s > 0.
+      text: string of the form ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``, in any
+        case, with s > 0.
 
     Raises:
-      ValueError: unknown method, wrong number of arguments, or a range that is empty or leaves out 0.
-      TypeError: not a string.
+      ValueError: the method is unknown, the number of arguments is wrong, or the range is empty or does not contain 0.
+      TypeError: the argument is not a string.
 
     Source: Qwix's calibration grammar; ``fixed`` with one number is symmetric.
     """

@@ -1,4 +1,4 @@
-"""float_dot: a matmul of float operands, on CPUs too."""
+"""float_dot: a matmul of float operands that also runs on CPUs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def float_dot(
     preferred_element_type: str | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> Array:
-    """Compute ``lax.dot_general``, of which CPUs lack one: bfloat16 operands with a float32 result become float32.
+    """Compute ``lax.dot_general``; on CPUs, bfloat16 operands with a float32 result are cast to float32 first.
 
-    XLA:CPU fails on some of those when it runs them ("Unsupported element type for DotThunk", jax 0.10.2): where the
-    result is transposed, for one. The products are exact in either type.
+    XLA:CPU fails at run time on some such matmuls, for example if the result is transposed ("Unsupported element type
+    for DotThunk", jax 0.10.2). The products are exact in either type.
 
     Args:
-      lhs, rhs, numbers, precision, preferred_element_type, out_sharding: as ``lax.dot_general`` takes them.
+      lhs, rhs, numbers, precision, preferred_element_type, out_sharding: arguments of ``lax.dot_general``.
     """
     dot = functools.partial(
         jax.lax.dot_general,
@@ -40,7 +40,7 @@ def float_dot(
 
 
 def wide_on_cpus(dot: Callable[[Array, Array], Array], lhs: Array, rhs: Array, dtype: str | None) -> Array:
-    """Compute ``dot(lhs, rhs)`` with a result of ``dtype``, on CPUs of float32 operands where ``float_dot`` does so."""
+    """Compute ``dot(lhs, rhs)`` with a result of ``dtype``; on CPUs, cast operands to float32 as ``float_dot`` does."""
     if not lhs.dtype == rhs.dtype == jnp.bfloat16 or dtype != "float32":
         return dot(lhs, rhs)
     wide = lambda a, b: dot(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731

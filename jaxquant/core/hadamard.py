@@ -1,4 +1,4 @@
-"""hadamard: rotations of a contraction, which spread outliers: ``(x·R)·(w·R)ᵀ = x·wᵀ``, with R = diag(signs)·H/√n."""
+"""Hadamard rotations of a contraction, which spread outliers: ``(x·R)·(w·R)ᵀ = x·wᵀ``, with R = diag(signs)·H/√n."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from jaxquant.core.sharding import merge_axes, split_axes, whole_axis
 
 Array = jax.Array
 SCOPE = "hadamard"
-"""Name scope of the product that rotates, which is no layer's matmul."""
+"""Name scope of the matmul that rotates, to distinguish it from a layer's matmul."""
 _FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's signs."""
 
 
 def rotated_axis(sizes: tuple[int, ...], run: int) -> int:
-    """Choose which of several contraction axes is rotated: the last that holds a run, else the last of the longest.
+    """Select the contraction axis to rotate: the last one that holds a run, otherwise the last of the longest.
 
-    Of tokens and of features the last axis is the one that meshes seldom cut.
+    Both among token axes and among feature axes, meshes seldom shard the last axis.
     """
     return max(range(len(sizes)), key=lambda axis: (min(sizes[axis], run), axis))
 
 
 def draw_signs(rotation: Rotation, key: RandomKey | None) -> Array:
-    """Return the signs of a rotation, float32 of its size.
+    """Return the signs of a rotation, a float32 array of its size.
 
     Args:
-      rotation: which.
-      key: random key, where the signs are fresh.
+      rotation: rotation.
+      key: random key, needed for fresh signs.
     """
     if rotation.signs == "fixed":
         return jnp.tile(jnp.array(_FIXED, jnp.float32), rotation.size // len(_FIXED))
@@ -42,16 +42,15 @@ def draw_signs(rotation: Rotation, key: RandomKey | None) -> Array:
 
 
 def rotate(x: Array, axis: int, signs: Array) -> Array:
-    """Rotate each run of ``len(signs)`` neighbours along an axis, which zeros fill up to a multiple of that.
+    """Rotate each run of ``len(signs)`` neighbours along an axis, which is padded with zeros to a multiple.
 
-    Of an axis that is shorter, the runs have the least power of two that holds it. A rotation is a product with a
-    matrix of ±1, which chips compute at the speed of memory; the sums are float32, scaled and rounded once to x's
-    dtype.
+    For a shorter axis, the run is the smallest power of two that holds the axis. A rotation is a product with a matrix
+    of ±1, which is bound by memory bandwidth; the sums are float32, and are scaled and rounded once to x's dtype.
 
     Args:
-      x: the tensor, any float dtype.
-      axis: along which.
-      signs: from ``draw_signs``; a power of two of them.
+      x: tensor of any float dtype.
+      axis: axis to rotate.
+      signs: result of ``draw_signs``; the length must be a power of two.
     """
     if not x.shape[axis]:
         return x
@@ -67,11 +66,11 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
 
 
 def rotation_of(rotation: Rotation | None, key: RandomKey | None) -> Callable[..., Array]:
-    """Return the function of an operand and an axis that rotates, the operands of one matmul by the same signs.
+    """Return a function of an operand and an axis that rotates both operands of one matmul by the same signs.
 
     Args:
-      rotation: which; None leaves operands as they are.
-      key: random key, where the signs are fresh.
+      rotation: rotation, or None to return operands unchanged.
+      key: random key, needed for fresh signs.
     """
     if rotation is None:
         return lambda x, *axes: x
@@ -80,6 +79,6 @@ def rotation_of(rotation: Rotation | None, key: RandomKey | None) -> Callable[..
 
 
 def _hadamard(size: int) -> Array:
-    """Return Sylvester's matrix: −1 where the row and the column have an odd number of ones in common."""
+    """Return Sylvester's matrix: −1 if row and column index have an odd number of one bits in common."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return 1.0 - 2.0 * (jax.lax.population_count(row & column) & 1).astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""micro: quantize in blocks whose scales are e4m3 below one float32 scale for the tensor, as NVFP4 training does.
+"""Quantization in blocks with e4m3 scales and one float32 scale for the tensor, as in NVFP4 training.
 
-    x ── amax of each block ──► outer scale, block scales in e4m3 ──► elements ──► block scales corrected (EDEN)
+    x ── amax of each block ──► outer scale, block scales in e4m3 ──► elements ──► corrected block scales (EDEN)
 
 Source: NVIDIA's TransformerEngine (``NVFP4BlockScaling``); Cook et al., Four Over Six (arXiv 2512.02010); Panferov et
 al., Quartet II (arXiv 2601.22813) for EDEN's correction of block scales.
@@ -36,18 +36,18 @@ def quantize_micro(
 ) -> QTensor:
     """Quantize an operand with two levels of scales.
 
-    The amax of a block becomes ``bound / headroom``; the largest block scale becomes ``scale_bound``. With
-    ``reciprocal`` elements are multiplied by ``1 / (block scale / encode)``, ``encode = scale_bound · bound / amax``,
-    in TransformerEngine's order; else they are divided by the product of both scales.
+    The amax of a block is mapped to ``bound / headroom``; the largest block scale is mapped to ``scale_bound``. With
+    ``reciprocal``, elements are multiplied by ``1 / (block scale / encode)`` with ``encode = scale_bound · bound /
+    amax``, in TransformerEngine's order. Otherwise they are divided by the product of both scales.
 
     Args:
-      x: the operand, any float dtype and shape.
-      spec: with ``micro``.
+      x: operand of any float dtype and shape.
+      spec: spec with ``micro``.
       block: shape of the blocks that share a scale, from ``block_shape``.
       key: random key, for stochastic rounding and for EDEN.
-      whole: (amax of each block) -> the amax that the outer scale of each follows, where x holds several tensors along
-        its first axis; None is one outer scale for x.
-      except_axes: mesh axes along which each device has a tensor of its own.
+      whole: function (amax of each block) -> amax for the outer scale of each block, if x stacks several tensors along
+        its first axis; None uses one outer scale for x.
+      except_axes: mesh axes along which each device has a separate tensor.
 
     Raises:
       ValueError: stochastic rounding or EDEN without a key.
@@ -90,17 +90,17 @@ def quantize_micro(
 
 
 def _real_scales(amax: Array, whole: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
-    """Return the block scales before they are rounded, in units of the outer scale, and that."""
+    """Return the block scales before rounding, in units of the outer scale, and the outer scale."""
     if is_reciprocal:
         encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
         return amax * (encode * (1 / top)), 1 / encode
-    # Constants divide as they do under jit, where XLA multiplies by 1 / constant. Below the floor quotients are NaN.
+    # Multiply by 1 / constant, as XLA does under jit. Below the floor, the quotients would be NaN.
     outer = floor_scale(whole * (1 / (bound * top)), SMALLEST_GRADIENT_SCALE)
     return amax * (1 / top) / outer, outer
 
 
 def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:
-    """Return the squared error of each block, in units of the outer scale: squares of 1e-30 are 0."""
+    """Return the squared error of each block, in units of the outer scale, because squares of 1e-30 would be 0."""
     assert tensor.outer_scale is not None
     codes = tensor.scale.astype(jnp.float32)
     values = apply_blocks(jnp.multiply, tensor.qvalue.astype(jnp.float32), codes, tensor.block)
@@ -108,9 +108,9 @@ def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:
 
 
 def _corrected(tensor: QTensor, scaled: Array, block: Shape, size: int, key: RandomKey) -> QTensor:
-    """Multiply the block scales of each vector by ``Σz² / Σz·q``, rounded to a neighbour in e4m3 at random.
+    """Multiply the block scales of each vector by ``Σz² / Σz·q``, rounded stochastically to e4m3.
 
-    After a random rotation the expected value of what is read back is then what was quantized.
+    After a random rotation, the expected value of the dequantized tensor is then the original.
     """
     vector = tuple(size if step > 1 else 1 for step in block)
     elements = tensor.qvalue.astype(jnp.float32)

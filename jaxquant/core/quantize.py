@@ -1,4 +1,4 @@
-"""quantize: statistic, scale, qvalue, for one operand of a contraction."""
+"""quantize: compute the statistic, the scales and the qvalues of one operand of a contraction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, largest, power_of_
 
 
 class Scales(NamedTuple):
-    """What a statistic gives: scales in their dtype, a zero point or None, an outer scale or None."""
+    """Scales in their dtype, zero points or None, and outer scale or None."""
 
     scale: Float[Array, "*counts"]
     zero_point: Shaped[Array, "*counts"] | None = None
@@ -38,20 +38,19 @@ def compute_scale(
 ) -> Scales:
     """Compute the scales, and the zero points of an asymmetric range, from this tensor's statistic.
 
-    ``scale = statistic · factor / bound`` in float32, 1 where it falls below ``floor``, then rounded as the spec says.
-    Inside ``jax.shard_map`` a scale of the whole tensor is one for all devices; a finer one is that of the device's own
-    part.
+    ``scale = statistic · factor / bound`` in float32, or 1 if that is below ``floor``; then rounded as the spec
+    specifies. Inside ``jax.shard_map`` all devices share a per-tensor scale; finer scales are local to a device.
 
     Args:
-      x: the tensor, any float dtype.
+      x: tensor of any float dtype.
       spec: calibration, element type, and dtype and rounding of scales.
       block: shape of the blocks that share a scale, from ``block_shape``.
-      floor: scales below it become 1.
-      except_axes: mesh axes along which each device has a tensor of its own.
-      outer: outer scale of a spec with ``outer_scale``, of the tensor's rank; None computes it.
+      floor: smallest scale; scales below it become 1.
+      except_axes: mesh axes along which each device has a separate tensor.
+      outer: outer scale for a spec with ``outer_scale``, of the tensor's rank; None computes it.
 
-    Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value); a spec that
-    keeps its grid has qmax, under which no decoded amax shrinks.
+    Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value). A spec that
+    keeps its grid uses qmax, so that no decoded amax shrinks.
     """
     calibration, kind = spec.calibration, element(spec.dtype)
     counts = scale_shape(x.shape, block)
@@ -74,9 +73,9 @@ def compute_scale(
     else:
         statistic = functools.partial(largest, below=spec.share_below)
         high = reduced(x, statistic, jax.lax.pmax)
-        if calibration.average is not None:  # in units of a power of two near the amax: no square overflows
+        if calibration.average is not None:  # in units of a power of two near the amax, so that squares do not overflow
             transform, undo = calibration.average
-            unit = power_of_two_below(high)  # it costs no bit
+            unit = power_of_two_below(high)  # exact
             scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
             high = undo(reduced(transform(scaled), jnp.mean, jax.lax.pmean) * _fill(x.shape, block)) * unit
         high = high if calibration.factor == 1.0 else high * calibration.factor
@@ -86,13 +85,13 @@ def compute_scale(
         scale, outer = scale_of_amax(high, kind.bound, spec, floor, outer, x.dtype == jnp.float32)
         return Scales(scale, None, outer)
     assert low is not None
-    # Asymmetric ranges use every code of the integer, -max - 1 included.
+    # Asymmetric ranges use every code of the integer, including -max - 1.
     scale = floor_scale((high - low) * (1 / (2 * kind.max + 1)), floor)
     return Scales(scale, asymmetric_cast(-kind.max - 1 - low / scale, kind))
 
 
 def _fill(shape: Shape, block: Shape) -> jax.Array | float:
-    """Return what turns the mean over a padded block into that over its elements."""
+    """Return the factor from the mean over a padded block to the mean over its elements."""
     if is_even(shape, block):
         return 1.0
     factors = jnp.ones((1,) * len(shape), jnp.float32)
@@ -117,22 +116,22 @@ def quantize_with_scale(
     """Quantize with a given scale: ``qvalue = cast(x / scale + zero_point)``, saturating.
 
     Args:
-      x: the tensor.
+      x: tensor.
       spec: element type, rounding, and whether to multiply by the reciprocal.
-      scale, zero_point, outer_scale: from ``compute_scale`` or from quant state.
+      scale, zero_point, outer_scale: scales from ``compute_scale`` or from quant state.
       key: random key, for stochastic rounding.
-      compute_dtype: dtype of the division (float32, or flax's: the operand's own).
-      block: shape of the blocks that share a scale; None where the shapes tell.
+      compute_dtype: dtype of the division: float32, or the operand's dtype as in flax.
+      block: shape of the blocks that share a scale, or None if it can be inferred from the shapes.
 
     Raises:
       ValueError: stochastic rounding without a key, or zero points in blocks of different sizes.
     """
     if block is not None and is_even(x.shape, block):
         block = None
-    tensor = QTensor(x, scale, zero_point, outer_scale, block)  # for its scales; the elements follow
+    tensor = QTensor(x, scale, zero_point, outer_scale, block)  # only used for its scales
     divisor = tensor.full_scale() if spec.scale_rounding != "exact" or outer_scale is not None else scale
     if spec.scale_dtype in ELEMENTS:
-        divisor = jnp.where(divisor > 0, divisor, 1.0)  # a block that rounds to the scale 0 is zeros
+        divisor = jnp.where(divisor > 0, divisor, 1.0)  # all elements of a block with scale 0 round to zero
     divisor = divisor.astype(compute_dtype)
     if spec.reciprocal:
         scaled = apply_blocks(lambda x, s: x.astype(compute_dtype) * s, x, 1 / divisor, block)
@@ -141,8 +140,8 @@ def quantize_with_scale(
     if zero_point is not None:
         if block is not None:
             raise ValueError(
-                f"calibration {spec.calibration} has zero points, and tile_size {spec.tile_size} cuts shape {x.shape} "
-                "unevenly; use a symmetric calibration, or a tile_size that divides"
+                f"calibration {spec.calibration} has zero points, but tile_size {spec.tile_size} splits shape "
+                f"{x.shape} unevenly; use a symmetric calibration, or a tile_size that divides the axis"
             )
         scaled = apply_blocks(jnp.add, scaled, zero_point.astype(compute_dtype))
         return QTensor(asymmetric_cast(scaled, element(spec.dtype)), scale, zero_point)
@@ -163,41 +162,41 @@ def quantize(
     except_axes: Collection[str] = (),
     outer: Float[Array, "*ones"] | None = None,
 ) -> QTensor:
-    """Quantize an operand by this tensor's own statistic.
+    """Quantize an operand with this tensor's own statistic.
 
     Args:
-      x: the operand, any float dtype.
+      x: operand of any float dtype.
       spec: element type, granularity, calibration and rounding.
-      axes: its contraction axes, along which a scale is shared.
+      axes: contraction axes, along which a scale is shared.
       key: random key, for stochastic rounding.
-      shards: blocks of the first contraction axis with a scale of their own.
-      batch: its batch axes, which no block of several elements covers.
-      floor: scales below it become 1.
+      shards: number of blocks of the first contraction axis with separate scales.
+      batch: batch axes; no block covers several elements along them.
+      floor: smallest scale; scales below it become 1.
       compute_dtype: dtype of the division.
-      whole: of a spec with ``micro``, as ``quantize_micro`` takes it.
-      except_axes: mesh axes along which each device has a tensor of its own.
-      outer: outer scale, as ``compute_scale`` takes it.
+      whole: argument of ``quantize_micro``, for a spec with ``micro``.
+      except_axes: mesh axes along which each device has a separate tensor.
+      outer: outer scale, as for ``compute_scale``.
 
     Raises:
-      ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
+      ValueError: tiles or shards do not divide an axis, or stochastic rounding has no key.
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
         return quantize_micro(x, spec, block, key, whole, except_axes)
     scale, zero_point, outer_scale = compute_scale(x, spec, block, floor, except_axes, outer)
     if scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
-        # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.
+        # XLA:GPU would fuse the cast and the amax into the matmul that produces x, and fail; the scale needs the amax.
         x = jax.lax.optimization_barrier(x)
     return quantize_with_scale(x, spec, scale, zero_point, key, compute_dtype, outer_scale=outer_scale, block=block)
 
 
 def outside_range(x: Float[Array, "*shape"], spec: TensorSpec, tensor: QTensor) -> Bool[Array, "*shape"]:
-    """Mark elements that a clipping calibration cut off; they get no gradient.
+    """Return a mask of the elements that a clipping calibration clipped; they get no gradient.
 
     Args:
-      x: the tensor before quantization.
-      spec: its element type.
-      tensor: the tensor after quantization.
+      x: tensor before quantization.
+      spec: spec of the tensor.
+      tensor: tensor after quantization.
     """
     kind, block, scale = element(spec.dtype), tensor.blocks, tensor.full_scale()
     if tensor.zero_point is None:

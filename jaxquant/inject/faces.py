@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+import flax.linen as nn
 import jax
+from flax import nnx
 
 from jaxquant.backends import RANDOM_STREAM
 
+NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """Random streams that an example call of a Linen model gets."""
 
@@ -36,6 +39,34 @@ def refuse_twice(model: Any) -> None:
             f"{type(model).__name__} is quantized already, with {face.engine.config.quantization!r}; give the "
             "float model"
         )
+
+
+def sort_arguments(name: str, model: Any, given: Sequence[Any], rest: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return (variables, config, ...) of a call with a Linen or an NNX model; NNX models have no variables.
+
+    Args:
+      name: name of the called function.
+      model: its first argument.
+      given: its other positional arguments.
+      rest: spelling of the arguments after the config.
+      named: its keyword arguments, among them perhaps ``model``.
+
+    Raises:
+      TypeError: arguments in another order, or too few.
+    """
+    is_linen, is_closed = isinstance(model, nn.Module), rest == "batches"
+    is_right = isinstance(model, (nn.Module, nnx.Module)) and "model" not in named
+    count = len(given) - is_linen - is_closed
+    is_right = is_right and (count == 1 and not named if is_closed else count > 0)
+    if is_right and is_linen:
+        is_right = isinstance(given[0], Mapping) and not (isinstance(given[1], Mapping) and "params" in given[1])
+    if not is_right:
+        got = ", ".join([type(each).__name__ for each in (model, *given)] + [f"{key}=" for key in named])
+        raise TypeError(
+            f"{name} takes a Flax module first: jaxquant.{name}(model, variables, config, {rest}) for Linen, "
+            f"jaxquant.{name}(model, config, {rest}) for NNX; got ({got})"
+        )
+    return tuple(given) if is_linen else (None, *given)
 
 
 @contextlib.contextmanager

@@ -260,14 +260,14 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
 
 
 def find_kernels(
-    model: nn.Module, config: QuantConfig, variables: Mapping[str, Any], *inputs: Any, **kwargs: Any
+    model: nn.Module, variables: Mapping[str, Any], config: QuantConfig, *inputs: Any, **kwargs: Any
 ) -> dict[str, LayerKernel]:
     """Find every kernel that a call with example inputs runs quantized, without computing anything.
 
     Args:
       model: the float model.
-      config: the quantization.
       variables: its parameters, and the quant state of training; anything with a shape and a dtype.
+      config: the quantization.
       inputs, kwargs: of the call.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 from flax import nnx
 
-from jaxquant.config.quant_config import QuantConfig, is_program_config, refuse_fields
+from jaxquant.config.quant_config import ConfigLike, QuantConfig, is_program_config, refuse_fields
 from jaxquant.config.speeds import warn_if_slow
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen
@@ -20,7 +20,7 @@ from jaxquant.trace.report import Row
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 
-def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Model:
+def maybe_quantize_model(model: Model, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any) -> Model:
     """Return a model whose linear layers run in the low precision that a config asks for.
 
     A Linen model keeps its ``init`` and ``apply``, an NNX model its methods, and both keep their parameters. A recipe
@@ -106,7 +106,7 @@ def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **exam
     return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}
 
 
-def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
+def describe_layers(model: Any, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
     """Report what a config makes of every linear layer of a model, float ones with the reason.
 
     A layer is a matmul with a parameter, whoever wrote it, in the order of the call.

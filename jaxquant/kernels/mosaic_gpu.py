@@ -1,4 +1,4 @@
-"""Mosaic GPU: how a kernel is run, on which devices, and names that differ between jax 0.10.2, 0.11 and 0.12."""
+"""Mosaic GPU: kernel calls, supported devices, and names that differ between jax 0.10.2, 0.11 and 0.12."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from jax import Array
 from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels.varying import vary_alike
 
-_API: Any = plgpu  # for names that one of the versions lacks
+_API: Any = plgpu  # for names that one of the versions does not have
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
-"""Of jax."""
+"""Version of jax."""
 NEW = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 REDUCTION_BYTES = 2048
-"""Shared memory through which the warps of a kernel reduce together."""
+"""Shared memory for reductions over the warps of a kernel."""
 MEMORY_REGISTERS = {1: 40, 2: 40, 3: 32}
-"""Of a thread that loads, by warpgroups that multiply, whose threads take 256, 232 and 160.
+"""Number of multiplying warpgroups -> registers of a loading thread; a multiplying thread gets 256, 232 or 160.
 
-All of them together have what they began with, 255, 168 and 128 a thread; ``setmaxnreg`` waits for ever for more.
+Together they use the initial allocation of 255, 168 or 128 per thread; ``setmaxnreg`` waits forever for more.
 """
 _HOPPER = 132
 """Multiprocessors of an H100 and an H200."""
 
 
 def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
-    """Return the layout of a tile in shared memory that TMA, wgmma and register loads read without bank conflicts.
+    """Return the layout of a shared-memory tile that TMA, wgmma and register loads read without bank conflicts.
 
     Args:
-      rows, columns: of the tile; 8 rows and 32 bytes of columns at least.
+      rows, columns: size of the tile; at least 8 rows and 32 bytes of columns.
       itemsize: bytes of an element.
     """
     swizzle = min(128, columns * itemsize)
@@ -45,16 +45,16 @@ def load(ref: Any, layout: Any, *, is_optimized: bool = True) -> jax.Array:
     """Load a reference into registers.
 
     Args:
-      ref: in shared or global memory.
-      layout: of the registers.
-      is_optimized: False where reads with bank conflicts are accepted.
+      ref: reference to shared or global memory.
+      layout: layout of the registers.
+      is_optimized: whether to raise for reads with bank conflicts.
     """
     index = () if NEW else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=is_optimized)
 
 
 def store(ref: Any, value: jax.Array, *, is_optimized: bool = True) -> None:
-    """Store registers in shared or global memory; before jax 0.12 there is no choice of ``is_optimized``."""
+    """Store registers in shared or global memory; before jax 0.12, ``is_optimized`` has no effect."""
     if hasattr(plgpu, "store"):
         _API.store(ref, value, optimized=is_optimized)
     else:
@@ -77,15 +77,15 @@ def call(
 ) -> list[Array]:
     """Run a kernel; inside ``jax.shard_map`` its results vary along the axes of all operands.
 
-    ``plgpu.kernel`` calls its results equal on all devices, and gradients of them would not be summed.
+    ``plgpu.kernel`` marks its results as equal on all devices, so that their gradients would not be summed.
 
     Args:
-      body: the kernel.
-      operands: arrays; those that are None are left out.
-      results: shapes and dtypes.
+      body: kernel function.
+      operands: arrays; None is left out.
+      results: shapes and dtypes of the results.
       interpret: whether to run without a GPU.
       reduction_bytes: ``REDUCTION_BYTES``, or 0 for a kernel whose warps do not reduce together.
-      **options: the rest of what ``plgpu.kernel`` takes.
+      **options: other arguments of ``plgpu.kernel``.
     """
     alike, result = vary_alike(*operands)
     given = [each for each in alike if each is not None]
@@ -101,18 +101,18 @@ def call(
 
 
 def multiprocessors() -> int:
-    """Return how many programs run at once, one a multiprocessor: Hopper's where the device here is no GPU."""
+    """Return the number of programs that run at once, one per multiprocessor; without a GPU, Hopper's number."""
     device = jax.devices()[0]
     return getattr(device, "core_count", _HOPPER) if device.platform == "gpu" else _HOPPER
 
 
 def refuse_device(capability: tuple[int, int], least: int, most: int, interpret: bool) -> str | None:
-    """Return in a sentence why a kernel is not for a device, None where it is.
+    """Return the reason why a kernel does not support a device, or None if it does.
 
     Args:
       capability: compute capability of the device; see ``platforms.capability_of``.
-      least, most: major numbers of the capabilities that it is for.
-      interpret: whether to run without one.
+      least, most: lowest and highest supported major number.
+      interpret: whether to run without a GPU.
     """
     if interpret:
         return None if NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"

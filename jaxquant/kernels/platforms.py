@@ -1,4 +1,4 @@
-"""Where a kernel runs: on TPUs, Hopper and other GPUs, interpreted on CPUs, never where a compiler may cut operands."""
+"""Where kernels run: TPUs, Hopper and other GPUs, interpreted on CPUs, but never on operands that XLA may shard."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_untold,
 
 Array = jax.Array
 _KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
-"""CUDA compute capability of the kinds of devices that programs are compiled for without one."""
+"""CUDA compute capability by device kind, for programs that are compiled for an absent device."""
 
 MOST_BLOCKS = 65535
-"""Of CUDA, along any axis of a grid but its first, which is the last of Pallas's."""
+"""Limit of CUDA along each grid axis except its first axis, which is the last axis of a Pallas grid."""
 
 
 def cut_refusal(*operands: Array, waits: bool = False) -> str | None:
-    """Return why operands may be cut by a compiler, which cannot look into a kernel; None where none can be.
+    """Return the reason why a compiler may shard operands, which it cannot do in a kernel, or None if it cannot shard.
 
-    It is decided while tracing, from the types: of operands without a mesh where there is one device, and of operands
-    inside ``jax.shard_map`` along all axes of its mesh.
+    The types decide while tracing: operands without a mesh are safe if there is one device, operands inside
+    ``jax.shard_map`` if it maps all axes of the mesh.
 
     Args:
-      operands: of a kernel.
-      waits: whether the caller leaves operands without a mesh, where there are several devices, to ``unless_cut``.
+      operands: operands of a kernel.
+      waits: whether the caller passes operands without a mesh, with several devices, to ``unless_cut``.
     """
     if any(explicit_sharding(x) is not None for x in operands):
-        return "an operand lies on a mesh with explicit axes, outside of jax.shard_map"
+        return "an operand has a mesh with explicit axes, outside of jax.shard_map"
     if all(is_whole(x) or (waits and is_untold(x)) for x in operands):
         return None
     return "an operand may be sharded automatically: there are several devices, and it is not inside jax.shard_map"
 
 
 def is_cut(context: Any) -> bool:
-    """Check whether a compiler may cut what this program computes over devices; what cannot be read off may be cut.
+    """Check whether a compiler may shard this program over devices; unclear cases count as sharded.
 
-    Types of results that a kernel declares by itself (cuDNN's attention) name no mesh, and the process that lowers for
-    an absent chip has a single device.
+    The result types that a kernel declares (cuDNN's attention) have no mesh, and the process that lowers for an absent
+    chip has a single device.
 
     Args:
-      context: of a lowering rule.
+      context: context of a lowering rule.
     """
     axes = context.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
@@ -56,15 +56,15 @@ def is_cut(context: Any) -> bool:
 
 
 def unless_cut(whole: Callable[..., Array], cut: Callable[..., Array], *operands: Any) -> Array:
-    """Return ``whole(*operands)``, but ``cut(*operands)`` in a program that a compiler may cut over devices.
+    """Return ``whole(*operands)``, or ``cut(*operands)`` in a program that a compiler may shard over devices.
 
-    Where the types leave that open, both are traced, and the lowering takes one: so a program of one device computes
-    the same on a host with more of them.
+    If the types do not decide, both are traced, and the lowering selects one. A program for one device therefore
+    computes the same on a host with several devices.
 
     Args:
-      whole: computes by a kernel that ``cut_refusal`` does not refuse.
-      cut: computes the same by operations that a compiler can cut.
-      operands: arrays, in any tree.
+      whole: function that uses a kernel which ``cut_refusal`` allows.
+      cut: function that computes the same with operations that a compiler can shard.
+      operands: arrays, in any pytree.
     """
     leaves, tree = jax.tree.flatten(operands)
     if not any(map(is_untold, leaves)):
@@ -76,7 +76,7 @@ def unless_cut(whole: Callable[..., Array], cut: Callable[..., Array], *operands
 
 
 UNLESS_CUT = "unless_cut"
-"""Name of the primitive. It has the whole program as a jit has its own, so that those who read programs see one."""
+"""Name of the primitive. It stores the whole program like a jit, so that program analyses see one program."""
 
 _unless_cut = Primitive(UNLESS_CUT)
 compile_impl(_unless_cut, "jaxpr", "cut")
@@ -98,10 +98,10 @@ batching.primitive_batchers[_unless_cut] = _batch
 
 
 def capability_of(*arrays: Array) -> tuple[int, int]:
-    """Return the CUDA compute capability of the device that computes arrays, which may be absent; (0, 0) of others.
+    """Return the CUDA compute capability of the device for arrays, which may be absent, or (0, 0) for other devices.
 
     Args:
-      arrays: whose types may name the device.
+      arrays: arrays whose types may have a device.
     """
     kind, here = device_kind_of(*arrays), jax.devices()[0]
     known = next((number for pattern, number in _KINDS.items() if re.search(pattern, kind)), None)
@@ -111,32 +111,32 @@ def capability_of(*arrays: Array) -> tuple[int, int]:
 
 
 def module(op: str, kind: str) -> Any:
-    """Import the module with an op's kernel; Pallas is not imported before.
+    """Import the module of an op's kernel, and with it Pallas.
 
     Args:
-      op: name of its folder.
+      op: name of the op's folder.
       kind: "tpu" or "gpu".
     """
     return importlib.import_module(f"jaxquant.kernels.{op}.{kind}")
 
 
 def interpretable(*operands: Array) -> bool:
-    """Check whether CPUs can interpret a kernel of operands: not inside ``jax.shard_map``.
+    """Check whether CPUs can interpret a kernel: only outside of ``jax.shard_map``.
 
-    Pallas's interpreter does not type what varies along the axes of a mesh. The reference runs there instead.
+    Pallas's interpreter has no types for values that vary along mesh axes. The reference runs there instead.
 
     Args:
-      operands: of the kernel.
+      operands: operands of the kernel.
     """
     return not any(varying_axes(x) for x in operands)
 
 
 def platform_refusal(op: str, x: Array) -> str | None:
-    """Return why a kernel does not run on the platform of an operand, None where that depends on no more than it.
+    """Return the reason why a kernel cannot run on the platform of an operand, or None if the platform has kernels.
 
     Args:
-      op: name of its folder.
-      x: operand, whose mesh may be of devices that are not here.
+      op: name of the op's folder.
+      x: operand, whose mesh may have absent devices.
     """
     platform = platform_of(x)
     return None if platform in ("cpu", "tpu", "gpu") else f"{op} has no kernel for platform {platform!r}"

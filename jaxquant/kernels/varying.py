@@ -1,4 +1,4 @@
-"""Types of a kernel's operands and results inside ``jax.shard_map``, where they name the axes along which they vary."""
+"""Varying mesh axes in the types of a kernel's operands and results inside ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Array = jax.Array
 
 
 def vary_alike(*operands: Array | None) -> tuple[list[Any], Callable[..., jax.ShapeDtypeStruct]]:
-    """Make operands vary along the axes of all of them; return them, and what makes the type of a result.
+    """Make operands vary along the axes of all operands. Also returns a function that makes the type of a result.
 
     Args:
-      operands: of a kernel, None where it has none.
+      operands: operands of a kernel; None stands for a missing operand.
     """
     given = [each for each in operands if each is not None]
     axes = frozenset[str]().union(*(varying_axes(each) for each in given))

@@ -1,4 +1,4 @@
-"""all_to_all: exchange parts of an activation between devices in 8 bits, and its gradient in its own dtype."""
+"""all_to_all: 8-bit exchange of an activation between devices; the gradient is exchanged in its own dtype."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ def all_to_all(
     dtype: str = "float8_e4m3fn",
     scale_rounding: Literal["exact", "up"] = "exact",
 ) -> Float[Array, "*exchanged"]:
-    """Exchange parts of an activation as a tiled ``jax.lax.all_to_all`` does, in 8 bits; the gradient comes back whole.
+    """Exchange parts of an activation like a tiled ``jax.lax.all_to_all``, in 8 bits; the gradient is not rounded.
 
-    ``y = q' · s'`` where q', s' are q, s after the exchange, ``q = cast(x / s)`` and ``s = amax / bound`` of 128
-    neighbours along the last axis, in float32. A matmul whose recipe has the same tiles (``fp8_block``, of e4m3) reads
-    the codes that were sent, as y rounds to them; other matmuls quantize y anew. The gradient passes as if nothing was
-    rounded, exchanged back in its own dtype.
+    ``y = q' · s'``, where q' and s' are q and s after the exchange, ``q = cast(x / s)`` and ``s = amax / bound`` of 128
+    neighbours along the last axis, in float32. A matmul whose recipe has the same tiles (``fp8_block``, for e4m3)
+    reproduces the codes that were sent, as y rounds to them; other matmuls quantize y again. The gradient is the
+    gradient of an exchange without rounding: it is exchanged back in its own dtype.
 
     Args:
       x: activation, inside ``jax.shard_map``.
-      axis_name: mesh axis over whose devices it is exchanged.
-      split_axis, concat_axis: as ``jax.lax.all_to_all`` takes them; not the last axis, along which tiles lie.
-      dtype: of what is sent, "float8_e4m3fn", "float8_e5m2" or "int8".
-      scale_rounding: "up" rounds scales to powers of two, with which y is exact in bfloat16, too.
+      axis_name: mesh axis of the devices.
+      split_axis, concat_axis: axes as in ``jax.lax.all_to_all``, but not the last axis, which is tiled.
+      dtype: dtype of the exchanged data, "float8_e4m3fn", "float8_e5m2" or "int8".
+      scale_rounding: rounding of scales; "up" rounds to powers of two, so that y is exact in bfloat16, too.
 
     Raises:
       TypeError: x is not float.
-      ValueError: a dtype that is not of 8 bits, or the last axis.
+      ValueError: the dtype has no 8 bits, or an axis is the last axis.
 
-    Source: the dispatch of DeepSeek-V3 (its report, section 3.3.2): activations in FP8, gradients of the combined
-    outputs in bfloat16.
+    Source: dispatch of DeepSeek-V3 (its report, section 3.3.2): activations in FP8, gradients of the combined outputs
+    in bfloat16.
     """
     check_float("all_to_all", x=x)
     last = x.ndim - 1
     if dtype not in DTYPES:
-        raise ValueError(f"all_to_all sends {', '.join(DTYPES)}, not {dtype!r}")
+        raise ValueError(f"all_to_all supports the dtypes {', '.join(DTYPES)}, got {dtype!r}")
     if not all(0 <= axis < last for axis in (split_axis, concat_axis)):
         raise ValueError(
-            f"all_to_all splits axis {split_axis} and concatenates along {concat_axis}, of {x.ndim} axes; both must "
-            f"come before the last, {last}, along which elements share scales"
+            f"all_to_all got split_axis {split_axis} and concat_axis {concat_axis} for {x.ndim} axes; both must come "
+            f"before the last axis, {last}, along which elements share scales"
         )
     spec = TensorSpec(dtype, "per_tile", tile_size=TILE, scale_rounding=scale_rounding)
     return _exchanged(spec, axis_name, split_axis, concat_axis, varying_axes(x), x)
@@ -70,7 +70,7 @@ def _exchanged(
     spec: TensorSpec, axis_name: str, split_axis: int, concat_axis: int, varying: frozenset[str], x: Array
 ) -> Array:
     sent = quantize(x, spec, (x.ndim - 1,))
-    # Not every collective library knows float8: bytes go everywhere.
+    # Not every collective library supports float8; all support bytes.
     codes = jax.lax.bitcast_convert_type(sent.qvalue, "uint8")
     codes, scale = (_exchange(part, axis_name, split_axis, concat_axis) for part in (codes, sent.scale))
     qvalue = jax.lax.bitcast_convert_type(codes, sent.qvalue.dtype)

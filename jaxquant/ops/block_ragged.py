@@ -1,7 +1,7 @@
 """block_ragged: the product of groups of rows and their weights, both in blocks, by our kernel for Hopper.
 
-Rows are brought to slabs of 128 (``groups.Slabs``), of which no two groups share one; the kernel multiplies each slab
-by its group's weight, or sums over the slabs of each group. As in ``block_scaled`` it is the lowering of a primitive.
+Rows are copied to slabs of 128 (``groups.Slabs``), each of one group. The kernel multiplies each slab by its group's
+weight, or sums over the slabs of each group. As in ``block_scaled``, it is the lowering of a primitive.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxquant.kernels.block_matmul import reference
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
 from jaxquant.kernels.platforms import module
 from jaxquant.kernels.varying import vary_alike
-from jaxquant.ops.groups import Groups, Rows, Slabs, of_rows
+from jaxquant.ops.groups import Groups, Rows, Slabs, expand_groups
 from jaxquant.ops.implementation import select_block_matmul
 
 Array = jax.Array
-OWN = "no chip multiplies groups of rows in blocks"
-"""Why XLA's program dequantizes them where no kernel was asked for."""
+NO_INSTRUCTION = "no chip multiplies groups of rows in blocks"
+"""Reason why XLA's program dequantizes the operands by default."""
 
 
 def choose(
@@ -36,33 +36,33 @@ def choose(
     out_dtype: str,
     implementation: str | None,
 ) -> str:
-    """Choose what multiplies groups of rows (``pallas`` or ``xla``), and note it; see ``select_block_matmul``.
+    """Select the implementation of a product of groups of rows (``pallas`` or ``xla``); see ``select_block_matmul``.
 
     Args:
-      lhs, rhs: operands; slabs as rows.
-      numbers: what is contracted, as in ``lax.ragged_dot_general``.
+      lhs, rhs: operands, with slabs as rows.
+      numbers: dimension numbers as in ``lax.ragged_dot_general``.
       out_dtype: dtype of the product.
-      implementation: the one that was asked for.
+      implementation: requested implementation, or None.
     """
 
     def refused() -> str | None:
         if isinstance(lhs, Rows) or isinstance(rhs, Rows):
-            return f"the block_matmul kernel has scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
+            return f"the block_matmul kernel supports scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
         return kernel.refusal(lhs, rhs, *_axes(numbers), out_dtype=out_dtype)
 
-    return select_block_matmul(OWN, implementation, refused).name
+    return select_block_matmul(NO_INSTRUCTION, implementation, refused).name
 
 
 def multiply(
     lhs: QTensor, rhs: QTensor, groups: Groups, *, numbers: RaggedDotDimensionNumbers, out_dtype: str
 ) -> Array:
-    """Multiply qvalues and the scales of their blocks by the kernel, which ``choose`` chose.
+    """Multiply qvalues and the scales of their blocks with the kernel.
 
     Args:
-      lhs, rhs: as ``choose`` takes them.
-      groups: of the rows; where they are contracted each group is whole blocks of 128.
-      numbers: what is contracted.
-      out_dtype: dtype of the result, in which rows behind the last group hold anything.
+      lhs, rhs: operands as in ``choose``.
+      groups: groups of the rows. If the rows are contracted, each group consists of whole blocks of 128.
+      numbers: dimension numbers.
+      out_dtype: dtype of the result, whose rows after the last group are undefined.
     """
     x, w, left, right = kernel.operands(lhs, rhs, *_axes(numbers))
     if not numbers.rhs_group_dimensions:
@@ -71,7 +71,7 @@ def multiply(
     slabs = Slabs.of(groups, BLOCK)
     own = jnp.where(slabs.groups.ids < groups.sizes.size, slabs.groups.ids, -1)
     out = _bind(_ROWS, slabs.cut(x[0]), w, slabs.cut(left[0]), right, own, out_dtype)
-    places = of_rows(slabs.groups.starts * BLOCK - groups.starts, groups.ids) + jnp.arange(groups.ids.size)
+    places = expand_groups(slabs.groups.starts * BLOCK - groups.starts, groups.ids) + jnp.arange(groups.ids.size)
     return jnp.take(out, places, axis=0, mode="clip")
 
 
@@ -79,7 +79,7 @@ def _axes(numbers: RaggedDotDimensionNumbers) -> Any:
     return numbers.dot_dimension_numbers[0], ((), numbers.rhs_group_dimensions)
 
 
-# -- the primitive: what ``reference.grouped`` and ``reference.grouped_drhs`` take, with the contracted axes last ------
+# -- the primitive: arguments of ``reference.grouped`` and ``reference.grouped_drhs``, with the contracted axes last ---
 
 
 NAME = "block_scaled_ragged_dot"
@@ -112,7 +112,7 @@ def _lower(context: Any, *operands: Any, ragged_dot_dimension_numbers: Any, out_
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
-    """Multiply element by element: the kernel's groups are those of one."""
+    """Multiply one batch element after the other: the kernel has groups of one element only."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def one(own: Any) -> Array:

@@ -1,7 +1,7 @@
-"""block_scaled: the product of two operands in blocks, by a GPU's own instruction for them or by our kernel.
+"""block_scaled: the product of two operands in blocks, by a GPU instruction for them or by our kernel.
 
-XLA makes cuDNN's block-scaled matmul of the custom call below (``jax.nn.scaled_matmul``'s) on GPUs of compute
-capability 10. Elsewhere it dequantizes the operands in more passes than ``contract`` does, so it is taken there alone.
+On GPUs of compute capability 10, XLA turns the custom call below (``jax.nn.scaled_matmul``'s) into cuDNN's block-scaled
+matmul. On other GPUs it would dequantize the operands in more passes than ``contract`` does, so it is used only there.
 Blocks of 128 have a kernel for Hopper (``kernels/block_matmul``). Both are lowerings of one primitive.
 """
 
@@ -31,16 +31,16 @@ from jaxquant.ops.implementation import select_block_matmul
 Array = jax.Array
 Axes = tuple[int, ...]
 SIZES = {("float8_e4m3fn", "float8_e8m0fnu"): 32, ("float4_e2m1fn", "float8_e4m3fn"): 16}
-"""Elements and scales that the instruction has -> how many elements share a scale (MXFP8, NVFP4)."""
+"""Element and scale dtypes of the instruction -> number of elements that share a scale (MXFP8, NVFP4)."""
 
 
 def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
-    """Return why the instruction does not compute a contraction, in words; None where it does.
+    """Return the reason why the instruction cannot compute a contraction, or None if it can.
 
-    It sums exact products in float32, as the float matmul of the dequantized operands does.
+    It sums exact products in float32, like the float matmul of the dequantized operands.
 
     Args:
-      lhs, rhs, dims: as ``contract`` takes them.
+      lhs, rhs, dims: arguments of ``contract``.
     """
     kinds = {(side.qvalue.dtype.name, "" if side.codec else side.scale.dtype.name) for side in (lhs, rhs)}
     size = SIZES.get(next(iter(kinds))) if len(kinds) == 1 else None
@@ -50,12 +50,12 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
         return "the chip has no block-scaled matmul"
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
-            return f"the last contraction axis is not cut into blocks of {size}"
+            return f"the last contraction axis is not split into blocks of {size}"
     return cut_refusal(lhs.qvalue, rhs.qvalue, waits=True)
 
 
 def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
-    """Select what computes a contraction (``cudnn``, ``pallas`` or ``xla``); see ``select_block_matmul``."""
+    """Select the implementation of a contraction (``cudnn``, ``pallas`` or ``xla``); see ``select_block_matmul``."""
     refused = functools.partial(kernel.refusal, lhs, rhs, *_axes(dims), out_dtype=out_dtype)
     return select_block_matmul(refusal(lhs, rhs, dims), implementation, refused).name
 
@@ -65,12 +65,12 @@ def _axes(dims: Dimensions) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
 
 
 def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: str = "cudnn") -> Array:
-    """Multiply qvalues and the scales of their blocks; the outer scales are the caller's.
+    """Multiply qvalues and the scales of their blocks; the caller applies the outer scales.
 
     Args:
-      lhs, rhs, dims: operands and what is contracted.
+      lhs, rhs, dims: operands and dimension numbers.
       out_dtype: dtype of the result.
-      by: what ``choose`` returned, but ``xla``.
+      by: result of ``choose``, except ``xla``.
     """
     if by == "pallas":
         operands = kernel.operands(lhs, rhs, *_axes(dims))
@@ -87,7 +87,7 @@ def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: s
 def _rows(
     side: QTensor, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...], size: int
 ) -> tuple[Array, Array]:
-    """Return qvalues as (batch, free, contracted), and a scale for each ``size`` of the contracted ones."""
+    """Return qvalues as (batch, free, contracted), and a scale for each ``size`` contracted elements."""
     scale, order = side.scale, (*batch, *free, *contracted)
     for axis, n in enumerate(side.shape):
         step = size if axis == contracted[-1] else 1

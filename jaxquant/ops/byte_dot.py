@@ -1,13 +1,14 @@
-"""8-bit operands on GPUs: how they lie in memory, and the matmul of two of them by cuBLASLt instead of Triton.
+"""8-bit operands on GPUs: their memory layout, and their matmul by cuBLASLt instead of Triton.
 
-Hopper's 8-bit matmuls want both operands with the contraction last. XLA turns the cast around for the first matmul that
-it sees: the tensor is then read again for its amax, and turned again for the other matmul. For int8 it folds its own
-copies back into the matmul, which cuBLASLt then computes up to eight times as slowly. Here the cast keeps the row-major
-order of what it reads, and the copy is made of the 8-bit tensor. Under automatic sharding a layout that is asked for
-makes the partitioner gather the tensor, so a program for more than one device asks for none.
+Hopper's 8-bit matmuls need both operands with the contraction last. XLA transposes the cast for the first matmul that
+it finds: the tensor is then read again for its amax, and transposed again for the other matmul. XLA also folds its own
+copies of int8 operands back into the matmul, which cuBLASLt then computes up to eight times as slowly. Here the cast
+keeps the row-major order of its input, and the 8-bit tensor is copied. Under automatic sharding a layout constraint
+makes the partitioner gather the tensor, so a program for more than one device has none.
 
-The matmul is jax's own, so that rematerialization policies recognize it. Identity operations around it carry what only
-compilers of GPUs need: copies of int8 operands whose contraction lies last in memory, and the algorithm of fp8.
+The matmul is jax's own, so that rematerialization policies recognize it. Identity primitives around it carry the
+information that only GPU compilers need: copies of int8 operands with the contraction last in memory, and the algorithm
+for fp8.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 
 KEEP = "keep_layout"
-"""Name of the primitive: the identity, but for compilers of GPUs."""
+"""Name of the primitive, which is the identity except for GPU compilers."""
 
 _keep = Primitive(KEEP)
 _keep.def_impl(lambda x, **_: x)
@@ -56,7 +57,7 @@ def _on_gpus(x: Array, *, last: tuple[int, ...], is_row_major: bool) -> Array:
     order = (*(axis for axis in range(x.ndim) if axis not in last), *last)
     copy = x.transpose(order)
     copy = jax.lax.optimization_barrier(_pin(copy) if is_row_major else copy)
-    return copy.transpose(np.argsort(order))  # which the matmul takes in: its operand is the copy
+    return copy.transpose(np.argsort(order))  # the matmul absorbs it: its operand is the copy
 
 
 def _lower_on_gpus(context: Any, x: Any, **layout: Any) -> Any:
@@ -76,7 +77,7 @@ def _is_byte(x: Array) -> bool:
 
 
 def row_major(tensor: QTensor) -> QTensor:
-    """Ask GPUs to keep an 8-bit tensor in row-major order, if it is not cut over devices.
+    """Make GPUs keep an 8-bit tensor in row-major order, if it is not split over devices.
 
     Args:
       tensor: quantized operand.
@@ -88,12 +89,12 @@ def row_major(tensor: QTensor) -> QTensor:
 
 
 def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> Array:
-    """Return an operand that GPUs copy so that its contraction axes are last in memory, if it is not cut over devices.
+    """Return an operand that GPUs copy so that its contraction axes are last in memory, if it is on one device.
 
     Args:
       x: quantized elements.
-      axes: that are contracted.
-      is_row_major: whether XLA may not lay the copy out in another way, as it does with int8.
+      axes: contraction axes.
+      is_row_major: whether to forbid XLA another layout of the copy, as it chooses for int8.
     """
     is_last = axes == tuple(range(x.ndim - len(axes), x.ndim))
     if not _is_byte(x) or (is_last and not is_row_major):
@@ -106,10 +107,10 @@ def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> 
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 ROWS = 64
-"""Rows of the other operand from which GPUs copy an int8 operand.
+"""Rows of the other operand from which on GPUs copy an int8 operand.
 
-On an H200 the copy moves two bytes an element at 4 TB/s, and the matmul without it computes two operations an element
-and row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``): they break even at about 40 rows.
+On an H200 the copy moves two bytes an element at 4 TB/s. Without it, the matmul computes two operations an element and
+row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). Both take the same time at about 40 rows.
 """
 
 _algorithm = Primitive("fp8_algorithm")
@@ -127,12 +128,12 @@ def byte_dot(
     out_sharding: NamedSharding | None = None,
     copies: bool = False,
 ) -> Array:
-    """Multiply two operands of which both may have 8 bits; others are multiplied as ``float_dot`` does.
+    """Multiply two operands that may have 8 bits; others are multiplied by ``float_dot``.
 
     Args:
       lhs, rhs: operands.
-      dims: what is contracted.
-      precision, preferred_element_type, out_sharding: as ``lax.dot_general`` takes them.
+      dims: dimension numbers.
+      precision, preferred_element_type, out_sharding: arguments of ``lax.dot_general``.
       copies: whether GPUs copy fp8 operands so that the contraction axes are last in memory.
     """
     rows = [_rows(lhs, dims.lhs_free), _rows(rhs, dims.rhs_free)]
@@ -142,8 +143,8 @@ def byte_dot(
         a = contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
     if rows[0] >= ROWS if is_int8 else copies:
         b = contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
-    kept = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    out = float_dot(a, b, dims.numbers, precision=precision, **kept)
+    arguments = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    out = float_dot(a, b, dims.numbers, precision=precision, **arguments)
     has_algorithm = is_fp8 and {lhs.dtype.name, rhs.dtype.name} != {"float8_e5m2"} and min(rows) > 1
     if has_algorithm and capability_of(lhs, rhs) >= (8, 9):
         out = _algorithm.bind(out, is_fast=precision in (None, jax.lax.Precision.DEFAULT))
@@ -151,24 +152,24 @@ def byte_dot(
 
 
 def _rows(x: Array, free: Sequence[int]) -> int:
-    """Count the rows of an operand; a symbolic size counts as many."""
+    """Return the number of rows of an operand; a symbolic size counts as ``ROWS``."""
     return math.prod(x.shape[axis] if isinstance(x.shape[axis], int) else ROWS for axis in free)
 
 
 def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
-    """Name the algorithm of the matmul that makes a result. Triton has none of that name, so XLA asks cuBLASLt.
+    """Set the algorithm of the matmul that produces a result. Triton does not support it, so XLA uses cuBLASLt.
 
-    jax's own way to ask for it, a ``precision``, is an error on all other platforms. Any fp8 type stands for all of
-    them; programs in the form of StableHLO 1.16 can name e5m2 alone.
+    jax's own way to request it, a ``precision``, is an error on all other platforms. One fp8 type represents all of
+    them; programs in the form of StableHLO 1.16 support only e5m2.
     """
     value = out
-    while _makes(value, "sdy.sharding_constraint"):
+    while _is_result_of(value, "sdy.sharding_constraint"):
         value = value.owner.operands[0]
-    if tuple(context.module_context.platforms) != ("cuda",) or not _makes(value, "stablehlo.dot_general"):
+    if tuple(context.module_context.platforms) != ("cuda",) or not _is_result_of(value, "stablehlo.dot_general"):
         return [out]
     dot, made = value.owner, value
     if is_cut(context):
-        dot, made = _exchanged(dot)
+        dot, made = _swap_operands(dot)
     fp8, result = ir.Float8E5M2Type.get(), ir.F32Type.get()
     dot.attributes["algorithm"] = stablehlo.DotAlgorithm.get(fp8, fp8, result, 1, 1, 1, is_fast)
     if "precision_config" in dot.attributes:
@@ -179,13 +180,13 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
     return [made if out == value else out]
 
 
-def _makes(value: Any, name: str) -> bool:
-    """Check whether an operation of a name makes a value, which may be an argument of a function."""
+def _is_result_of(value: Any, name: str) -> bool:
+    """Check whether an operation of this name produces a value, which may instead be a function argument."""
     return isinstance(value.owner, ir.Operation | ir.OpView) and value.owner.name == name
 
 
-def _exchanged(dot: Any) -> tuple[Any, Any]:
-    """Exchange the operands of a plain product of matrices; return the new product, and its transpose.
+def _swap_operands(dot: Any) -> tuple[Any, Any]:
+    """Swap the operands of a plain matrix product. Returns the new product, and its transpose.
 
     The partitioner writes a plain product as ``stablehlo.dot``, which has no algorithm: it would be lost.
     """
@@ -197,8 +198,8 @@ def _exchanged(dot: Any) -> tuple[Any, Any]:
     with ir.InsertionPoint(dot), dot.location:
         kind = ir.RankedTensorType.get(out.type.shape[::-1], out.type.element_type)
         made = stablehlo.dot_general(kind, rhs, lhs, stablehlo.DotDimensionNumbers.get([], [], [0], [1]))
-        held: Any = stablehlo.optimization_barrier([made])  # or the transposition is taken back into the product
-        return made.owner, stablehlo.transpose(held, ir.DenseI64ArrayAttr.get([1, 0]))
+        barrier: Any = stablehlo.optimization_barrier([made])  # or XLA folds the transposition into the product
+        return made.owner, stablehlo.transpose(barrier, ir.DenseI64ArrayAttr.get([1, 0]))
 
 
 batching.primitive_batchers[_algorithm] = lambda batched, dims, **options: (

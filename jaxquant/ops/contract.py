@@ -1,4 +1,4 @@
-"""contract: multiply two operands, quantized or float, and apply their scales to the result."""
+"""contract: the product of two operands, quantized or float, with their scales applied to the result."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from jaxquant.ops.pieces import eight_bits
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
 DEQUANTIZED_MARK = "jaxquant dequantized"
-"""The ``checkpoint_name`` of an operand that is multiplied dequantized: no matmul has the scales of its tiles."""
+"""``checkpoint_name`` of an operand that is multiplied dequantized, because no matmul supports its tile scales."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dequantized:
-    """A quantized operand of which a kernel wrote the values that are multiplied, in bfloat16."""
+    """A quantized operand whose bfloat16 values, which are multiplied, a kernel wrote."""
 
     values: Array
 
 
-def accumulator_dtype(asked: str | None, out_dtype: str) -> str:
-    """Choose ``preferred_element_type`` where a recipe leaves it open: the result's, but never float16.
+def accumulator_dtype(requested: str | None, out_dtype: str) -> str:
+    """Return ``preferred_element_type``: the recipe's if it has one, else the result's dtype, but never float16.
 
-    A float16 sum of 8-bit products overflows before the scales bring it back.
+    A float16 sum of 8-bit products overflows before the scales are applied.
     """
-    return asked or ("float32" if out_dtype == "float16" else out_dtype)
+    return requested or ("float32" if out_dtype == "float16" else out_dtype)
 
 
 def contract(
@@ -66,33 +66,34 @@ def contract(
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
-    A float operand has no scale, and the qvalues that meet it take its dtype, in which they are exact. ``arithmetic``
-    says where operands are dequantized first instead. A scale that changes along a contraction axis (a shard, or a tile
-    of integers) cuts that axis; the partial sums are scaled and then added in ``parts_dtype``.
+    A float operand has no scale, and the qvalues are cast to its dtype, in which they are exact. Some operands are
+    dequantized first instead; see ``dequantized_dtype``. A scale that varies along a contraction axis (a shard, or a
+    tile of integers) splits that axis; the partial sums are scaled and then added in ``parts_dtype``.
 
     Args:
       lhs, rhs: operands.
-      dims: what is contracted.
+      dims: dimension numbers.
       out_dtype: dtype of the result.
-      accumulator: dtype that the matmul returns, None for the result's; int32 is of two integers alone.
-      precision: as in ``lax.dot_general``.
-      default_precision: what None means for a quantized matmul.
-      scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own). Of two scales of whole
-        tensors the product, made in float32, is rounded to the dtype that the matmul returns (float32 for int32), and
-        multiplied in it: GPU libraries take it as their own.
-      out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
-      implementation: what computes the low-precision matmul, None to pick; see ``ops.implementation``.
-      copies: whether GPUs copy fp8 operands so that the contraction lies last; see ``byte_dot``.
-      parts_dtype: dtype in which the tiles' sums are added, and sent where each lies on a device of its own.
-      shards: blocks of the first contraction axis that were quantized by themselves, whose sums stay low-precision.
+      accumulator: dtype that the matmul returns, or None for the dtype of the result; int32 is for two integers only.
+      precision: precision as in ``lax.dot_general``.
+      default_precision: precision of a quantized matmul if ``precision`` is None.
+      scale_dtype: dtype in which scales are applied (float32, or the result's dtype in flax mode). The product of two
+        per-tensor scales is computed in float32, rounded to the dtype that the matmul returns (float32 for int32), and
+        applied in it, so that GPU libraries can apply it themselves.
+      out_sharding: sharding of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
+      implementation: implementation of the low-precision matmul, or None to select one; see ``ops.implementation``.
+      copies: whether GPUs copy fp8 operands so that the contraction axes are last; see ``byte_dot``.
+      parts_dtype: dtype in which the partial sums are added, and sent if each is on a separate device.
+      shards: number of blocks of the first contraction axis that were quantized separately; their sums stay
+        low-precision.
     """
     is_low = all(isinstance(side, QTensor | Dequantized) for side in (lhs, rhs))
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
         scales = [side.outer_scale for side in (lhs, rhs) if isinstance(side, QTensor) and side.outer_scale is not None]
         outer = functools.reduce(jnp.multiply, (scale.reshape(()) for scale in scales)) if scales else None
-        # A float matmul adds in float32 and rounds once, whichever it returns.
-        asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
-        returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
+        # A float matmul adds in float32 and rounds once, for either dtype.
+        requested = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
+        returned = accumulator_dtype(requested, out_dtype if outer is None else "float32")
 
         def as_floats(lhs: Any, rhs: Any) -> Array:
             left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
@@ -113,18 +114,18 @@ def contract(
         return _one_row(product, lhs, rhs, dims)
 
     axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
-    kept: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
-    refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
+    options: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
+    refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **options, scale_dtype=scale_dtype)
     is_hopper = capability_of(lhs.qvalue, rhs.qvalue)[0] == 9
     reason_to_prefer = INT8_PAYS if is_hopper and lhs.qvalue.dtype == rhs.qvalue.dtype == jnp.int8 else None
     if select_implementation("dot_general", implementation, refused, reason_to_prefer).name == "pallas":
-        return kernel.einsum(lhs, rhs, *axes, **kept)
-    kept |= {"precision": default_precision if precision is None else precision, "out_sharding": out_sharding}
-    return _product(lhs, rhs, dims, **kept, scale_dtype=scale_dtype, parts_dtype=parts_dtype, copies=copies)
+        return kernel.einsum(lhs, rhs, *axes, **options)
+    options |= {"precision": default_precision if precision is None else precision, "out_sharding": out_sharding}
+    return _product(lhs, rhs, dims, **options, scale_dtype=scale_dtype, parts_dtype=parts_dtype, copies=copies)
 
 
 SMALL = 2**20
-"""Elements below which a weight is multiplied with a single row as fast as with two."""
+"""Number of elements below which a weight is multiplied with a single row as fast as with two."""
 
 
 def dequantized_dtype(
@@ -134,17 +135,17 @@ def dequantized_dtype(
     out_dtype: str,
     shards: int = 1,
 ) -> str | None:
-    """Choose the dtype to which quantized operands of a contraction are dequantized; None multiplies qvalues.
+    """Return the dtype to which quantized operands of a contraction are dequantized, or None to multiply qvalues.
 
-    Two float operands, and what has no elements apart from its scales, are float matmuls. So are tiles: a matmul that
-    scaled each tile's sum would store as many results as there are tiles, and no library has one. Two operands in tiles
-    become bfloat16 where that is the result's dtype or their scales have eight bits, which is exact; else float32.
-    Their outer scales multiply the product. A float operand is multiplied tile by tile as long as the tiles' float32
-    sums take no more bytes than a bfloat16 weight, up to half as many rows as a tile has elements: the weight is read
-    once, as it is stored.
+    Two float operands run as a float matmul, and so do formats whose elements are not separate from their scales. So do
+    tiles: a matmul that scaled each tile's sum would store as many results as there are tiles, and no library has one.
+    Two operands in tiles become bfloat16 if that is the result's dtype or if their scales have eight bits (exact), and
+    float32 otherwise. Their outer scales multiply the product. With a float operand of at most half as many rows as a
+    tile has elements, the weight is multiplied tile by tile: it is read once, as it is stored, and the tiles' float32
+    sums take no more bytes than a bfloat16 weight.
 
     Args:
-      lhs, rhs, dims, out_dtype, shards: as ``contract`` takes them.
+      lhs, rhs, dims, out_dtype, shards: arguments of ``contract``.
     """
     if isinstance(lhs, Dequantized) or isinstance(rhs, Dequantized):
         return "bfloat16"
@@ -169,17 +170,17 @@ def dequantized_dtype(
 
 
 def tiles_dtype(tensors: Sequence[Any], out_dtype: str) -> str:
-    """Choose the dtype of two operands in tiles that are dequantized; see ``dequantized_dtype``."""
+    """Return the dtype to which two operands in tiles are dequantized; see ``dequantized_dtype``."""
     is_exact = all(isinstance(x, QTensor) and x.codec is None and x.scale.dtype.itemsize == 1 for x in tensors)
     return "bfloat16" if is_exact or out_dtype == "bfloat16" else "float32"
 
 
 def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> bool:
-    """Check whether two operands will be dequantized to bfloat16: what computes them multiplies no blocks.
+    """Check whether two operands will be dequantized to bfloat16, because their implementation multiplies no blocks.
 
     Args:
-      lhs, rhs: of abstract arrays.
-      dims, out_dtype, implementation: as ``contract`` takes them.
+      lhs, rhs: tensors of abstract arrays.
+      dims, out_dtype, implementation: arguments of ``contract``.
     """
     has_instruction = capability_of(lhs.qvalue)[0] == 10
     if has_instruction or dequantized_dtype(lhs, rhs, dims, out_dtype) != "bfloat16":
@@ -188,7 +189,7 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
 
 
 def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
-    """Return an operand of a float matmul; without ``keeps_outer`` its outer scale is left to multiply the product."""
+    """Return an operand of a float matmul. Without ``keeps_outer``, the caller applies the outer scale."""
     if isinstance(side, Dequantized):
         return checkpoint_name(side.values, DEQUANTIZED_MARK)
     if not isinstance(side, QTensor):
@@ -202,8 +203,10 @@ def _unscaled(x: Any) -> QTensor:
 
 
 def _one_row(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
-    """Multiply a single row with a row of zeros below it: GPUs and TPUs have no matmul for one, and take up to 25 times
-    as long element by element (commit b55b3a5). With a small weight that is no matter."""
+    """Multiply a single row with a row of zeros below it. Small weights do not need this.
+
+    GPUs and TPUs have no matmul for one row; element by element they take up to 25 times as long (commit b55b3a5).
+    """
     contract, free = dims.lhs_contract, dims.lhs_free
     is_one = not dims.lhs_batch and all(lhs.shape[axis] == 1 for axis in free)
     is_light = rhs.qvalue.dtype.itemsize > 1 or rhs.qvalue.size < SMALL
@@ -234,15 +237,15 @@ def _product(
     parts_dtype: str = "float32",
     copies: bool = False,
 ) -> Array:
-    """Multiply qvalues, subtract what the zero points add, and scale the result; see ``contract``."""
+    """Multiply qvalues, subtract the contribution of the zero points, and scale the result; see ``contract``."""
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
     place = _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles)
 
     def dot(a: Array, b: Array) -> Array:
-        a, b = _alike(a, b)
+        a, b = _cast_alike(a, b)
         sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
-        kept = {"precision": precision, "preferred_element_type": accumulator, "out_sharding": fit_sizes(place, sizes)}
-        return byte_dot(a, b, dims, **kept, copies=copies)
+        more = {"precision": precision, "preferred_element_type": accumulator, "out_sharding": fit_sizes(place, sizes)}
+        return byte_dot(a, b, dims, **more, copies=copies)
 
     out = dot(lhs.qvalue, rhs.qvalue)
     lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract + dims.lhs_batch)
@@ -258,7 +261,7 @@ def _product(
         out = out.astype(jnp.float32)
     out = _rescale(out, lhs, rhs, dims, scale_dtype)
     if tiles:
-        # Not by ``sum``, which adds in float32 whatever it is given.
+        # ``sum`` would add in float32 for any dtype.
         out = jax.lax.reduce(out.astype(parts_dtype), np.zeros((), parts_dtype), jax.lax.add, tuple(range(tiles)))
         out = out if out_sharding is None else jax.sharding.reshard(out, fit_sizes(out_sharding, out.shape))
     return out.astype(out_dtype)
@@ -267,9 +270,10 @@ def _product(
 def _tiled_sharding(
     out_sharding: NamedSharding | None, lhs: Array, dims: Dimensions, tiles: int
 ) -> NamedSharding | None:
-    """Insert the leading tile axes in front of a result's sharding, as the operand has them.
+    """Insert the operand's leading tile axes in front of a result's sharding.
 
-    The result has no axis that a tile axis takes before the tiles are added: each device multiplies its own tiles.
+    Until the tiles are added, no axis of the result uses a mesh axis of a tile axis: each device multiplies its own
+    tiles.
     """
     operand = explicit_sharding(lhs)
     if out_sharding is None or operand is None or not tiles:
@@ -281,12 +285,12 @@ def _tiled_sharding(
 
 
 def _names(entries: Sequence[Any]) -> list[str]:
-    """Return the mesh axes that entries of a partition spec name."""
+    """Return the mesh axes in entries of a partition spec."""
     return [name for entry in entries if entry for name in (entry if isinstance(entry, tuple) else (entry,))]
 
 
-def _alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Give operands a dtype that has a matmul: a float operand's, int8 for int4 except on TPUs, e4m3 for e2m1.
+def _cast_alike(a: Array, b: Array) -> tuple[Array, Array]:
+    """Cast operands to a dtype that has a matmul: a float operand's, int8 for int4 except on TPUs, e4m3 for e2m1.
 
     XLA:CPU fails on products of 4-bit operands (jax 0.10 and 0.12), XLA:GPU widens them to 32 bits.
     """
@@ -299,16 +303,16 @@ def _alike(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """Broadcast a zero point along contraction and batch axes; free axes keep size 1 where it is shared."""
+    """Broadcast a zero point along contraction and batch axes; free axes keep size 1 if they share it."""
     target = [shape[axis] if axis in axes else size for axis, size in enumerate(zero_point.shape)]
     return jnp.broadcast_to(zero_point, target)
 
 
 def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str) -> Array:
-    """Multiply a result by the scales of both operands, laid out as the result."""
+    """Multiply a result by the scales of both operands, in the layout of the result."""
     lhs_scale, rhs_scale = lhs.full_scale(), rhs.full_scale()
     if lhs_scale.size == 1 and rhs_scale.size == 1:
-        # One rounding of the product of scalars, then one multiplication of the result.
+        # The product of scalars is rounded once; then the result is multiplied once.
         return out * (lhs_scale * rhs_scale.reshape(lhs_scale.shape)).reshape(()).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
     left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
@@ -317,7 +321,7 @@ def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: st
 
 
 def _each_free(scale: Array, tensor: QTensor, free: tuple[int, ...]) -> Array:
-    """Repeat the scales of blocks over free axes, which the result has element by element."""
+    """Repeat the scales of blocks over free axes, one for each element of the result."""
     for axis in free:
         if scale.shape[axis] not in (1, tensor.shape[axis]):
             scale = spread(scale, axis, tensor.shape[axis], tensor.blocks[axis])
@@ -335,9 +339,9 @@ def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before,
 
 
 def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor, QTensor, Dimensions, int]:
-    """Turn the tiles of each contraction axis into leading batch axes; return how many such axes there are.
+    """Turn the tiles of each contraction axis into leading batch axes. Returns the number of these axes last.
 
-    Where the tiles of the operands differ, an axis is cut into pieces that lie within one tile of either.
+    If the tiles of the operands differ, an axis is split into pieces that lie within one tile of both.
     """
     lhs_steps, rhs_steps = {}, {}
     for left, right in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
@@ -361,9 +365,9 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
 
 
 def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
-    """Split axes in pieces of a step. Return the tensor, where each old axis went, and where the axes of pieces stand.
+    """Split axes into pieces of a step. Returns the tensor, and the new places of old axes and of the axes of pieces.
 
-    A last piece that is smaller is filled with zeros, which add nothing to a sum of products.
+    A smaller last piece is padded with zeros, which do not change a sum of products.
     """
     place, tiles, position = {}, {}, 0
     for axis in range(tensor.ndim):

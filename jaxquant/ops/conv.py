@@ -1,15 +1,15 @@
 """conv_general_dilated: a convolution in low precision, forward and backward.
 
-A convolution contracts all axes of the activation but the batch, and all axes of the kernel but the output features, so
-that a scale per channel is one an example, and one an output feature. Padding adds zeros, which every symmetric
-quantization keeps.
+A convolution contracts all axes of the activation except the batch, and all axes of the kernel except the output
+features. A scale per channel is therefore a scale per example or per output feature. Padding adds zeros, which every
+symmetric quantization represents exactly.
 
     lhs ── quantize, per tensor or example ───────┐
     rhs ── quantize, per tensor or output feature ┴─ lax.conv_general_dilated ── scales ──► y
     grad ── fold the residual's per-channel scale in ── quantize ── jax's own transposed convolutions ──► dlhs, drhs
 
-``lax.conv_general_dilated`` takes two operands of one type. Where those of a gradient differ (float8_e5m2 by
-float8_e4m3fn) both are multiplied as bfloat16, which holds every value of either.
+``lax.conv_general_dilated`` needs operands of one dtype. If the operands of a gradient differ (float8_e5m2 and
+float8_e4m3fn), both are multiplied as bfloat16, in which all their values are exact.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ def conv_general_dilated(
 ) -> Array:
     """Convolve an activation with a kernel in the low precision of a recipe, forward and backward.
 
-    Takes the arguments of ``jax.lax.conv_general_dilated``. Gradients pass straight through rounding; values cut off by
-    a clipping calibration get none.
+    Takes the arguments of ``jax.lax.conv_general_dilated``. Gradients pass straight through rounding; values that a
+    clipping calibration cut off get no gradient.
 
     Args:
       lhs: activation, any float dtype.
-      rhs: kernel, any float dtype; a converted one needs no state and gets no gradient.
-      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, precision: as there.
+      rhs: kernel, any float dtype; a converted kernel needs no state and gets no gradient.
+      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, precision: arguments
+        of ``jax.lax.conv_general_dilated``.
       batch_group_count: 1.
-      preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
-      recipe: all numbers.
-      state: for a recipe with delayed scaling, the amax state from ``ops.initial_state``.
+      preferred_element_type: dtype of the result, or None for the promoted dtype of the operands.
+      recipe: recipe of the convolution.
+      state: amax state from ``ops.initial_state``, for a recipe with delayed scaling.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
 
     Raises:
@@ -86,7 +87,7 @@ def conv_general_dilated(
         windows = [(rhs.shape[axis] - 1) * d + 1 for axis, d in zip(numbers.rhs_spec[2:], dilation, strict=True)]
         spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
         padding = jax.lax.padtype_to_pads(spatial, windows, window_strides, padding)
-    recipe = pieces.with_shards(recipe, lhs, ())  # a count of -1 cuts no convolution
+    recipe = pieces.with_shards(recipe, lhs, ())  # a count of -1 splits no convolution
     pads = tuple((int(low), int(high)) for low, high in padding)
     window = _Window(tuple(window_strides), pads, tuple(lhs_dilation or ones), dilation, numbers, feature_group_count)
     op = _Conv.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, window=window)
@@ -98,7 +99,7 @@ def conv_general_dilated(
 
 
 def unsupported(recipe: Recipe) -> str:
-    """Explain why a recipe's numbers make no sense for a convolution, "" where they do."""
+    """Return the reason why a convolution cannot run a recipe, or "" if it can."""
     own = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     if any(spec.granularity != "per_tensor" and spec.calibration.method != "fixed" for spec in own):
         return "operands that are quantized per channel again for the backward pass"
@@ -113,7 +114,7 @@ def unsupported(recipe: Recipe) -> str:
 
 
 class _Window(NamedTuple):
-    """How a convolution runs: arguments of ``jax.lax.conv_general_dilated``, in its order."""
+    """Arguments of ``jax.lax.conv_general_dilated``, in its order."""
 
     strides: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
@@ -165,10 +166,10 @@ class _Conv(Operation):
         return out.astype(self.out_dtype)
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key) -> Array:
-        """Convolve the output's gradient with what was kept of an operand."""
+        """Convolve the output's gradient with the residual of an operand."""
         examples, features = self.window.numbers.out_spec[:2]
-        # The axis of the residual along which its scale may vary, its place in the output's gradient, the axis of that
-        # gradient along which its own scale may vary, and its place in the result.
+        # The axis of the residual along which its scale may vary, its place in the output's gradient, the axis of the
+        # output's gradient along which its own scale may vary, and its place in the result.
         if name == "dlhs":
             spec, accumulator = self.recipe.dlhs.lhs, self.recipe.dlhs.accumulator
             axis, place, own_axis, own_place = self.feature, features, examples, self.batch
@@ -196,9 +197,9 @@ class _Conv(Operation):
         return self._transposed("dlhs", grad, dequantize(kernel, grad.dtype.name), None)
 
     def _transposed(self, name: Gradient, grad: Array, other: Array, accumulator: str | None) -> Array:
-        """Run the program of jax's transposition of the convolution, on operands of any dtype.
+        """Evaluate jax's transposition of the convolution on operands of any dtype.
 
-        It is traced in float32 and consists of the convolution and of reversals and reshapes beside it.
+        It is traced in float32 and consists of the convolution, reversals and reshapes.
         """
         like = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)  # noqa: E731
         of_lhs = name == "dlhs"
@@ -224,7 +225,7 @@ def _others(ndim: int, axis: int) -> tuple[int, ...]:
 
 
 def _along(scale: Array, axis: int, target: int) -> Array:
-    """Lay a scale that varies along one axis at most out along another axis."""
+    """Move a scale that varies along at most one axis to another axis."""
     shape = [1] * scale.ndim
     shape[target] = scale.shape[axis]
     return scale.reshape(shape)
@@ -235,7 +236,7 @@ def _as_float(x: QTensor | Array, dtype: str) -> Array:
 
 
 def _same_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
-    """Bring qvalues into one type of at least eight bits that holds both."""
+    """Cast qvalues to one dtype of at least eight bits in which both are exact."""
     lhs, rhs = eight_bits(lhs), eight_bits(rhs)
     if lhs.dtype == rhs.dtype:
         return lhs, rhs

@@ -1,8 +1,8 @@
-"""Shared by contractions with converted kernels: checks, batch elements one by one, the activation's gradient.
+"""Shared by contractions with converted kernels: checks, separate batch elements, the gradient of the activation.
 
 lhs ── quantize_operand ──► qvalues ────────────┐
 QTensor (perhaps with the input's static scale) ┴─ product ──► y, bit for bit what the training op computes
-grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has none
+grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has no gradient
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 
 
-def has_scales_of_elements(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
-    """Whether the batch elements of a kernel have one scale each, as where training quantized each by itself."""
+def has_batch_scales(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
+    """Whether each batch element of a kernel has its own scale, because training quantized each separately."""
     spec = recipe.fwd.rhs
     is_plain = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor" and weight.block is None
     return is_plain and any(weight.scale.shape[axis] > 1 for axis in dims.rhs_batch)
@@ -39,15 +39,15 @@ def each_element(
     key: RandomKey | None = None,
     *rest: Any,
 ) -> Array:
-    """Contract each batch element by itself: its activation has a scale of its own, too.
+    """Contract each batch element separately, with its own activation scale.
 
     Args:
-      run: contracts one, by ``dims.of_element()``, of (activation, weight, key, *rest).
-      lhs: the activation.
-      weight: float, or a converted kernel.
-      dims: of the contraction of all.
-      key: for stochastic rounding, or None.
-      rest: what else each element has one of, along first axes.
+      run: contraction of one element by ``dims.of_element()``: a function of (activation, weight, key, *rest).
+      lhs: activation.
+      weight: float weight or converted kernel.
+      dims: dimension numbers of the whole contraction.
+      key: random key for stochastic rounding, or None.
+      rest: other arguments of ``run``, with the elements along the first axes.
     """
     sizes = tuple(lhs.shape[axis] for axis in dims.lhs_batch)
 
@@ -66,67 +66,67 @@ def each_element(
 
 
 def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Shard the first axes of all arrays as those that ``jax.vmap`` maps along explicit mesh axes must be: alike."""
+    """Shard the first axes of all arrays alike, as ``jax.vmap`` along explicit mesh axes requires."""
     leaves, tree = jax.tree.flatten(operands)
     places = [place for place in map(explicit_sharding, leaves) if place is not None]
     entries = tuple(next((p.spec[axis] for p in places if p.spec[axis] is not None), None) for axis in range(count))
     if not any(entries):
         return operands
 
-    def lay(x: Array) -> Array:
+    def shard(x: Array) -> Array:
         at = lambda *spec: NamedSharding(places[0].mesh, PartitionSpec(*spec))  # noqa: E731
         x = jax.sharding.reshard(x, at()) if explicit_sharding(x) is None else x  # so that its gradient is replicated
         return jax.sharding.reshard(x, at(*entries, *jax.typeof(x).sharding.spec[count:]))
 
-    return tree.unflatten(map(lay, leaves))
+    return tree.unflatten(map(shard, leaves))
 
 
 def check_input_scale(recipe: Recipe, weight: QTensor) -> None:
-    """Refuse a kernel without the static scale of the activation that a recipe asks for.
+    """Raise if the recipe needs a static scale of the activation and the kernel has none.
 
     Args:
-      recipe: all numbers.
-      weight: the converted kernel.
+      recipe: recipe of the layer.
+      weight: converted kernel.
 
     Raises:
-      ValueError: it has none.
+      ValueError: the kernel has no input scale.
     """
     spec = recipe.resolve("fwd", "lhs")
     if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
         raise ValueError(
-            f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
+            f"recipe {recipe.name!r} needs a static activation scale, but the converted kernel of shape "
             f"{weight.shape} has no input_scale; convert the model with this recipe"
         )
 
 
 def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
-    """Refuse a kernel whose scales an op without blocks cannot multiply into its result.
+    """Raise if an op without blocks cannot multiply the scales of a kernel into its result.
 
     Args:
-      op: its name.
-      weight: the converted kernel.
-      axes: along which scales may vary.
+      op: name of the op.
+      weight: converted kernel.
+      axes: axes along which scales may vary.
 
     Raises:
-      NotImplementedError: says which scales it has and which are taken.
+      NotImplementedError: the kernel has other scales.
     """
     is_plain = weight.codec is None and weight.zero_point is None and weight.outer_scale is None
     sizes = () if weight.codec is not None else zip(weight.scale.shape, weight.shape, strict=True)
     if not is_plain or any(n not in ((1, size) if axis in axes else (1,)) for axis, (n, size) in enumerate(sizes)):
         raise NotImplementedError(
-            f"{op} takes a converted kernel with one scale, or one for each element of axes {axes}, got "
-            f"{weight.description}; convert the kernel by this op"
+            f"{op} supports converted kernels with one scale, or with one for each element of axes {axes}, got "
+            f"{weight.description}; convert the kernel for this op"
         )
 
 
 def straight_through(
     run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: QTensor, *rest: Any
 ) -> Array:
-    """Compute ``run(activation, weight, *rest)`` with a gradient of the activation alone.
+    """Compute ``run(activation, weight, *rest)`` with a gradient of the activation only.
 
     Args:
-      run: any contraction of an activation with a converted kernel.
-      gradient: (output gradient, kernel, *rest) -> that of the activation.
+      run: contraction of an activation with a converted kernel.
+      gradient: function of (output gradient, kernel, *rest) that returns the gradient of the activation.
       activation, weight, rest: operands.
     """
 

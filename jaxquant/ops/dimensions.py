@@ -14,7 +14,7 @@ DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[
 
 @dataclasses.dataclass(frozen=True)  # without slots: a property is computed once
 class Dimensions:
-    """Contracting and batch axes of two operands, as ``lax.dot_general`` takes them, hashable.
+    """Contracting and batch axes of two operands of ``lax.dot_general``, hashable.
 
     The result has the axes (batch, free axes of lhs, free axes of rhs).
     """
@@ -59,7 +59,7 @@ class Dimensions:
 
     @functools.cached_property
     def order_of_swapped(self) -> tuple[int, ...]:
-        """Return the transposition that turns the result of the exchanged operands into this contraction's result."""
+        """The transposition from the result of the swapped operands to the result of this contraction."""
         batch, last = len(self.lhs_batch), len(self.lhs_batch) + len(self.rhs_free)
         return (*range(batch), *range(last, self.out_ndim), *range(batch, last))
 
@@ -89,7 +89,7 @@ class Dimensions:
         start = skip + first_free
         contract = tuple(range(start, start + len(self.rhs_free)))
         dims = Dimensions(contract, self.rhs_free, tuple(range(skip)), self.rhs_batch, self.out_ndim, self.rhs_ndim)
-        # The result's last axes are rhs's contracted ones in rhs's order.
+        # The last axes of the result are rhs's contracted axes, in rhs's order.
         order = np.argsort(self.rhs_contract)
         contracted = [self.lhs_contract[i] for i in order]
         permutation = np.argsort([*self.lhs_batch, *self.lhs_free, *contracted])

@@ -1,4 +1,4 @@
-"""dot_general: the low-precision product of two arrays, in the frame of ``ops.quantized``."""
+"""dot_general: the low-precision product of two arrays, an ``Operation`` of ``ops.quantized``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, device_parts, named, transposed
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.ops.contract import contract, multiplies_values
-from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
+from jaxquant.ops.converted import check_input_scale, each_element, has_batch_scales
 from jaxquant.ops.dimensions import Axes, Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import check_implementation
@@ -52,43 +52,43 @@ def dot_general(
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
     Takes the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized
-    along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values cut off by
-    a clipping calibration get none.
+    along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values that a
+    clipping calibration cut off get no gradient.
 
-    Inside ``jax.shard_map`` a scale of the whole tensor, dynamic or delayed, is that of all devices on which the
-    operand varies (with ``check_vma=False``: of all): the one that a single device computes. A scale a channel or a
-    tile is that of the device's own part, also where the contraction axis is sharded. Each gradient is summed over the
-    axes along which its operand does not vary.
+    Inside ``jax.shard_map`` a scale of the whole tensor, dynamic or delayed, covers all devices on which the operand
+    varies (with ``check_vma=False``: all devices), so it equals the scale that a single device computes. A scale of a
+    channel or a tile covers the device's own part, also if the contraction axis is sharded. Each gradient is summed
+    over the axes along which its operand does not vary.
 
     Args:
       lhs: activation, any float dtype.
-      rhs: weight, any float dtype; or a converted one, for which the result is the same to the bit. The gradient with
-        respect to lhs is then that of the dequantized weight, which has none itself.
+      rhs: weight, any float dtype; or a converted weight, for which the result is bit for bit the same. The gradient of
+        lhs is then computed from the dequantized weight, and the weight has no gradient.
       dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-      precision: passed to the matmuls; None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
+      precision: precision of the matmuls. None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
         accumulation on and off.
-      preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
-      recipe: all numbers.
-      state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient tells
-        ``jaxquant.state.update`` the state after the step.
-      key: random key for stochastic rounding; None derives one from the bits of the operands' scales and amax
-        histories, or of the output gradient where these are few.
-      out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
-        their operands do.
-      implementation: what computes the casts and matmuls, None to pick; see ``ops.implementation``.
-      prepared: what ``share`` has made of lhs for several contractions, None to quantize it here.
-      stored: whether lhs, rhs and the output gradient lie in memory, rather than being computed where they are
-        quantized; on Hopper a kernel casts those that do.
+      preferred_element_type: dtype of the result, or None for the promoted dtype of the operands.
+      recipe: recipe of the contraction.
+      state: amax state from ``initial_state``, for a recipe with delayed scaling. ``jaxquant.state.update`` computes
+        the state after the step from its gradient.
+      key: random key for stochastic rounding. None derives a key from the bits of the operands' scales and amax
+        histories, or from the output gradient if there are too few of these.
+      out_sharding: sharding as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients
+        have the sharding of their operands.
+      implementation: implementation of the casts and matmuls, or None to select one; see ``ops.implementation``.
+      prepared: lhs as prepared by ``share`` for several contractions, or None to quantize it here.
+      stored: whether lhs, rhs and the output gradient are stored in memory rather than computed where they are
+        quantized; on Hopper a kernel casts stored operands.
 
     Raises:
-      ValueError: missing state, tiles or shards that do not divide, an implementation that is not known.
+      ValueError: missing state, tiles or shards that do not divide, or an unknown implementation.
       TypeError: operands that are not float.
       NotImplementedError: a derivative of the gradients.
     """
     check_implementation("dot_general", implementation)
     check_float("dot_general", lhs=lhs, rhs=rhs)
     dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
-    if isinstance(rhs, QTensor) and has_scales_of_elements(recipe, rhs, dims):
+    if isinstance(rhs, QTensor) and has_batch_scales(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
@@ -113,10 +113,10 @@ class _Dot(Operation):
     """A contraction of two arrays.
 
     Attributes:
-      dims: what is contracted.
-      out_sharding: of the result, under explicit sharding.
-      copies: whether GPUs may copy fp8 operands so that the contraction lies last.
-      stored: whether lhs, rhs and the output gradient lie in memory.
+      dims: dimension numbers of the forward contraction.
+      out_sharding: sharding of the result, under explicit sharding.
+      copies: whether GPUs may copy fp8 operands so that the contraction axes are last in memory.
+      stored: whether lhs, rhs and the output gradient are stored in memory.
     """
 
     dims: Dimensions
@@ -134,7 +134,7 @@ class _Dot(Operation):
         return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values, is_stored)
 
     def _multiplies_values(self, name: Matmul, x: Array, out_dtype: str) -> bool:
-        """Check whether operands in tiles are multiplied as bfloat16 values; x is the output gradient, if of one."""
+        """Check whether tiled operands are multiplied as bfloat16 values; for gradients, x is the output gradient."""
         sides: tuple[Side, Side] = ("rhs", "lhs") if name == "drhs" else ("lhs", "rhs")
         specs = [spec for side in sides if (spec := self.recipe.resolve(name, side)) is not None]
         if len(specs) < 2 or any(not each.tile_size or each.codec or each.tiling != "nested" for each in specs):
@@ -161,7 +161,7 @@ class _Dot(Operation):
         place: NamedSharding | None,
         **more: Any,
     ) -> Array:
-        """Multiply the operands of one of the recipe's matmuls, as they are prepared for it."""
+        """Multiply the prepared operands of one of the recipe's matmuls."""
         default, accumulator = DEFAULT if name == "fwd" else HIGHEST, getattr(self.recipe, name).accumulator
         more |= {"precision": self.precision, "default_precision": default, "implementation": self.implementation}
         more |= {"scale_dtype": scale_dtype(self.recipe, out_dtype), "copies": self._copies(lhs, rhs, place)}
@@ -187,7 +187,7 @@ class _Dot(Operation):
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
             left, is_sent = _by_device(left, residual, dims)
-        # Activation · gradient is laid out as the kernel is; the caller's transposition undoes ours.
+        # Activation · gradient has the layout of the kernel; the caller's transposition undoes ours.
         operands = (residual, left, dims.swap()) if swaps else (left, residual, dims)
         more = {"parts_dtype": out_dtype if is_sent else "float32", "shards": matmul.shards}
         out = self._contract(name, *operands, out_dtype, place, **more)
@@ -195,18 +195,19 @@ class _Dot(Operation):
         return (out.transpose((*range(n, out.ndim), *range(n))) if swaps else out).transpose(order)
 
     def _gradient_dtype(self, name: Gradient, dtype: str) -> tuple[str, bool]:
-        """Return the dtype of a gradient's product, and whether it is to be laid out as the kernel is."""
-        asks = self.recipe.is_lean or getattr(self.recipe, name).accumulator == "float32"
-        keeps_dtype = name == "drhs" and self.rhs.dtype != dtype and asks
+        """Return the dtype of a gradient's product, and whether the product should have the layout of the kernel."""
+        requests_float32 = self.recipe.is_lean or getattr(self.recipe, name).accumulator == "float32"
+        keeps_dtype = name == "drhs" and self.rhs.dtype != dtype and requests_float32
         return "float32" if keeps_dtype and self.rhs.dtype == "float32" else dtype, keeps_dtype
 
-    def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
+    def cast_gradients(self, grad: Array, others: Any) -> tuple[Any, Any]:
         casts = []
         for name in get_args(Gradient):
             matmul: MatmulSpec = getattr(self.recipe, name)
-            spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
+            spec, residual_spec = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
             residual = self.recipe.resolve(name, "rhs" if name == "dlhs" else "lhs")
-            folds = kept == FORWARD and residual is not None and residual.granularity != "per_block"  # see ``align``
+            # ``align`` folds the scale of the residual into the gradient.
+            folds = residual_spec == FORWARD and residual is not None and residual.granularity != "per_block"
             is_own = matmul.rotation is not None or matmul.is_late or matmul.shards > 1 or matmul.arithmetic is not None
             if not isinstance(spec, TensorSpec) or folds or is_own:
                 return None, None
@@ -214,7 +215,7 @@ class _Dot(Operation):
             has_values = self._multiplies_values(name, grad, self._gradient_dtype(name, grad.dtype.name)[0])
             block = block_shape(grad.shape, spec, dims.lhs_contract, 1, dims.lhs_batch)
             casts.append(Cast(spec, block, SMALLEST_GRADIENT_SCALE, not has_values, has_values))
-        made = cast_all(grad, tuple(casts), recipe=self.recipe, implementation=self.implementation, beside=beside)
+        made = cast_all(grad, tuple(casts), recipe=self.recipe, implementation=self.implementation, others=others)
         if made is None:
             return None, None
         first, second = (values or tensor for values, tensor in made)
@@ -229,15 +230,15 @@ class _Dot(Operation):
     def _gradient_operands(
         self, name: Gradient, grad: Array, shared: QTensor | None, residual: QTensor | Array, dims: Dimensions, key
     ) -> tuple[QTensor | Array, QTensor | Array]:
-        """Return the output gradient and the residual as the gradient's product reads them."""
+        """Return the output gradient and the residual as operands of the gradient's product."""
         recipe, matmul, axes = self.recipe, getattr(self.recipe, name), dims.lhs_contract
-        spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
+        spec, residual_spec = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
         if not isinstance(spec, TensorSpec):
             dtype = self._gradient_dtype(name, grad.dtype.name)[0]
             return grad, dequantize(residual, dtype) if isinstance(residual, QTensor) else residual
-        if isinstance(kept, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
-            shared, (grad, residual, axes) = None, self._rotated(grad, residual, matmul, kept, dims, key)
-        elif isinstance(residual, QTensor) and kept == FORWARD:
+        if isinstance(residual_spec, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
+            shared, (grad, residual, axes) = None, self._rotated(grad, residual, matmul, residual_spec, dims, key)
+        elif isinstance(residual, QTensor) and residual_spec == FORWARD:
             forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             grad, residual = align(grad, residual, dims, forward_spec, is_delayed=shared is not None)
         if shared is not None:
@@ -245,56 +246,56 @@ class _Dot(Operation):
         return self.cast_gradient(grad, spec, axes, dims.lhs_batch, key, shards=matmul.shards)[0], residual
 
     def _rotated(
-        self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, kept: TensorSpec, dims: Dimensions, key
+        self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, spec: TensorSpec, dims: Dimensions, key
     ) -> tuple[Array, QTensor, Axes]:
-        """Rotate both operands, and quantize the residual, if that was not done before it was kept.
+        """Rotate both operands, and quantize the residual if it was not quantized when it was saved.
 
         Returns the operands and the axes along which the gradient is to be quantized.
         """
         left, right = dims.lhs_contract, dims.rhs_contract
-        rotation = matmul.rotation if left else None  # the gradient of a product of a vector contracts no axis
+        rotation = matmul.rotation if left else None  # the gradient of a product with a vector contracts no axis
         if rotation is not None:
             index = rotated_axis(tuple(grad.shape[axis] for axis in left), rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
-        turn = rotation_of(rotation, None if key is None else fold(key, 2))
-        grad = turn(grad, *left)
+        rotate_axis = rotation_of(rotation, None if key is None else fold(key, 2))
+        grad = rotate_axis(grad, *left)
         if matmul.is_late:
             whole, unit = without_outer(residual, grad.dtype.name)
-            whole = turn(whole, *right)
-            own = fold(key, 3) if kept.draws and key is not None else None
-            tensor, _, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
+            whole = rotate_axis(whole, *right)
+            own = fold(key, 3) if spec.draws and key is not None else None
+            tensor, _, _ = quantize_operand(whole, spec, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
             residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)
         return grad, residual, left
 
     def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
-        """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.
+        """Return a noise seed from the bits of scales and amax histories, or None if there are too few bits.
 
-        The activation's scales, or its own amax beside a history, change with every batch, the weight's with every
-        step. Reading the output gradient instead would cost a pass over it. Powers of two are not enough of a change:
-        the amaxes of most tensors' blocks lie between the same two.
+        The activation's scales (or its amax, with a history) change with every batch, the weight's scales with every
+        step. Reading the output gradient instead would cost a pass over it. Power-of-two scales change too rarely: the
+        amaxes of most tensors' blocks lie between the same two powers.
         """
         if not self.recipe.is_stochastic:
             return None
         scales = [side.forward.scale for side in (lhs, rhs) if isinstance(side.forward, QTensor)]
-        if not state and not (isinstance(lhs.forward, QTensor) and _tells_all(self.recipe.fwd.lhs, lhs.forward.scale)):
+        if not state and not (isinstance(lhs.forward, QTensor) and _is_unique(self.recipe.fwd.lhs, lhs.forward.scale)):
             return None
-        scales += [] if lhs.kept.seen is None else [lhs.kept.seen.amax]
+        scales += [] if lhs.residual.observation is None else [lhs.residual.observation.amax]
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
     def _copies(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
-        """Check whether copies of the 8-bit operands pay: with delayed scaling, whose casts wait for nothing."""
+        """Check whether copies of the 8-bit operands pay: only with delayed scaling, whose casts need no amax first."""
         is_delayed = self.copies and self.recipe.is_lean and self.recipe.delayed is not None
         is_delayed = is_delayed and place is None and not self.dims.lhs_batch
         return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
 
 
 _ENOUGH = {"float32": 16, "float8_e4m3fn": 512}
-"""Scales by their dtype, of one gradient step's own, whose bits make a key that no other step or layer has."""
+"""Scale dtype -> number of dynamic scales whose bits make a key that no other step or layer has."""
 
 
-def _tells_all(spec: Operand, scale: Array) -> bool:
-    """Check whether an activation's scales are its own and enough to tell it from all others."""
+def _is_unique(spec: Operand, scale: Array) -> bool:
+    """Check whether an activation's scales are its own, and numerous enough to distinguish it from all others."""
     if not isinstance(spec, TensorSpec) or spec.scaling != "dynamic" or spec.calibration.method == "fixed":
         return False
     is_power_of_two = spec.scale_dtype == "float32" and spec.scale_rounding != "exact"
@@ -304,9 +305,9 @@ def _tells_all(spec: Operand, scale: Array) -> bool:
 def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
     """Return the left operand with a scale for each device's part of the contraction, and whether there are parts.
 
-    The sum of each part is then scaled, and sent between devices in the gradient's dtype. A compiler that cuts a single
-    integer matmul sends sums in int32. An axis that scales already cut is not cut again, and sums of other parts than
-    the devices' stay float32.
+    The sum of each part is then scaled, and sent between devices in the gradient's dtype. For a single integer matmul
+    the partitioner sends sums in int32. An axis that scales already split is not split again; sums of parts other than
+    the devices' parts stay float32.
     """
     for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         if not (isinstance(left, QTensor) and isinstance(right, QTensor)):

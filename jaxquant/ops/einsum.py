@@ -1,4 +1,4 @@
-"""einsum: a two-operand einsum with a quantized contraction; ``jnp.einsum`` reads the equation."""
+"""einsum: a two-operand einsum with a quantized contraction; ``jnp.einsum`` parses the equation."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def contract_einsum(
 
     Args:
       equation, operands, out_sharding, options: arguments of ``jnp.einsum``; the weight may be a converted kernel.
-      dot: contraction of (activation, weight, dimension numbers, sharding of the result).
+      dot: function of (activation, weight, dimension numbers, sharding of the result) that contracts the operands.
       weight: index of the weight operand, 0 or 1.
       is_converted: whether the weight is a converted kernel, or will be converted.
 
     Raises:
-      TypeError, ValueError: as ``jnp.einsum``.
+      TypeError, ValueError: an error of ``jnp.einsum``.
       NotImplementedError: the equation does more to a converted kernel than contract it.
     """
     place = named(out_sharding, operands[1 - weight])
@@ -88,16 +88,16 @@ def einsum(
     """Contract an activation with a weight by an einsum equation, in the low precision of a recipe.
 
     Args:
-      equation: two operands, as ``jnp.einsum`` takes it.
-      lhs, rhs: the operands in the equation's order; the weight may be a converted one.
-      recipe, state, key, precision, preferred_element_type: as in ``dot_general``.
-      weight: which operand is the weight, 0 or 1. The other is the activation, whatever order the equation has.
-      out_sharding: of the result, as in ``dot_general``.
-      implementation: as in ``dot_general``.
+      equation: equation of two operands, as in ``jnp.einsum``.
+      lhs, rhs: operands in the equation's order; the weight may be a converted kernel.
+      recipe, state, key, precision, preferred_element_type: arguments of ``dot_general``.
+      weight: index of the weight operand, 0 or 1. The other operand is the activation, in any order of the equation.
+      out_sharding: sharding of the result, as in ``dot_general``.
+      implementation: implementation as in ``dot_general``.
 
     Raises:
       ValueError: weight is neither 0 nor 1.
-      TypeError, ValueError, NotImplementedError: as ``jnp.einsum`` and ``dot_general``.
+      TypeError, ValueError, NotImplementedError: an error of ``jnp.einsum`` or ``dot_general``.
     """
     if weight not in (0, 1):
         raise ValueError(f"einsum weight must be 0 or 1, the index of the weight operand, got {weight!r}")

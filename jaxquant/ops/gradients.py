@@ -1,4 +1,4 @@
-"""Shared by all quantized backward passes: names of residuals, aligned scales, refused second derivatives."""
+"""Shared by all quantized backward passes: names of residuals, scale alignment, refused second derivatives."""
 
 from __future__ import annotations
 
@@ -21,73 +21,73 @@ from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
 RESIDUAL_NAME = "quantized"
-"""Name of what quantized layers keep for backward, for remat policies."""
+"""Name of the residuals of quantized layers, for remat policies."""
 RESULT_NAME = "quantized_result"
 """Name of the results of quantized matmuls, for remat policies."""
 REVERSE_ONLY = "reverse_only"
-"""Name of ``reverse_only`` in a traced program."""
+"""Name of the primitive of ``reverse_only``."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def first_order(name: str, values: tuple[Array, ...], inputs: tuple[Array, ...] = ()) -> tuple[Array, ...]:
-    """Return values that cannot be differentiated: autodiff would go through the rounding, which has no slope.
+    """Return values that cannot be differentiated: autodiff would differentiate the rounding, whose slope is zero.
 
-    The error comes where the derivative is used, so that one that is dropped (``stop_gradient``) does no harm.
+    The error is raised where the derivative is used, so that an unused derivative (``stop_gradient``) is allowed.
 
     Args:
-      name: of the recipe.
+      name: name of the recipe.
       values: float arrays.
-      inputs: float arrays that the values are made of, where autodiff sees no slope on the way from them: integers by
-        scales that do not depend on what is quantized have none.
+      inputs: float arrays that the values depend on, if autodiff sees no tangent between them: integers times scales
+        that do not depend on the input have no tangent.
     """
     return values
 
 
 @first_order.defjvp
 def _mark_tangents(name, primals, tangents):
-    (values, *_), (slopes, *others) = primals, tangents
-    hidden = tuple(slope for each in others for slope in each)
-    return values, tuple(_no_derivative.bind(slope, *hidden, recipe=name) for slope in slopes)
+    (values, *_), (value_tangents, *others) = primals, tangents
+    hidden = tuple(tangent for each in others for tangent in each)
+    return values, tuple(_no_derivative.bind(tangent, *hidden, recipe=name) for tangent in value_tangents)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def once(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tuple[Any, ...] = ()) -> Array:
-    """Compute ``run(lhs, rhs, *rest)``, a quantized contraction of a library, whose gradients have no derivative.
+def first_order_call(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tuple[Any, ...] = ()) -> Array:
+    """Compute ``run(lhs, rhs, *rest)``, a quantized contraction of a library, and refuse second derivatives.
 
-    Autodiff would find none or a wrong one: some slopes go through the rounding, and some are the library's own.
+    Autodiff would find zero or wrong second derivatives: some go through the rounding, some are the library's own.
 
     Args:
-      name: of the recipe.
-      run: the contraction.
+      name: name of the recipe.
+      run: contraction.
       lhs, rhs: float operands, with gradients as the library defines them.
       rest: operands without gradients.
     """
     return run(lhs, rhs, *rest)
 
 
-def _once_fwd(name, run, lhs, rhs, rest):
+def _first_order_fwd(name, run, lhs, rhs, rest):
     out, pull = jax.vjp(lambda a, b: run(a, b, *rest), lhs, rhs)
     out, mark = first_order(name, (out, jnp.zeros(())), (lhs, rhs))
     return out, (pull, mark)
 
 
-def _once_bwd(name, run, saved, grad):
+def _first_order_bwd(name, run, saved, grad):
     pull, mark = saved
     return *first_order(name, tuple(pull(grad)), (grad, mark)), None
 
 
-once.defvjp(_once_fwd, _once_bwd)
+first_order_call.defvjp(_first_order_fwd, _first_order_bwd)
 
 
 def _refuse(*_: Any, recipe: str) -> NoReturn:
     raise NotImplementedError(
         f"second derivatives through recipe {recipe!r} are not defined: the gradients are rounded; take a gradient "
-        "penalty or a Hessian product in the unquantized model, or leave the layers that it reaches in float with rules"
+        "penalty or a Hessian product in the unquantized model, or leave the affected layers in float with rules"
     )
 
 
 def reverse_only(layer: str, x: Array) -> Array:
-    """Return an operand of a quantized layer, whose derivative is an error in forward mode that names the layer."""
+    """Return an operand of a quantized layer; its forward-mode derivative raises an error that names the layer."""
     return _operand.bind(x, layer=layer)
 
 
@@ -101,19 +101,19 @@ def _refuse_forward(*_: Any, layer: str) -> NoReturn:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward_only(function: str, x: Array) -> Array:
-    """Return a result of a while loop, whose derivative in reverse mode is an error that names the function around."""
+    """Return a result of a while loop; its reverse-mode derivative raises an error that names ``function``."""
     return x
 
 
 @forward_only.defjvp
 def _mark_loop(function, primals, tangents):
-    return primals[0], _forward_slope.bind(tangents[0], function=function)
+    return primals[0], _forward_tangent.bind(tangents[0], function=function)
 
 
 def _refuse_reverse(*_: Any, function: str) -> NoReturn:
     raise NotImplementedError(
-        f"{function!r} is registered and quantized, and its program computes its result in a while loop, which has no "
-        "derivative in reverse mode; call it so that it scans (in diffrax: adjoint=diffrax.DirectAdjoint()), or give "
+        f"{function!r} is registered and quantized, but its program computes its result in a while loop, which has no "
+        "derivative in reverse mode; call it so that it scans (in diffrax: adjoint=diffrax.DirectAdjoint()), or pass "
         "jaxquant.register_function a function that computes the same with a scan"
     )
 
@@ -123,10 +123,10 @@ def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
 
 
 def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
-    """Make the identity of a tangent that nothing computes: it is transposed, or refused."""
+    """Return an identity primitive of a tangent that is never evaluated: it is transposed or refused."""
     primitive = Primitive(name)
     primitive.def_impl(refuse)
-    primitive.def_abstract_eval(lambda slope, *_, **__: slope)
+    primitive.def_abstract_eval(lambda tangent, *_, **__: tangent)
     ad.deflinear2(primitive, transpose)
     batching.primitive_batchers[primitive] = refuse
     mlir.register_lowering(primitive, refuse)
@@ -135,14 +135,14 @@ def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[...,
 
 _no_derivative = _linear("no_second_derivative", _refuse, _refuse)
 batching.primitive_batchers[_no_derivative] = _map_batch
-_forward_slope = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
-_backward_slope = _linear("no_forward_derivative", _refuse_forward, lambda slope, *_, layer: [slope])
+_forward_tangent = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
+_backward_tangent = _linear("no_forward_derivative", _refuse_forward, lambda tangent, *_, layer: [tangent])
 
-# A primitive: of a custom_jvp in a scan or remat under vmap, jax would batch the slope, as it does in forward mode.
+# A primitive: for a custom_jvp in a scan or remat under vmap, jax would batch the tangent, as in forward mode.
 _operand = Primitive(REVERSE_ONLY)
 _operand.def_impl(lambda x, *, layer: x)
 _operand.def_abstract_eval(lambda x, *, layer: x)
-ad.defjvp(_operand, lambda slope, x, *, layer: _backward_slope.bind(slope, layer=layer))
+ad.defjvp(_operand, lambda tangent, x, *, layer: _backward_tangent.bind(tangent, layer=layer))
 batching.defvectorized(_operand)
 mlir.register_lowering(_operand, lambda context, x, *, layer: [x])
 
@@ -152,18 +152,18 @@ def align(
 ) -> tuple[Array, QTensor]:
     """Make a residual's scale fit the backward contraction.
 
-    A scale that is shared along the backward's contraction axes stays, and so do those of blocks, which tile either
-    contraction. One that varies along them but not along the others (per channel in the forward) is multiplied into the
-    gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s/u)[m,n] q[k,n] · u``, where u, the power of two below the largest s,
-    keeps a small gradient from becoming smaller. Any other (forward tiles) is dequantized and quantized again, in the
-    forward's dtype and tiles, along the backward's contraction.
+    A scale that is shared along the backward's contraction axes stays, and so do the scales of blocks, which tile both
+    contractions. A scale that varies along these axes but not along the others (per channel in the forward) is
+    multiplied into the gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s/u)[m,n] q[k,n] · u``, where u, the power of two
+    below the largest s, keeps a small gradient from becoming smaller. A residual with any other scale (forward tiles)
+    is dequantized and quantized again along the backward's contraction, in the forward's dtype and tiles.
 
     Args:
-      grad: the output gradient, lhs of ``dims``.
-      residual: the operand that the forward kept, rhs of ``dims``.
-      dims: the backward contraction.
-      forward_spec: how the forward quantized the residual.
-      is_delayed: whether the gradient is quantized once, before it meets a residual.
+      grad: output gradient, lhs of ``dims``.
+      residual: residual of the operand, rhs of ``dims``.
+      dims: backward contraction.
+      forward_spec: spec of the residual in the forward pass.
+      is_delayed: whether the gradient is quantized once, before its residuals are known.
 
     Returns:
       The gradient and the residual to contract.
@@ -194,9 +194,9 @@ def align(
 
 
 def without_outer(x: QTensor | Array, dtype: str) -> tuple[Array, Array | None]:
-    """Return the values that are quantized again, and an outer scale, which waits for ``with_outer``.
+    """Return the values to quantize again, and the outer scale, which ``with_outer`` applies afterwards.
 
-    Elements times block scales have six bits, which bfloat16 holds.
+    Elements times block scales have six bits, which fit in bfloat16.
     """
     if not isinstance(x, QTensor):
         return x, None
@@ -206,7 +206,7 @@ def without_outer(x: QTensor | Array, dtype: str) -> tuple[Array, Array | None]:
 
 
 def with_outer(tensor: QTensor, unit: Array | None) -> QTensor:
-    """Multiply an outer scale that ``without_outer`` took off into what was quantized again."""
+    """Multiply an outer scale from ``without_outer`` into a tensor that was quantized again."""
     if unit is None:
         return tensor
     return dataclasses.replace(tensor, outer_scale=unit if tensor.outer_scale is None else tensor.outer_scale * unit)

@@ -1,6 +1,6 @@
-"""Rows in groups: how operands of a matmul of groups are quantized, each group by itself.
+"""Rows in groups: quantization of the operands of a ragged matmul, each group separately.
 
-A recipe that shares scales of experts has, of whole tensors, one for all groups: its rows are then of one group.
+With a recipe that shares scales of experts, all groups share the scale of the whole tensor: its rows form one group.
 
 Shapes: M rows, C columns, G groups.
 """
@@ -32,9 +32,9 @@ Array = jax.Array
 
 
 class Rows(NamedTuple):
-    """Quantized rows whose scale is their group's: qvalue [M, C], scale [G, 1] or [G, C].
+    """Quantized rows whose scale is their group's scale: qvalue [M, C], scale [G, 1] or [G, C].
 
-    Rows with scales of their own are a ``QTensor``.
+    Rows with separate scales are a ``QTensor``.
     """
 
     qvalue: Array
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     def spread(self, ids: Array) -> Array:
         """Return the scale of every row."""
-        return of_rows(self.scale, ids)
+        return expand_groups(self.scale, ids)
 
     def dequantize(self, ids: Array, dtype: str) -> Array:
         return (self.qvalue.astype(jnp.float32) * self.spread(ids)).astype(dtype)
@@ -52,7 +52,7 @@ class Groups(NamedTuple):
     """Rows in groups.
 
     Attributes:
-      ids: the group of every row, [M]; G behind the last.
+      ids: group of every row, [M]; G for rows after the last group.
       sizes: rows of each group, [G].
     """
 
@@ -61,7 +61,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Array, rows: int) -> Groups:
-        sizes = sizes.astype(jnp.int32)  # sums and differences of others wrap around
+        sizes = sizes.astype(jnp.int32)  # sums and differences of unsigned or short integers wrap around
         return cls(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right"), sizes)
 
     @property
@@ -69,25 +69,25 @@ class Groups(NamedTuple):
         """The first row of each group, [G]."""
         return jnp.cumsum(self.sizes) - self.sizes
 
-    def zero_others(self, rows: Array) -> Array:
-        """Zero the rows behind the last group."""
+    def zero_ungrouped(self, rows: Array) -> Array:
+        """Zero the rows after the last group."""
         return jnp.where((self.ids < self.sizes.size)[:, None], rows, 0)
 
     def largest(self, amax: Array, except_axes: Collection[str]) -> Array:
-        """Return, of the amaxes [M, …] of blocks, the largest of each row's group, [M, 1, …]."""
+        """Return the largest amax of each row's group, [M, 1, …], from the amaxes of blocks, [M, …]."""
         rows = amax.reshape(self.ids.size, -1)
         found = all_reduce(jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax, except_axes)
-        return of_rows(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
+        return expand_groups(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
 
 
 class Slabs(NamedTuple):
     """Rows of groups in T slabs of ``step`` rows, each group padded with zeros to whole slabs.
 
-    Tiles along the rows lie within a slab, and so within a group.
+    Tiles along the rows lie within a slab, and therefore within a group.
 
     Attributes:
-      source: the row that each place holds, [T, step]; M for a place that is filled with zeros.
-      groups: of slabs.
+      source: row at each place, [T, step]; M for a place that is padded with zeros.
+      groups: groups of the slabs.
     """
 
     source: Array
@@ -96,12 +96,12 @@ class Slabs(NamedTuple):
     @classmethod
     def of(cls, groups: Groups, step: int) -> Slabs:
         rows, count = groups.ids.size, groups.sizes.size
-        # As many slabs as rows of any groups can take.
+        # The largest number of slabs that any group sizes need.
         slabs = Groups.of(-(-groups.sizes // step), max(1, (rows + min(rows, count) * (step - 1)) // step))
-        first = jnp.arange(slabs.ids.size) - of_rows(slabs.starts, slabs.ids)
+        first = jnp.arange(slabs.ids.size) - expand_groups(slabs.starts, slabs.ids)
         place = first[:, None] * step + jnp.arange(step)[None]
-        is_row = (slabs.ids < count)[:, None] & (place < of_rows(groups.sizes, slabs.ids)[:, None])
-        return cls(jnp.where(is_row, of_rows(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
+        is_row = (slabs.ids < count)[:, None] & (place < expand_groups(groups.sizes, slabs.ids)[:, None])
+        return cls(jnp.where(is_row, expand_groups(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
 
     @property
     def rows(self) -> Groups:
@@ -109,7 +109,7 @@ class Slabs(NamedTuple):
         return Groups(jnp.repeat(self.groups.ids, self.source.shape[1]), self.groups.sizes * self.source.shape[1])
 
     def cut(self, rows: Array) -> Array:
-        """Return the rows [T · step, C] of all slabs, of rows [M, C]."""
+        """Copy rows [M, C] to the rows [T · step, C] of all slabs."""
         if not rows.shape[0]:
             return jnp.zeros((self.source.size, rows.shape[1]), rows.dtype)
         return jnp.take(rows, self.source.ravel(), axis=0, mode="fill", fill_value=0)
@@ -117,7 +117,7 @@ class Slabs(NamedTuple):
     def quantize(
         self, recipe: Recipe, x: Array, spec: TensorSpec, key: RandomKey | None, floor: float = SMALLEST_SCALE
     ) -> QTensor | Rows:
-        """Quantize the rows of slabs along them: in tiles, [T, step, C], or all rows of a group together (``rows``)."""
+        """Quantize slabs along their rows: in tiles, [T, step, C], or all rows of a group together (``rows``)."""
         if spec.tile_size is None:
             return quantize_rows(recipe, x, spec, self.rows, True, key, floor)
         x = x.reshape(*self.source.shape, x.shape[1])
@@ -126,23 +126,23 @@ class Slabs(NamedTuple):
         return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole, compute_dtype=compute)
 
 
-def of_rows(per_group: Array, ids: Array) -> Array:
+def expand_groups(per_group: Array, ids: Array) -> Array:
     return jnp.take(per_group, ids, axis=0, mode="clip")
 
 
 def group_amax(x: Array, ids: Array, groups: int) -> Array:
-    """Return the largest magnitude of each group and column, 0 of an empty group."""
+    """Return the largest magnitude of each group and column; 0 for an empty group."""
     largest = jax.ops.segment_max(absolute(x).astype(jnp.float32), ids, groups + 1, indices_are_sorted=True)
     return jnp.maximum(largest[:groups], 0)
 
 
 def with_groups(recipe: Recipe, state: Any) -> Any:
-    """Return state with a leading axis of groups: of one, where all share theirs."""
+    """Return the state with a leading axis of groups, which has size 1 if all groups share one state."""
     return jax.tree.map(lambda x: x[None], state) if recipe.shares_experts else state
 
 
 def scaling_groups(recipe: Recipe, groups: Groups) -> Groups:
-    """Return groups as far as scales of whole tensors go."""
+    """Return the groups that have separate per-tensor scales."""
     if not recipe.shares_experts:
         return groups
     return Groups(jnp.where(groups.ids < groups.sizes.size, 0, 1), jnp.sum(groups.sizes, keepdims=True))
@@ -157,7 +157,7 @@ def quantize_rows(
     key: RandomKey | None,
     floor: float = SMALLEST_SCALE,
 ) -> QTensor | Rows:
-    """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
+    """Quantize rows with separate scales (contracting columns) or their group's (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
     compute, (ids, sizes) = cast_dtype(recipe, x.dtype.name), groups
@@ -165,31 +165,31 @@ def quantize_rows(
     if has_own and not contracts_rows:
         whole = functools.partial(groups.largest, except_axes=recipe.expert_axes) if x.size else None
         return quantize(x, spec, (1,), key=key, floor=floor, whole=whole, compute_dtype=compute)
-    is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
+    is_whole = spec.granularity == "per_tensor"  # a scale of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
     statistic = all_reduce(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if (average := spec.calibration.average) is not None:
-        unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
-        each = average[0](x.astype(jnp.float32) / of_rows(unit, ids))
+        unit = power_of_two_below(statistic)  # exact, and no square overflows
+        each = average[0](x.astype(jnp.float32) / expand_groups(unit, ids))
         total = jax.ops.segment_sum(each, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
         total = total if has_own else total.sum(axis=1, keepdims=True)
         count = sizes[:, None].astype(jnp.float32) * (1 if has_own else x.shape[1])
         if is_whole:
             total, count = (all_reduce(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = average[1](total / jnp.maximum(count, 1)) * unit
-    # The statistic of one number is that number.
+    # The statistic of a single number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
-    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key, compute).qvalue, scale)
+    return Rows(quantize_with_scale(x, spec, expand_groups(scale, ids), None, key, compute).qvalue, scale)
 
 
 def slab_size(recipe: Recipe, lhs: Any) -> int:
-    """Return how many rows fill a slab for the weight gradient: whole tiles, runs and vectors; 0 where it has none.
+    """Return the number of rows of a slab for the weight gradient (whole tiles, runs and vectors); 0 without tiles.
 
     Args:
-      recipe: all numbers.
-      lhs: what was kept of the activation; forward tiles of it are quantized again, along the rows.
+      recipe: recipe of the matmul.
+      lhs: residual of the activation; its forward tiles are quantized again, along the rows.
     """
     matmul = recipe.drhs
     if not isinstance(matmul.rhs, TensorSpec):
@@ -202,7 +202,7 @@ def slab_size(recipe: Recipe, lhs: Any) -> int:
 
 
 def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: RandomKey | None) -> QTensor:
-    """Quantize each group's weight by itself, contracting an axis of it."""
+    """Quantize each group's weight separately, for a contraction of the given axis of the weight."""
     compute = cast_dtype(recipe, x.dtype.name)
     if recipe.shares_experts and spec.granularity == "per_tensor":
         return quantize(x, spec, (axis + 1,), key=key, compute_dtype=compute)
@@ -218,7 +218,7 @@ def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key:
 
 
 def is_plain(side: Any, axis: int) -> bool:
-    """Check whether an operand is quantized with scales that are shared along its contraction axis."""
+    """Check whether the scales of a quantized operand are shared along its contraction axis."""
     if not isinstance(side, QTensor):
         return isinstance(side, Rows)
     if side.codec is not None or side.zero_point is not None:
@@ -231,7 +231,7 @@ def row_scales(rows: QTensor | Rows, groups: Groups) -> Array:
     return rows.spread(groups.ids) if isinstance(rows, Rows) else rows.full_scale()
 
 
-def part_of(rows: Any, part: slice) -> Any:
+def slice_rows(rows: Any, part: slice) -> Any:
     if isinstance(rows, Rows):
         return Rows(rows.qvalue[part], rows.scale)
     return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
@@ -244,7 +244,7 @@ def floats(side: Any, groups: Groups, dtype: str) -> Array:
 
 
 def values(side: Any, groups: Groups, dtype: str) -> Array:
-    """Return an operand of a float matmul; its outer scale is left to multiply the product."""
+    """Return an operand of a float matmul, without its outer scale, which multiplies the product."""
     if isinstance(side, Rows):
         return checkpoint_name(side.dequantize(groups.ids, dtype), DEQUANTIZED_MARK)
     return inner(side, dtype)
@@ -259,14 +259,14 @@ def as_rows(side: Any) -> Any:
 
 
 def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
-    """Return outer scales as the result has them: of rows, of the weights of rows, or of the groups of slabs."""
+    """Return outer scales in the layout of the result: of rows, of the rows' weights, or of the slabs' groups."""
     scale = side.outer_scale
     assert scale is not None
     if contracts_rows:
-        return of_rows(scale, groups.starts // side.shape[1])
-    return scale if scale.ndim == 2 else of_rows(scale[:, 0], groups.ids)
+        return expand_groups(scale, groups.starts // side.shape[1])
+    return scale if scale.ndim == 2 else expand_groups(scale[:, 0], groups.ids)
 
 
 def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
-    """Return what is quantized again, and an outer scale that waits; see ``gradients.without_outer``."""
+    """Return the values to quantize again, and the outer scale to apply later; see ``gradients.without_outer``."""
     return (floats(side, groups, "float32"), None) if isinstance(side, Rows) else without_outer(side, dtype)

@@ -1,8 +1,8 @@
-"""One operand: the only way from an array, a spec and a state to a quantized operand and what was seen of the array.
+"""Quantization of one operand: array, spec and state in; QTensor and observation out.
 
-Training, serving, converting, calibration and health quantize through ``quantize_operand``.
+Training, serving, conversion, calibration and health checks all call ``quantize_operand``.
 
-    x ── amax ──┬─► scale: of this step (dynamic), of past steps (delayed), or given (static)
+    x ── amax ──┬─► scale: from this step (dynamic), from past steps (delayed), or given (static)
                 │                     │
                 └─► Observation       └── cast ──► QTensor
 """
@@ -36,10 +36,10 @@ Array = jax.Array
 
 
 class Observation(NamedTuple):
-    """What a use of delayed scaling took and saw.
+    """Scale and amax of an operand that was quantized with delayed scaling.
 
     Attributes:
-      scale: that the operand was quantized with, float32 of shape (1,); None where it stands beside the qvalues.
+      scale: scale that the operand was quantized with, float32 of shape (1,). None if the residual's tensor stores it.
       amax: largest magnitude of the operand, a scalar.
     """
 
@@ -48,11 +48,11 @@ class Observation(NamedTuple):
 
 
 def scale_dtype(recipe: Recipe, dtype: str) -> str:
-    """Return the dtype in which scales divide operands and multiply results: flax's are the operand's, ours float32.
+    """Return the dtype of scales in arithmetic: the tensor's own dtype in flax mode, float32 otherwise.
 
     Args:
-      recipe: whose delayed scaling decides.
-      dtype: name of the operand's or result's dtype.
+      recipe: recipe whose delayed scaling selects flax mode.
+      dtype: dtype name of the operand or result.
     """
     return dtype if recipe.matches_flax else "float32"
 
@@ -61,8 +61,8 @@ def cast_dtype(recipe: Recipe, dtype: str) -> str:
     """Return the dtype in which an operand is divided by its scale.
 
     Args:
-      recipe: whose arithmetic decides.
-      dtype: name of the operand's dtype.
+      recipe: recipe whose arithmetic and delayed scaling select the dtype.
+      dtype: dtype name of the operand.
     """
     return dtype if recipe.is_lean and dtype == "bfloat16" else scale_dtype(recipe, dtype)
 
@@ -82,100 +82,102 @@ def quantize_operand(
     implementation: str | None = None,
     is_stored: bool = False,
 ) -> tuple[QTensor, QTensor, Observation | None]:
-    """Quantize an operand of a contraction: ``cast(clip(d(x / d(scale))))``, the scale in float32.
+    """Quantize an operand of a contraction: ``cast(clip(d(x / d(scale))))`` with a float32 scale.
 
-    d rounds to ``cast_dtype``: bfloat16 where x is bfloat16 and the recipe's arithmetic lean, the operand's dtype in
-    flax mode, else float32.
+    d rounds to ``cast_dtype``: bfloat16 if x is bfloat16 and the recipe's arithmetic is lean; the operand's dtype in
+    flax mode; float32 otherwise.
 
     Args:
-      x: the operand, any float dtype.
-      spec: how; one of the recipe's.
-      axes: its contraction axes, the fastest last.
-      recipe: parameters of delayed scaling.
-      batch: its batch axes.
-      state: of the operand before this step, where the spec scales by past steps.
-      static_scale: one scale for the whole operand, or one for each tile along its contraction axis; it takes the place
-        of the spec's own (with ``outer_scale``: only of the outer one), and nothing is observed.
-      key: random key, for stochastic rounding.
-      shards: blocks of the first contraction axis that are quantized by themselves.
-      floor: scales below it become 1.
-      implementation: what computes the cast, None to pick; see ``ops.implementation``.
-      is_stored: whether x lies in memory, rather than being computed where it is quantized.
+      x: operand, any float dtype.
+      spec: operand spec of the recipe.
+      axes: contraction axes of x, fastest-varying last.
+      recipe: recipe that the spec belongs to.
+      batch: batch axes of x.
+      state: quant state of the operand before this step. Required if the spec uses delayed scaling.
+      static_scale: one scale for the whole operand, or one for each tile along its contraction axis. It overrides the
+        scaling of the spec (with ``outer_scale``: only the outer scale), and no observation is returned.
+      key: random key for stochastic rounding.
+      shards: number of blocks along the first contraction axis that are quantized separately.
+      floor: scales below this value are replaced by 1.
+      implementation: implementation of the cast, or None to select one; see ``ops.implementation``.
+      is_stored: whether x is stored in memory rather than computed where it is quantized.
 
     Returns:
-      The quantized operand; the same for a contraction along its other axes, which on Hopper may be a copy that has
-      them last in memory; and for delayed scaling what it took and saw.
+      The quantized operand; the same operand for a contraction along its other axes, which on Hopper may be a copy
+      with those axes last in memory; and the observation if the spec uses delayed scaling (otherwise None).
 
     Raises:
-      ValueError: the spec needs a scale that is not given; tiles or shards that do not divide; no key.
+      ValueError: a required scale, state or key is missing, or tiles or shards do not divide the axis.
     """
     if spec.codec is not None:
-        return _alone(encode_tensor(x, spec.codec, axes))
+        return _unobserved(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)
     is_cast = is_stored and spec.scaling == "delayed" and spec.rounding == "nearest"
-    cut = _cut(x, axes, batch) if is_cast else None
-    cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, cut=cut)
+    split = _split(x, axes, batch) if is_cast else None
+    cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, split=split)
     if static_scale is not None and spec.outer_scale:
         outer = static_scale.reshape((1,) * x.ndim)
-        return _alone(row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)))
+        return _unobserved(row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)))
     if static_scale is not None and static_scale.size > 1:
-        return _alone(row_major(_cast_tiles(x, spec, axes, static_scale, compute)))
+        return _unobserved(row_major(_cast_tiles(x, spec, axes, static_scale, compute)))
     if static_scale is not None:
-        return _alone(cast(x, static_scale)[0])
+        return _unobserved(cast(x, static_scale)[0])
     if spec.scaling == "static":
         raise ValueError(
-            f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
+            f"recipe {recipe.name!r} needs a static scale for an operand of shape {x.shape}, but the model has none; "
             "convert or import the model with its scales"
         )
     if spec.scaling == "dynamic":
         select_implementation(
-            "quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes"
+            "quantize", implementation, lambda: "a dynamic scale depends on the amax, which XLA computes"
         )
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute}
         more["except_axes"] = recipe.expert_axes
-        return _alone(row_major(quantize(x, spec, axes, key=key, **more)))
+        return _unobserved(row_major(quantize(x, spec, axes, key=key, **more)))
     if state is None or recipe.delayed is None:
-        raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
+        raise ValueError(f"recipe {recipe.name!r} uses delayed scaling and needs quant state; pass the state of init")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
     if delayed.is_warm(state):
         scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
-        tensor, other, seen = cast(x, scale)
+        tensor, other, kernel_amax = cast(x, scale)
         if 0 in axes:
             tensor, other = other, tensor  # the copy has the contraction last
-        amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
-        if seen is not None:
+        amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if kernel_amax is None else kernel_amax, x, except_axes=whole)
+        if kernel_amax is not None:
             return poisoned(tensor, amax, spec), poisoned(other, amax, spec), Observation(scale, amax)
     else:
         amax = all_reduce(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
-        # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into what made x.
-        why = "a scale without history waits for the amax, which XLA computes"
+        # Without a history the scale depends on the amax of x. As for dynamic scales, XLA:GPU must not fuse the cast
+        # into the producer of x.
+        why = "a scale without history depends on the amax, which XLA computes"
         tensor, _, _ = cast(jax.lax.optimization_barrier(x), scale, refusal=why)
     if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
-        # One read of x for both: left to itself XLA reads it again for the amax, beside another user of x. (A barrier
-        # makes what it holds vary alike, and an amax of all devices varies over none.)
+        # Compute the cast and the amax in one read of x: without a barrier, XLA fuses the amax with another consumer
+        # of x and reads x twice. A barrier gives its outputs the same varying axes, so it is left out if the amax is
+        # reduced over devices and the cast is not.
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
     tensor = poisoned(tensor, amax, spec)
     return tensor, tensor, Observation(scale, amax)
 
 
-def _alone(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
-    """Return a tensor that stands for all axes, and of which nothing was observed."""
+def _unobserved(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
+    """Return a tensor as (tensor, tensor for the other axes, no observation)."""
     return tensor, tensor, None
 
 
 def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
-    """Return a tensor whose scales are NaN where integers stand for NaN or infinity; see ``delayed.poison_lost``."""
+    """Set the scales of an integer tensor to NaN if its input has NaN or infinity; see ``delayed.poison_lost``."""
     return dataclasses.replace(tensor, scale=delayed.poison_lost(tensor.scale, amax, element(spec.dtype)))
 
 
-def _cut(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
+def _split(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
     """Return the axis at which the transposed copy is split, or None if no copy pays.
 
-    Hopper's 8-bit matmuls read operands with the contraction last. One matmul reads the tensor as stored, the others a
-    copy whose memory begins at this axis. A forward pass without a backward one writes the copy in vain. On other GPUs
-    the kernel was not measured; TPUs read either layout.
+    Hopper's 8-bit matmuls read operands with the contraction last. One matmul reads the tensor as stored, the others
+    read a copy whose memory begins at this axis. A forward pass without a backward pass writes an unused copy. The
+    kernel was not measured on other GPUs; TPUs read either layout.
     """
     first, last = tuple(range(len(axes))), tuple(range(x.ndim - len(axes), x.ndim))
     if batch or not 0 < len(axes) < x.ndim or tuple(sorted(axes)) not in (first, last) or capability_of(x)[0] != 9:
@@ -191,34 +193,34 @@ def _cast(
     compute: str,
     key: RandomKey | None,
     implementation: str | None,
-    cut: int | None,
+    split: int | None,
     refusal: str | None = None,
 ) -> tuple[QTensor, QTensor, Array | None]:
-    """Quantize with a known scale. Return the tensor, its copy (``_cut``), and the amax if a kernel computed it."""
+    """Quantize with a known scale. Returns the tensor, its copy (``_split``), and the amax if a kernel computed it."""
     scale = scale.reshape((1,) * x.ndim)
 
     def refused() -> str | None:
         if refusal is not None:
             return refusal
         if spec.reciprocal or spec.scale_rounding != "exact" or spec.scale_dtype != "float32":
-            return "the quantize kernel divides by scales in float32, and not by rounded ones or a reciprocal"
+            return "the quantize kernel divides by float32 scales, not by rounded scales or reciprocals"
         if spec.rounding != "nearest":
-            return f"the quantize kernel rounds to nearest, and recipe operands here have rounding {spec.rounding!r}"
-        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
+            return f"the quantize kernel rounds to nearest, but the recipe's rounding is {spec.rounding!r}"
+        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, split=split)
 
-    reason_to_prefer = None if cut is None else STORED_CASTS_PAY
+    reason_to_prefer = None if split is None else STORED_CASTS_PAY
     if select_implementation("quantize", implementation, refused, reason_to_prefer).name == "xla":
         tensor = row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute))
         return tensor, tensor, None
-    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, compute_dtype=compute, cut=cut)
+    q, copy, amax = kernel.quantize(x, scale, dtype=spec.dtype, compute_dtype=compute, split=split)
     return QTensor(q, scale), QTensor(copy, scale), amax.astype(x.dtype)
 
 
 def _cast_tiles(x: Array, spec: TensorSpec, axes: Sequence[int], scale: Array, compute: str) -> QTensor:
-    """Quantize with a known scale for each tile along the contraction, which all rows share.
+    """Quantize with one known scale for each tile along the contraction axis, shared by all rows.
 
     Raises:
-      ValueError: the contraction has another number of tiles.
+      ValueError: the number of scales is not the number of tiles.
     """
     axis, step = axes[-1], spec.tile_size or 1
     if len(axes) > 1 or scale.size != -(-x.shape[axis] // step):
@@ -234,16 +236,18 @@ def _cast_tiles(x: Array, spec: TensorSpec, axes: Sequence[int], scale: Array, c
 def _amax(x: Array, recipe: Recipe) -> Array:
     if not x.size:
         return jnp.zeros((), x.dtype)
-    return jnp.max(jnp.abs(x) if recipe.matches_flax else absolute(x))  # flax takes the maximum as it comes, NaN or not
+    return jnp.max(jnp.abs(x) if recipe.matches_flax else absolute(x))  # flax has no NaN handling
 
 
 def forward_key(x: Array, spec: TensorSpec | None, key: RandomKey | None) -> RandomKey | None:
-    """Return a random key for a forward operand, from its values and the caller's key; None where nothing is drawn.
+    """Return the random key of a forward operand, or None if its rounding is deterministic.
+
+    The key is derived from the values of x and, if given, the caller's key.
 
     Args:
-      x: the operand.
-      spec: its spec, None where it stays float.
-      key: the caller's.
+      x: operand.
+      spec: spec of the operand, or None if it stays in float.
+      key: the caller's key.
     """
     if spec is None or not spec.draws:
         return None
@@ -259,15 +263,15 @@ def quantize_kernel(
     state: Mapping[str, Any] | None = None,
     batch: Sequence[int] = (),
 ) -> QTensor:
-    """Quantize a kernel as the forward pass of ``dot_general`` does, for converting it.
+    """Quantize a kernel for conversion, with the same result as the forward pass of ``dot_general``.
 
     Args:
-      kernel: the float kernel, in the dtype in which the op reads it; where the recipe has sparsity, with its mask
+      kernel: float kernel, in the dtype in which the op reads it. If the recipe has sparsity, the mask is already
         applied.
-      axes: its contraction axes.
-      recipe: all numbers; the recipe must quantize weights.
-      state: for a recipe with delayed scaling, the quant state of the layer.
-      batch: its batch axes.
+      axes: contraction axes of the kernel.
+      recipe: recipe of the layer; it must quantize weights.
+      state: quant state of the layer, for recipes with delayed scaling.
+      batch: batch axes of the kernel.
     """
     spec = recipe.resolve("fwd", "rhs")
     assert spec is not None
@@ -278,22 +282,23 @@ def quantize_kernel(
 
 
 def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
-    """Return the static scale of the activation, shape (1,), or None where the recipe scales it dynamically.
+    """Return the static scale of the activation, shape (1,), or None if the recipe scales it dynamically.
 
-    0 where the activation was never seen: training scales it by its own amax then, and that is no static scale.
+    The scale is 0 if no activation was observed yet: training would use the activation's own amax, which is not a
+    static scale.
 
     Args:
-      recipe: all numbers.
-      state: the quant state of the layer.
+      recipe: recipe of the layer.
+      state: quant state of the layer.
 
     Raises:
-      ValueError: the recipe has a static scale for activations.
+      ValueError: the recipe uses a static activation scale.
     """
     spec = recipe.resolve("fwd", "lhs")
     if spec is not None and spec.scaling == "static":
         raise ValueError(
-            f"recipe {recipe.name!r} has a static scale for activations, which comes with an imported checkpoint; a "
-            "float model has none to convert"
+            f"recipe {recipe.name!r} uses a static activation scale, which only an imported checkpoint has; convert "
+            "the float model with a recipe of dynamic or delayed scaling"
         )
     if spec is None or spec.scaling != "delayed":
         return None

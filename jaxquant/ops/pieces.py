@@ -1,4 +1,4 @@
-"""Pieces that the quantized ops share: checks of arguments, quant state, shards, types, scales, replaced equations."""
+"""Functions that the quantized ops share: argument checks, quant state, shards, types, scales, replaced equations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QuantState = dict[str, delayed.TensorState]
 
 
 def initial_state(recipe: Recipe) -> QuantState:
-    """Make the quant state of one use of a recipe: a ``delayed.TensorState`` for each tensor with delayed scaling."""
+    """Return the quant state of one use of a recipe: a ``delayed.TensorState`` for each tensor with delayed scaling."""
     return {name: delayed.initial_state(recipe.delayed or DelayedSpec()) for name in _tensors_with_state(recipe)}
 
 
@@ -36,68 +36,68 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
     """Check that a call has the quant state of its recipe.
 
     Args:
-      recipe: all numbers.
-      state: what was given.
-      make: what makes it, for the error.
+      recipe: recipe of the call.
+      state: state that the caller passed.
+      make: call that creates the state, for the error.
 
     Raises:
-      ValueError: state is missing, or of other tensors.
+      ValueError: the state is missing or has other tensors.
     """
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
         raise ValueError(
-            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; make it with {make}"
+            f"recipe {recipe.name!r} needs state of {wanted or 'no tensor'}, got {given or 'none'}; make it with {make}"
         )
 
 
 def check_float(op: str, **operands: Array | QTensor) -> None:
-    """Check that operands are of a float dtype, or converted.
+    """Check that operands are converted or have a float dtype.
 
     Args:
       op: name of the op, for the error.
-      operands: by name.
+      operands: operands by name.
 
     Raises:
-      TypeError: one is not.
+      TypeError: an operand has another dtype.
     """
     for name, operand in operands.items():
         if not isinstance(operand, QTensor) and not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; quantization takes float operands")
+            raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; quantized ops need float operands")
 
 
 def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, reason: str) -> None:
-    """Check the operands and the recipe of an op that not every recipe has, and no explicit mesh.
+    """Check the operands and the recipe of an op that supports neither every recipe nor explicit meshes.
 
     Args:
-      op: its name, for errors.
-      lhs, rhs: its operands.
-      recipe: all numbers.
-      reason: why the op does not run the recipe, "" where it does.
+      op: name of the op, for errors.
+      lhs, rhs: operands of the op.
+      recipe: recipe of the op.
+      reason: reason why the op does not support the recipe, or "" if it does.
 
     Raises:
       TypeError: an operand is not float.
-      NotImplementedError: it is split over devices in its type, or there is a reason.
+      NotImplementedError: an operand's type is sharded by an explicit mesh, or there is a reason.
     """
     check_float(op, lhs=lhs, rhs=rhs)
     for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if isinstance(rhs, QTensor) else rhs)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(
-                f"{op} {name} is split over devices in its type, by an explicit mesh; the quantized op is not "
-                "implemented there"
+                f"{op} {name} is sharded by an explicit mesh, which the quantized op does not support; use a mesh with "
+                "AxisType.Auto axes"
             )
     if reason:
         raise NotImplementedError(f"recipe {recipe.name!r} has {reason}, which {op} does not run")
 
 
 def hashable_precision(precision: Any) -> Any:
-    """Bring ``lax.dot_general``'s spellings of a precision (one, or one for each operand) into one hashable form."""
+    """Return ``lax.dot_general``'s precision (one, or one for each operand) in a hashable form."""
     if isinstance(precision, (tuple, list)):
         return tuple(map(jax.lax.Precision, precision))
     return None if precision is None else jax.lax.Precision(precision)
 
 
 def eight_bits(qvalue: Array) -> Array:
-    """Bring 4-bit qvalues into a type of eight that holds each of them; others stay.
+    """Cast 4-bit qvalues to an 8-bit dtype in which they are exact; others stay.
 
     XLA has no ragged matmul and no convolution of 4-bit operands.
     """
@@ -109,9 +109,9 @@ def with_shards(recipe: Recipe, lhs: Array, axes: Sequence[int]) -> Recipe:
     """Return a recipe with its shard count of -1 replaced by the number of devices that share the batch.
 
     Args:
-      recipe: all numbers.
+      recipe: recipe of the op.
       lhs: activation.
-      axes: its free axes; the first one is cut.
+      axes: free axes of the activation; the first one is split.
     """
     if recipe.drhs.shards >= 0:
         return recipe
@@ -120,7 +120,7 @@ def with_shards(recipe: Recipe, lhs: Array, axes: Sequence[int]) -> Recipe:
 
 
 def unsupported(recipe: Recipe) -> str:
-    """Explain why a recipe's numbers make no sense without a plain matrix product, "" where they do."""
+    """Return the reason why ops without a plain matrix product cannot run a recipe, or "" if they can."""
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
     backward = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
@@ -131,15 +131,15 @@ def unsupported(recipe: Recipe) -> str:
         "static scales": any(spec.scaling == "static" for spec in specs),
         "shards outside the weight gradient": recipe.dlhs.shards > 1,
         "weight sparsity": recipe.sparsity is not None,
-        "a history of a backward operand alone": any(spec.scaling == "delayed" for spec in backward),
-        "a delayed gradient beside operands that are not per tensor": is_delayed
+        "delayed scaling of only the backward operand": any(spec.scaling == "delayed" for spec in backward),
+        "a delayed gradient together with operands that are not per tensor": is_delayed
         and any(spec.granularity != "per_tensor" for spec in forward),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
-    """Multiply a result by the scales of both operands, laid out as it is."""
+    """Multiply a result by the scales of both operands, which have the layout of the result."""
     dtype = scale_dtype(recipe, out_dtype)
     if dtype == "float32" or out.dtype == jnp.int32:
         out = out.astype(jnp.float32)

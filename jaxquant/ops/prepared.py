@@ -1,9 +1,9 @@
-"""prepared: an operand of a contraction as the forward pass reads it, and what is kept of it for the backward pass.
+"""prepared: an operand of a contraction as the forward pass reads it, and its residual for the backward pass.
 
-Neither depends on the other operand. So one activation that several layers read (query, key and value) is prepared
-once, by ``share``:
+Neither depends on the other operand. So an activation that several layers read (query, key and value) is prepared once,
+by ``share``:
 
-    x ── share, by all their states ──► QuantizedOperand ──► dot_general(x, weight, state, prepared), one a layer
+    x ── share, by all their states ──► QuantizedOperand ──► dot_general(x, weight, state, prepared) in each layer
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ Array = jax.Array
 
 
 class Residual(NamedTuple):
-    """What the backward pass keeps of an operand.
+    """Residual of an operand for the backward pass.
 
     Attributes:
-      tensor: the forward's qvalues, those of a quantization of its own, or the float tensor.
-      mask: which elements a clipping calibration cut off, eight to a byte; None where none are, or the qvalues tell.
-      seen: what delayed scaling took and saw; without the scale where the tensor has it.
+      tensor: qvalues of the forward pass, a separate quantization, or the float tensor.
+      mask: elements that a clipping calibration cut off, eight to a byte. None if there are none, or if the qvalues
+        show them.
+      observation: observation of delayed scaling, without the scale if the tensor has it.
     """
 
     tensor: QTensor | Array
     mask: Array | None
-    seen: Observation | None
+    observation: Observation | None
 
 
 class QuantizedOperand(NamedTuple):
-    """An operand as the forward pass reads it (a ``QTensor``, ``groups.Rows`` or an array), and what is kept of it."""
+    """An operand as the forward pass reads it (a ``QTensor``, ``groups.Rows`` or an array), and its residual."""
 
     forward: Any
-    kept: Residual
+    residual: Residual
 
 
 def make_prepared(
@@ -77,62 +78,62 @@ def make_prepared(
     """Quantize an operand for the forward pass and for the backward pass.
 
     Args:
-      x: the operand.
-      recipe: all numbers.
-      side: which operand of the forward contraction it is.
-      axes: its contraction axes.
-      batch: its batch axes.
-      state: of its delayed scaling, None without.
+      x: operand.
+      recipe: recipe of the contraction.
+      side: side of the operand in the forward contraction.
+      axes: contraction axes of x.
+      batch: batch axes of x.
+      state: quant state of its delayed scaling, or None.
       key: the caller's random key.
-      implementation: what computes the casts.
+      implementation: implementation of the casts.
       has_values: whether the forward product reads bfloat16 values, which a kernel may write.
-      is_stored: whether x lies in memory, rather than being computed where it is quantized.
-      reads_clips: whether qvalues that are kept may tell what was cut off, where they can.
+      is_stored: whether x is stored in memory rather than computed where it is quantized.
+      reads_clips: whether qvalues of the residual may show the clipped elements, so that no mask is stored.
     """
     spec = recipe.resolve("fwd", side)
     if (made := cast_forward(x, recipe, side, axes, batch, has_values, implementation)) is not None:
-        return QuantizedOperand(made[0], Residual(named(made[1]), None, None))
-    forward, other, seen = x, x, None
+        return QuantizedOperand(made[0], Residual(tag(made[1]), None, None))
+    forward, other, observation = x, x, None
     more = {"batch": batch, "state": state, "implementation": implementation}
     if spec is not None:
         options = {"key": forward_key(x, spec, key), "is_stored": is_stored}
-        forward, other, seen = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
+        forward, other, observation = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
     operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
     kept = other if kind == "forward" else x
     if kind == "own":
-        kept, own = _own(x, recipe, side, axes, key, **more)
-        seen = own if seen is None else seen
-    elif kind == "forward" and seen is not None and spec is not None and element(spec.dtype).kind != "int":
-        seen = seen._replace(scale=None)  # the tensor has it; see delayed.poison_lost for integers
+        kept, own = _quantize_residual(x, recipe, side, axes, key, **more)
+        observation = own if observation is None else observation
+    elif kind == "forward" and observation is not None and spec is not None and element(spec.dtype).kind != "int":
+        observation = observation._replace(scale=None)  # the tensor has it; for integers see delayed.poison_lost
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
-    return QuantizedOperand(forward, Residual(named(kept), None if reads else clip_mask(x, forward, spec), seen))
+    return QuantizedOperand(forward, Residual(tag(kept), None if reads else clip_mask(x, forward, spec), observation))
 
 
 prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7, 8, 9))
-"""``make_prepared`` as a function that a program holds once for all operands of one shape."""
+"""Jitted ``make_prepared``: a program contains it once for all operands of one shape."""
 
 
-def named(kept: Any) -> Any:
-    """Attach a name to what is kept in one byte an element, for remat policies; float arrays stay as they are."""
-    if isinstance(kept, Array):
-        return kept
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
+def tag(residual: Any) -> Any:
+    """Attach a name to a quantized residual, for remat policies; float arrays stay as they are."""
+    if isinstance(residual, Array):
+        return residual
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), residual)
 
 
-def _own(
+def _quantize_residual(
     x: Array, recipe: Recipe, side: Side, axes: Axes, key: RandomKey | None, **more: Any
 ) -> tuple[QTensor, Observation | None]:
-    """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""
+    """Quantize an operand along the backward's contraction axes now, so that the float tensor need not be kept."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
     matmul, spec = getattr(recipe, name), recipe.resolve(name, side)
     assert spec is not None
     own, shards = forward_key(x, spec, key), matmul.shards
     axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in more["batch"])
-    if matmul.rotation is not None and axes:  # the gradient of a product of a vector contracts no axis
+    if matmul.rotation is not None and axes:  # the gradient of a product with a vector contracts no axis
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
-    tensor, _, seen = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
-    return tensor, seen
+    tensor, _, observation = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
+    return tensor, observation
 
 
 def share(
@@ -147,12 +148,12 @@ def share(
     """Prepare an activation for all contractions that read it.
 
     Args:
-      x: the activation.
-      states: of the input of each contraction, with delayed scaling; see ``delayed.merge_states``.
-      recipe: all numbers; one that ``can_share``.
-      axes: its contraction axes.
-      implementation: what computes the casts.
-      is_stored: whether x lies in memory.
+      x: activation.
+      states: states of the input of each contraction, with delayed scaling; see ``delayed.merge_states``.
+      recipe: recipe that ``can_share``.
+      axes: contraction axes of x.
+      implementation: implementation of the casts.
+      is_stored: whether x is stored in memory.
     """
     recipe = with_shards(recipe, x, [axis for axis in range(x.ndim) if axis not in axes])
     return _share(x, list(states), recipe, axes, implementation, is_stored)
@@ -166,15 +167,15 @@ def _share(x, states, recipe, axes, implementation, is_stored):
 
 
 def can_share(recipe: Recipe) -> bool:
-    """Check whether an activation is quantized, and alike for all contractions: without noise, and not as flax does."""
+    """Check whether an activation is quantized, and alike for all its contractions: without noise or flax mode."""
     kinds = [spec for spec in (recipe.fwd.lhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     return bool(kinds) and not recipe.matches_flax and all(spec.rounding == "nearest" for spec in kinds)
 
 
 def reads_clip(operand: Operand) -> bool:
-    """Check whether a qvalue tells that its element was cut off: it is the largest there is, and the range is fixed.
+    """Check whether qvalues show clipped elements: these have the largest value, and the range is fixed.
 
-    What rounds up to the largest loses its gradient too.
+    Elements that round up to the largest value lose their gradient too.
     """
     if not isinstance(operand, TensorSpec):
         return False
@@ -182,7 +183,7 @@ def reads_clip(operand: Operand) -> bool:
 
 
 def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
-    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis; None where none are."""
+    """Return a bit mask of clipped elements, eight to a byte along the last axis, or None if none can be clipped."""
     if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor) and x.size):
         return None
     outside = outside_range(x, operand, tensor)
@@ -190,21 +191,21 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
 
 
 # -- one read of an operand for all its matmuls, by a kernel -----------------------------------------------------------
-# An activation is read along its features by the forward pass and along the tokens by the weight's gradient; an output
-# gradient by both gradients. Each has tiles along its own contraction, for which XLA's program reads the operand again.
+# The forward pass contracts the features of an activation, the weight gradient contracts its tokens; both gradients
+# read the output gradient. Each needs tiles along its own contraction, for which XLA's program reads the operand again.
 
 
 def cast_all(
-    x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, beside: Any = ()
+    x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, others: Any = ()
 ) -> list[tuple[Dequantized | None, QTensor | None]] | None:
-    """Return an operand's values and elements for each cast; None where XLA quantizes it, one cast after the other.
+    """Return an operand's values and elements for each cast, or None if XLA quantizes it, one cast after the other.
 
     Args:
-      x: the operand.
-      casts: of it.
-      recipe: whose arithmetic it is.
-      implementation: what computes the casts, None to pick.
-      beside: arrays of the same program, one of which may know its platform where x does not.
+      x: operand.
+      casts: casts of the operand.
+      recipe: recipe whose arithmetic applies.
+      implementation: implementation of the casts, or None to select one.
+      others: arrays of the same program, whose platform is used if x has none.
     """
     if any(cast.spec.tile_size is None or cast.spec.codec is not None for cast in casts) or x.ndim < 2:
         return None
@@ -214,7 +215,7 @@ def cast_all(
             return "the block cast divides in float32"
         return kernel.refusal(x, casts)
 
-    arrays = jax.tree.leaves((x, beside))
+    arrays = jax.tree.leaves((x, others))
     reason_to_prefer = TPU_CASTS_PAY if "tpu" in map(platform_of, arrays) else None
     if capability_of(*arrays)[0] == 9 and not any(cast.has_values and cast.has_elements for cast in casts):
         reason_to_prefer = HOPPER_CASTS_PAY
@@ -224,17 +225,17 @@ def cast_all(
     return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]
 
 
-def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, beside: Array) -> QTensor:
-    """Return the types of what an operand is quantized to.
+def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, like: Array) -> QTensor:
+    """Return the quantized operand as abstract arrays.
 
     Args:
-      spec: of the operand.
-      shape: its shape.
-      axes, batch: its contraction and batch axes.
-      beside: an array of the same program, on whose mesh it lies.
+      spec: spec of the operand.
+      shape: shape of the operand.
+      axes, batch: contraction and batch axes of the operand.
+      like: array of the same program, whose mesh is used.
     """
     block = block_shape(shape, spec, axes, 1, batch)
-    place = NamedSharding(jax.typeof(beside).sharding.mesh, PartitionSpec())
+    place = NamedSharding(jax.typeof(like).sharding.mesh, PartitionSpec())
     types = ((shape, spec.dtype), (scale_shape(shape, block), spec.scale_dtype))
     parts = [jax.ShapeDtypeStruct(*each, sharding=place) for each in types]
     return QTensor(*parts, block=None if is_even(shape, block) else block)  # pyright: ignore[reportArgumentType]
@@ -243,11 +244,11 @@ def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, besi
 def cast_forward(
     x: Array, recipe: Recipe, side: Side, axes: Axes, batch: Axes, has_values: bool, implementation: str | None
 ) -> tuple[Dequantized | QTensor, QTensor | Array] | None:
-    """Return an operand as the forward pass reads it, and what is kept of it; None where XLA computes them.
+    """Return an operand as the forward pass reads it and its residual, or None if XLA computes them.
 
     Args:
-      x, recipe, side, axes, batch, implementation: as ``make_prepared`` takes them.
-      has_values: whether the forward pass multiplies it dequantized, in bfloat16.
+      x, recipe, side, axes, batch, implementation: arguments of ``make_prepared``.
+      has_values: whether the forward pass multiplies the operand dequantized, in bfloat16.
     """
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
     spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.kept(side)
@@ -263,7 +264,7 @@ def cast_forward(
         others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))
         casts.append(Cast(own, block_shape(x.shape, own, others, 1, batch), SMALLEST_SCALE))
     elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
-        is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own along rows
+        is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own copy
         casts = [cast._replace(is_turned=not is_last), cast._replace(is_turned=is_last)]
     made = cast_all(x, tuple(casts), recipe=recipe, implementation=implementation)
     if made is None:

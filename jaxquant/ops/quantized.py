@@ -1,15 +1,15 @@
-"""quantized: the one frame around a quantized contraction, forward and backward.
+"""quantized: the forward and backward pass that all quantized contractions share.
 
 Data flow of a call, for the operands of ``recipe``:
 
     lhs, rhs ── prepare ──► qvalues ── product ──► y
-        └── kept for backward: one byte an element and the scales (``prepared.py``)
+        └── residuals: one byte an element and the scales (``prepared.py``)
     grad ── fold the residual's per-channel scale in ── quantize ── gradient ──► dlhs, drhs
-    quant state ── what was seen (``delayed.observe``) ──► leaves as the "gradient" of the state
+    quant state ── observations (``delayed.observe``) ──► returned as the "gradient" of the state
 
 ``dot_general``, ``ragged_dot`` and ``conv_general_dilated`` are each an ``Operation``, which quantizes operands and
-computes three products. All else is here: the keys of the noise, the shared output gradient, observations, clipping and
-the place of each gradient.
+computes three products. This file does the rest: noise keys, the shared output gradient, observations, clipping and the
+sharding of each gradient.
 
 A contraction is one nested jit: a model with many equal layers traces, differentiates and lowers it once.
 """
@@ -46,7 +46,7 @@ Gradient = Literal["dlhs", "drhs"]
 
 @dataclasses.dataclass(frozen=True)
 class Primal:
-    """Shape, dtype and place of an operand, which are those of its gradient."""
+    """Shape, dtype and placement of an operand and of its gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,14 +55,14 @@ class Primal:
 
 @dataclasses.dataclass(frozen=True)
 class Operation(abc.ABC):
-    """What is fixed of a quantized contraction while tracing, and how it multiplies.
+    """The static parameters of a quantized contraction, and its products.
 
     Attributes:
-      recipe: all numbers.
-      lhs, rhs: the operands' types.
-      out_dtype: of the result.
-      precision: of the matmuls, None for their default.
-      implementation: what computes casts and matmuls, None to pick.
+      recipe: recipe of the contraction.
+      lhs, rhs: types of the operands.
+      out_dtype: dtype of the result.
+      precision: precision of the matmuls, or None for their default.
+      implementation: implementation of casts and matmuls, or None to select one.
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ class Operation(abc.ABC):
     def of(
         cls, lhs: Array, rhs: Array | QTensor, precision: Any, out_dtype: Any, *, recipe: Recipe, **fields: Any
     ) -> Any:
-        """Make the operation of two operands; ``fields`` are those that the class adds."""
+        """Return the operation of two operands; ``fields`` are the fields that the subclass adds."""
         arrays = (lhs, rhs.qvalue if isinstance(rhs, QTensor) else rhs)
         left = Primal(lhs.shape, lhs.dtype.name, Placement.of(*arrays))
         right = Primal(rhs.shape, operand_dtype(rhs), Placement.of(*arrays[::-1]))
@@ -84,20 +84,20 @@ class Operation(abc.ABC):
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
 
     def computing(self, matmul: Matmul) -> Operation:
-        """Return the operation with the arithmetic of one of its matmuls."""
+        """Return the operation with the recipe part of one of its matmuls."""
         own = self.recipe.part(matmul)
         return self if own is self.recipe else dataclasses.replace(self, recipe=own)
 
     @abc.abstractmethod
     def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: RandomKey | None) -> QuantizedOperand:
-        """Quantize an operand for the forward product, and choose what is kept of it."""
+        """Quantize an operand for the forward product, and choose its residual."""
 
     def axes(self, side: Side) -> tuple[Axes, Axes]:
         """Return the contraction and the batch axes of an operand."""
         raise NotImplementedError
 
     def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: RandomKey | None) -> Any:
-        """Quantize the activation of a converted kernel, by its own scale or by the kernel's ``input_scale``."""
+        """Quantize the activation of a converted kernel, with its own scale or the kernel's ``input_scale``."""
         spec = self.recipe.fwd.lhs
         assert isinstance(spec, TensorSpec)
         axes, batch = self.axes("lhs")
@@ -114,7 +114,7 @@ class Operation(abc.ABC):
 
     @abc.abstractmethod
     def input_gradient(self, grad: Array, kernel: QTensor, groups: Any) -> Array:
-        """Compute the gradient of the activation that a dequantized kernel gives."""
+        """Compute the gradient of the activation with a dequantized kernel."""
 
     @abc.abstractmethod
     def product(self, lhs: Any, rhs: Any, groups: Any) -> Array:
@@ -124,26 +124,26 @@ class Operation(abc.ABC):
     def gradient(
         self, name: Gradient, grad: Array, shared: Any, residual: Any, groups: Any, key: RandomKey | None
     ) -> Array:
-        """Multiply the output gradient with what was kept of an operand, in the layout of the other operand.
+        """Multiply the output gradient with the residual of an operand, in the layout of the other operand.
 
         Args:
-          name: which gradient.
-          grad: the output gradient.
-          shared: it, quantized for both gradients; None where each quantizes it.
-          residual: what was kept.
-          groups: of the rows, of a ragged matmul.
-          key: for stochastic rounding.
+          name: name of the gradient.
+          grad: output gradient.
+          shared: output gradient quantized for both gradients, or None if each gradient quantizes it.
+          residual: residual of the operand.
+          groups: row groups of a ragged matmul.
+          key: random key for stochastic rounding.
         """
 
     @property
     def shares_gradient(self) -> bool:
-        """Whether both gradients read one quantized output gradient, without delayed scaling too."""
+        """Whether both gradients read one quantized output gradient, even without delayed scaling."""
         return False
 
     def quantize_gradient(
         self, grad: Array, groups: Any, state: Any, key: RandomKey | None
     ) -> tuple[Any, Any, Observation | None]:
-        """Quantize the output gradient for each of both gradients."""
+        """Quantize the output gradient for each of the two gradients."""
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
         return self.cast_gradient(grad, spec, (), (), key, state=state)
@@ -151,29 +151,29 @@ class Operation(abc.ABC):
     def cast_gradient(
         self, grad: Array, spec: TensorSpec, axes: Axes, batch: Axes, key: RandomKey | None, **more: Any
     ) -> tuple[QTensor, QTensor, Observation | None]:
-        """Quantize an output gradient for the gradient that contracts ``axes``, and for the other one.
+        """Quantize an output gradient for the gradient that contracts ``axes``, and for the other gradient.
 
-        Layers whose outputs have one shape share the lowered function.
+        Layers whose outputs have the same shape share the lowered function.
         """
         return _cast_gradient(grad, key, spec, axes, batch, self.recipe, self.implementation, **more)
 
     def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
-        """Return bits of this use to draw noise from; None takes those of the output gradient."""
+        """Return a noise seed for this call, or None to derive it from the output gradient."""
         return None
 
-    def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
-        """Quantize the output gradient for each gradient out of one read; None where each reads it for itself.
+    def cast_gradients(self, grad: Array, others: Any) -> tuple[Any, Any]:
+        """Quantize the output gradient for each gradient in one read, or return None if each reads it separately.
 
         Args:
-          grad: the output gradient.
-          beside: arrays of the same program.
+          grad: output gradient.
+          others: arrays of the same program.
         """
         return None, None
 
     def observe(
         self, old: delayed.TensorState, scale: Array, amax: Array, groups: Any
     ) -> dict[str, Array] | delayed.TensorState:
-        """Return what leaves the backward pass in place of a state's gradient."""
+        """Return the value that leaves the backward pass as the gradient of a state."""
         assert self.recipe.delayed is not None
         return delayed.observe(old, scale, amax, self.recipe.delayed)
 
@@ -198,12 +198,12 @@ def quantized(
     """Compute a quantized contraction with its backward pass.
 
     Args:
-      op: which.
+      op: operation.
       lhs, rhs: activation and weight.
-      sizes: rows of each group, of a ragged matmul; None else.
-      state: the amax state of a recipe with delayed scaling, {} without.
-      key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
-      prepared: lhs, quantized for several contractions; None to quantize it here.
+      sizes: rows of each group of a ragged matmul, otherwise None.
+      state: amax state of a recipe with delayed scaling, otherwise {}.
+      key: random key for stochastic rounding, or None to derive it from the bits of the operands or the gradient.
+      prepared: lhs quantized for several contractions, or None to quantize it here.
     """
     return _quantized(op, lhs, rhs, sizes, state, key, prepared)
 
@@ -220,31 +220,31 @@ def _forward(op: Operation, lhs, rhs, sizes: Array | None, state: QuantState, ke
     out = op.product(left.forward, right.forward, groups)
     seed = op.noise_seed(left, right, state) if key is None else None
     out = checkpoint_name(out, RESULT_NAME)
-    kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
+    saved_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.has_opaque_gradient else ()
-    # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
+    # Residuals carry no tangent; the mark carries one, so that a derivative of the gradients is refused.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
-    return first_order(name, (out,), inputs)[0], ((left.kept, right.kept, sizes, kept_state, key, seed), mark)
+    return first_order(name, (out,), inputs)[0], ((left.residual, right.residual, sizes, saved_state, key, seed), mark)
 
 
 def _backward(op: Operation, saved: Any, grad: Array):
     (left, right, sizes, state, key, seed), mark = saved
-    recipe, groups, given = op.recipe, _groups(op, sizes), grad
+    recipe, groups, output_grad = op.recipe, _groups(op, sizes), grad
     keys, own = (None, None), None
     if groups is not None and recipe.is_stochastic:
-        grad = groups.zero_others(grad)  # noise comes of its bits
+        grad = groups.zero_ungrouped(grad)  # its bits seed the noise
     if recipe.is_stochastic:
         if key is None and seed is None:
             key = content_key(grad)
         else:
             key = device_key(key_of(seed) if key is None else key, grad)
         keys, own = two_keys(key), key
-    shared, other, seen = None, None, None
+    shared, other, observation = None, None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
         own = None if "output_grad" in state else own
         of = op.computing("dlhs" if spec == operands[0] else "drhs")
-        shared, other, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
+        shared, other, observation = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
     first, second = (made if operand == spec else None for made, operand in zip((shared, other), operands, strict=True))
     if shared is None:
         first, second = op.cast_gradients(grad, (left.tensor, right.tensor))
@@ -253,14 +253,15 @@ def _backward(op: Operation, saved: Any, grad: Array):
     with jax.named_scope("drhs"):
         drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1])
     dlhs, drhs = _finish(dlhs, left, recipe.fwd.lhs, op.lhs), _finish(drhs, right, recipe.fwd.rhs, op.rhs)
-    uses = {"input": (left.tensor, left.seen), "kernel": (right.tensor, right.seen), "output_grad": (shared, seen)}
+    uses = {"input": (left.tensor, left.observation), "kernel": (right.tensor, right.observation)}
+    uses["output_grad"] = shared, observation
     observed = {}
     for name, old in state.items():
-        tensor, seen = uses[name]
-        scale = tensor.scale.reshape(1) if seen.scale is None else seen.scale
-        new = op.observe(old, scale, seen.amax, groups)
+        tensor, observation = uses[name]
+        scale = tensor.scale.reshape(1) if observation.scale is None else observation.scale
+        new = op.observe(old, scale, observation.amax, groups)
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
-    gradients = first_order(recipe.name, (dlhs, drhs), (given, *mark) if mark else ())
+    gradients = first_order(recipe.name, (dlhs, drhs), (output_grad, *mark) if mark else ())
     return *gradients, None, observed, None, None
 
 
@@ -271,13 +272,13 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
     return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
-def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -> Array:
-    """Bring a gradient into its operand's dtype and place, zero where the forward clipped."""
-    if kept.mask is not None:
-        gradient = jnp.where(jnp.unpackbits(kept.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
-    elif reads_clip(operand) and isinstance(kept.tensor, QTensor):
+def _finish(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
+    """Cast a gradient to its operand's dtype and placement, and zero it where the forward pass clipped."""
+    if residual.mask is not None:
+        gradient = jnp.where(jnp.unpackbits(residual.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
+    elif reads_clip(operand) and isinstance(residual.tensor, QTensor):
         assert isinstance(operand, TensorSpec)
-        clipped = jnp.abs(kept.tensor.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
+        clipped = jnp.abs(residual.tensor.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
         gradient = jnp.where(clipped, 0, gradient)
     return fit_varying(gradient.astype(primal.dtype), primal.place.varying)
 
@@ -286,15 +287,15 @@ def _finish(gradient: Array, kept: Residual, operand: Operand, primal: Primal) -
 
 
 def serve(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
-    """Compute the forward product with a converted kernel, and the gradient that its dequantized values give.
+    """Compute the forward product with a converted kernel; its gradient uses the dequantized kernel.
 
     Args:
-      op: which.
-      lhs, sizes, key: as ``quantized`` takes them.
-      weight: the kernel.
+      op: operation.
+      lhs, sizes, key: arguments of ``quantized``.
+      weight: converted kernel.
 
     Raises:
-      ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
+      ValueError: the recipe needs a static scale for the activation, but the kernel has none.
     """
     check_input_scale(op.recipe, weight)
     return straight_through(

@@ -1,7 +1,7 @@
-"""ragged_dot: a matmul of groups of rows, each with a weight of its own, in low precision forward and backward.
+"""ragged_dot: a matmul of groups of rows, one weight per group, in low precision forward and backward.
 
-Group g of the rows is what ``ops.dot_general`` computes of these rows and ``rhs[g]``: its scales (per tensor: one for
-each group), its quant state and its gradients are its own. Rows behind the last group give zeros and are not seen.
+Group g of the result equals ``ops.dot_general`` of the group's rows and ``rhs[g]``, with separate scales (per tensor:
+one for each group), quant state and gradients. Rows after the last group give zeros and are not observed.
 
 Shapes: M rows, K contracting, N columns, G groups.
 
@@ -9,9 +9,9 @@ Shapes: M rows, K contracting, N columns, G groups.
     rhs [G, K, N] ── quantize, by group ─────────┴─ lax.ragged_dot_general ── scales ──► y [M, N]
     grad [M, N] ── by row, for dlhs; by group (and column), for drhs
 
-Tiles along the rows, of drhs, begin with the first row of their group: operands lie in ``Slabs`` there, each group
-filled with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats, or by a kernel
-(``block_ragged``).
+For drhs, tiles along the rows begin with the first row of their group: operands are copied to ``Slabs``, in which each
+group is padded with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats, or multiplied by
+a kernel (``block_ragged``).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from jaxquant.ops.groups import (
     Rows,
     Slabs,
     as_rows,
+    expand_groups,
     floats,
     group_amax,
     is_plain,
-    of_rows,
     outer_scale,
-    part_of,
     quantize_rows,
     quantize_weights,
     row_scales,
     scaling_groups,
     slab_size,
+    slice_rows,
     values,
     whole_values,
     with_groups,
@@ -63,7 +63,7 @@ from jaxquant.ops.groups import (
 from jaxquant.ops.implementation import check_implementation, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
 from jaxquant.ops.pieces import QuantState, eight_bits, scaled
-from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, named
+from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, tag
 from jaxquant.ops.quantized import Operation, quantized, serve
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -72,9 +72,9 @@ _DRHS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
-    """Make the quant state of a ragged matmul: that of ``ops.dot_general`` with a leading axis of groups.
+    """Return the quant state of a ragged matmul: the state of ``ops.dot_general`` with a leading axis of groups.
 
-    A recipe that shares scales of experts has one state for all groups, without that axis.
+    With a recipe that shares scales of experts, all groups share one state without that axis.
     """
     state = pieces.initial_state(recipe)
     if recipe.shares_experts:
@@ -94,25 +94,27 @@ def ragged_dot(
     key: RandomKey | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
-    """Contract groups of rows with a weight each, in the low precision of a recipe, forward and backward.
+    """Contract groups of rows with one weight per group, in the low precision of a recipe, forward and backward.
 
-    ``y[m] = lhs[m] · rhs[g]`` for the rows m of group g, and 0 for rows behind the last group.
+    ``y[m] = lhs[m] · rhs[g]`` for the rows m of group g, and 0 for rows after the last group.
 
     Args:
-      lhs: activations, the rows of each group beside each other.
-      rhs: weights; converted ones, of ``convert_kernel``, need no state and get no gradient.
-      group_sizes: rows of each group, in order; they may be 0, and their sum at most M.
-      precision, preferred_element_type: as in ``ops.dot_general``.
-      recipe: all numbers.
-      state: for a recipe with delayed scaling, from ``initial_state``.
+      lhs: activations, with the rows of each group next to each other.
+      rhs: weights. Converted weights, from ``convert_kernel``, need no state and get no gradient.
+      group_sizes: rows of each group, in order. They may be 0, and their sum is at most M.
+      precision, preferred_element_type: arguments of ``ops.dot_general``.
+      recipe: recipe of the matmul.
+      state: quant state from ``initial_state``, for a recipe with delayed scaling.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
-      implementation: what multiplies operands in blocks, None to pick (``ops.implementation``); all else is XLA's.
+      implementation: implementation of the product of operands in blocks, or None to select one
+        (``ops.implementation``). XLA computes everything else.
 
     Raises:
       ValueError: missing state, shapes that do not fit, an unknown implementation, or shards of the weight gradient
         that do not divide the rows.
       TypeError: operands that are not float.
-      NotImplementedError: what ``unsupported`` names in the recipe; an explicit mesh in the operands' types.
+      NotImplementedError: a feature of the recipe that ``unsupported`` names, or an explicit mesh in the operands'
+        types.
     """
     _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
     check_implementation("dot_general", implementation)
@@ -127,13 +129,13 @@ def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
     """Quantize weights as the forward pass does, for serving.
 
     Args:
-      recipe: all numbers; it must quantize weights.
+      recipe: recipe of the matmul; it must quantize weights.
       rhs: weights, in the dtype in which the op reads them.
-      state: as for ``ragged_dot``.
+      state: quant state as in ``ragged_dot``.
 
     Returns:
-      The weights, with the static scale of each group's activations (or of all) where these are not scaled
-      dynamically; 0 of a group that was never seen.
+      The weights. If activations are not scaled dynamically, they include the static scale of each group's activations
+      (or of all groups), which is 0 for a group that was never observed.
     """
     state = with_groups(recipe, state)
     tensor, _ = _forward_weights(recipe, rhs, state.get("kernel"), None)
@@ -143,7 +145,7 @@ def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
 
 
 def unsupported(recipe: Recipe) -> str:
-    """Explain why a recipe's numbers make no sense for groups of rows, "" where they do."""
+    """Return the reason why groups of rows cannot run a recipe, or "" if they can."""
     names = ("fwd_lhs", "dlhs_lhs", "drhs_lhs", "drhs_rhs")
     rows = [spec for name in names if isinstance(spec := recipe.specs[name], TensorSpec)]
     along_tokens = [recipe.resolve("drhs", "lhs"), recipe.resolve("drhs", "rhs")]
@@ -152,7 +154,7 @@ def unsupported(recipe: Recipe) -> str:
         "an outer scale of activations or gradients without micro": any(s.outer_scale and not s.micro for s in rows),
         "shards of a weight gradient that has tiles": recipe.drhs.shards > 1
         and any(spec is not None and spec.tile_size for spec in along_tokens),
-        "an average over tiles along the rows, which zeros fill": any(
+        "an average over tiles along the rows, which are padded with zeros": any(
             spec is not None and spec.tile_size and spec.calibration.average for spec in along_tokens
         ),
     }
@@ -183,22 +185,22 @@ class _Ragged(Operation):
         self, x: Array, groups: Groups, state: delayed.TensorState | None, key: RandomKey | None
     ) -> QuantizedOperand:
         recipe, spec = self.recipe, self.recipe.fwd.lhs
-        forward, seen, mask = x, None, None
+        forward, observation, mask = x, None, None
         if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
             assert state is not None
-            forward, seen = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
+            forward, observation = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
         elif isinstance(spec, TensorSpec):
             forward = quantize_rows(recipe, x, spec, groups, False, _key(x, spec, groups, key))
         if forward is not x:
             own = QTensor(forward.qvalue, forward.spread(groups.ids)) if isinstance(forward, Rows) else forward
             mask = clip_mask(x, own, spec)
-        kept = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
-        if kept is None:
-            kept = self._own_rows(x, groups, key)
-        return QuantizedOperand(forward, Residual(named(kept), mask, seen))
+        residual = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
+        if residual is None:
+            residual = self._own_rows(x, groups, key)
+        return QuantizedOperand(forward, Residual(tag(residual), mask, observation))
 
     def _own_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
-        """Quantize rows for the weight gradient, in slabs where it has tiles."""
+        """Quantize rows for the weight gradient, in slabs if it has tiles."""
         recipe, matmul = self.recipe, self.recipe.drhs
         spec = recipe.resolve("drhs", "lhs")
         assert spec is not None
@@ -210,14 +212,14 @@ class _Ragged(Operation):
 
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> QuantizedOperand:
         recipe, matmul = self.recipe, self.recipe.dlhs
-        forward, seen = _forward_weights(recipe, x, state, key)
-        kept = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
-        if kept is None:
+        forward, observation = _forward_weights(recipe, x, state, key)
+        residual = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
+        if residual is None:
             spec = recipe.resolve("dlhs", "rhs")
             assert spec is not None
-            turned = rotation_of(matmul.rotation, None)(x, 2)
-            kept = quantize_weights(recipe, turned, spec, 1, forward_key(x, spec, key))
-        return QuantizedOperand(forward, Residual(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
+            rotated = rotation_of(matmul.rotation, None)(x, 2)
+            residual = quantize_weights(recipe, rotated, spec, 1, forward_key(x, spec, key))
+        return QuantizedOperand(forward, Residual(tag(residual), clip_mask(x, forward, recipe.fwd.rhs), observation))
 
     def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: RandomKey | None) -> Any:
         spec = self.recipe.fwd.lhs
@@ -228,28 +230,28 @@ class _Ragged(Operation):
         return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
-        """Multiply the forward operands, rows behind the last group giving zeros."""
+        """Multiply the forward operands; rows after the last group give zeros."""
         if is_plain(lhs, 1) and is_plain(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
-            right = of_rows(rhs.full_scale()[:, 0], groups.ids)
+            right = expand_groups(rhs.full_scale()[:, 0], groups.ids)
             out = scaled(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
         else:
             out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
-        return groups.zero_others(out).astype(self.out_dtype)
+        return groups.zero_ungrouped(out).astype(self.out_dtype)
 
     def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
         state = with_groups(self.recipe, state)
-        rows, seen = self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
-        return rows, rows, seen
+        rows, observation = self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
+        return rows, rows, observation
 
     def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key) -> Array:
         if name == "dlhs":
-            return groups.zero_others(self._dlhs(grad, shared, residual, groups, key))
+            return groups.zero_ungrouped(self._dlhs(grad, shared, residual, groups, key))
         if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
             return self._drhs(grad, shared, residual, groups, key)
-        # The rows of each shard by themselves, added in float32.
+        # The rows of each shard separately, added in float32.
         count, (ids, sizes) = self.recipe.drhs.shards, groups
         if grad.shape[0] % count:
             raise ValueError(
@@ -260,7 +262,7 @@ class _Ragged(Operation):
         for start in range(0, grad.shape[0], step):
             first, last = (jnp.clip(x - start, 0, step) for x in (groups.starts, groups.starts + sizes))
             rows = slice(start, start + step)
-            left, right = (part_of(side, rows) for side in (residual, shared))
+            left, right = (slice_rows(side, rows) for side in (residual, shared))
             own_key = None if key is None else fold(key, start)
             out = self._drhs(grad[rows], right, left, Groups(ids[rows], last - first), own_key)
             total = total + out.astype(jnp.float32)
@@ -271,32 +273,32 @@ class _Ragged(Operation):
         matmul, forward, dtype = self.recipe.dlhs, self.recipe.fwd.rhs, grad.dtype.name
         if not isinstance(matmul.lhs, TensorSpec):
             return self._float_gradient(grad, rhs, groups)
-        turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
-        grad = turn(grad, 1)
+        rotate_axis = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
+        grad = rotate_axis(grad, 1)
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
             assert isinstance(forward, TensorSpec)
             if is_plain(rhs, 1):  # forward per channel: multiplied into the gradient
                 scale = rhs.full_scale()
                 unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
-                grad = grad.astype(jnp.float32) * of_rows(scale[:, 0] / unit, groups.ids)
+                grad = grad.astype(jnp.float32) * expand_groups(scale[:, 0] / unit, groups.ids)
                 rhs = QTensor(rhs.qvalue, jnp.broadcast_to(unit, (rhs.shape[0], 1, 1)))
-            elif forward.granularity != "per_block":  # forward tiles: quantized again, along N
+            elif forward.granularity != "per_block":  # forward tiles: quantized again along N
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
             whole, unit = without_outer(rhs, dtype)
             own = fold(key, 3) if again.draws and key is not None else None
-            rhs = with_outer(quantize_weights(self.recipe, turn(whole, 2), again, 1, own), unit)
+            rhs = with_outer(quantize_weights(self.recipe, rotate_axis(whole, 2), again, 1, own), unit)
         left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
         if not (is_plain(left, 1) and is_plain(rhs, 2)):
             return self._dequantized(left, rhs, groups, _DLHS, dtype)
         assert isinstance(rhs, QTensor)
         out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
-        right = of_rows(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1] or, of an own quantization along N, [M, K]
+        right = expand_groups(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1], or [M, K] if quantized along N
         return scaled(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
 
     def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
-        """Compute ``lhs · grad`` of each group, contracting its rows."""
+        """Compute ``lhs · grad`` of each group, contracting the group's rows."""
         recipe, matmul, spec = self.recipe, self.recipe.drhs, self.recipe.drhs.rhs
         if not grad.shape[0]:
             return jnp.zeros(self.rhs.shape, self.out_dtype)
@@ -306,7 +308,7 @@ class _Ragged(Operation):
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and is_plain(lhs, 1):
             # forward by row: multiplied into the gradient
             scale = lhs.full_scale()
-            unit = power_of_two_below(jnp.max(groups.zero_others(scale)))
+            unit = power_of_two_below(jnp.max(groups.zero_ungrouped(scale)))
             grad = grad.astype(jnp.float32) * (scale / unit)
             lhs = Rows(lhs.qvalue, jnp.broadcast_to(unit, (groups.sizes.size, 1)))
         if step := slab_size(self.recipe, lhs):
@@ -319,11 +321,11 @@ class _Ragged(Operation):
         return scaled(recipe, self.out_dtype, out, lhs.scale[:, :, None], right.scale[:, None, :])
 
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
-        """Compute the weight gradient of operands in tiles along the tokens, each group's from its own first row."""
+        """Compute the weight gradient of operands in tiles along the tokens; tiles begin with a group's first row."""
         recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
-        turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
+        rotate_axis = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
         assert isinstance(matmul.rhs, TensorSpec)
-        right = slabs.quantize(recipe, turn(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
+        right = slabs.quantize(recipe, rotate_axis(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
         again = matmul.lhs if matmul.is_late else None
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
             assert isinstance(recipe.fwd.lhs, TensorSpec)
@@ -332,7 +334,7 @@ class _Ragged(Operation):
             whole, unit = whole_values(lhs, groups, dtype)
             own = fold(key, 3) if again.draws and key is not None else None
             unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
-            lhs = slabs.quantize(recipe, turn(slabs.cut(whole), 0), again, own)
+            lhs = slabs.quantize(recipe, rotate_axis(slabs.cut(whole), 0), again, own)
             lhs = with_outer(lhs, unit) if isinstance(lhs, QTensor) else lhs
         elif isinstance(lhs, Rows) and matmul.lhs == FORWARD:
             lhs = Rows(slabs.cut(lhs.qvalue), lhs.scale)
@@ -342,23 +344,23 @@ class _Ragged(Operation):
         return self._dequantized(lhs, right, rows, _DRHS, "float32" if is_wide else dtype)
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: Groups) -> Array:
-        return groups.zero_others(self._float_gradient(grad, kernel, groups))
+        return groups.zero_ungrouped(self._float_gradient(grad, kernel, groups))
 
     def _float_gradient(self, grad: Array, rhs: QTensor | Array, groups: Groups) -> Array:
         return self._multiply(grad, floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
 
     def observe(self, old, scale, amax, groups):
-        """Observe each group; one without rows "saw" zeros, which ``jaxquant.state.update`` reads as not used."""
+        """Observe each group. A group without rows returns zeros, which ``jaxquant.state.update`` reads as unused."""
         recipe = self.recipe
         assert recipe.delayed is not None
         new = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))(with_groups(recipe, old), scale, amax)
         sizes = scaling_groups(recipe, groups).sizes
-        used = all_reduce(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe one amax
+        used = all_reduce(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe the same amax
         new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
         return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 
     def _delayed_rows(self, x: Array, spec: TensorSpec, groups: Groups, state, floor: float):
-        """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
+        """Quantize rows with the scale of their group's history. Also returns the scale and amax of each group."""
         own = scaling_groups(self.recipe, groups).ids
         amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
         amax = all_reduce(jax.lax.pmax, amax, x, self.recipe.expert_axes)
@@ -370,13 +372,13 @@ class _Ragged(Operation):
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)
-        return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale)
+        return Rows(quantize_with_scale(x, spec, expand_groups(scale, groups.ids), compute_dtype=compute).qvalue, scale)
 
     def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
-        """Multiply operands of which one is float or in tiles as floats; outer scales multiply the product.
+        """Multiply operands as floats if one is float or in tiles; outer scales multiply the product.
 
-        As ``contract`` does, but for integers in tiles: they become float32, where a dense matmul adds the sums of
-        tiles. A library has neither. Two operands in blocks are our kernel's where it is asked for and can.
+        Same as ``contract``, except for integers in tiles: they become float32, while a dense matmul adds the sums of
+        tiles. No library has either. Our kernel multiplies two operands in blocks if it is selected and supports them.
         """
         sides, precision = (lhs, rhs), None
         arrays = [side for side in sides if not isinstance(side, (QTensor, Rows))]
@@ -414,22 +416,22 @@ class _Ragged(Operation):
             select_implementation("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
-        asked = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
+        requested = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
         if lhs.dtype.itemsize < 4 and platform_of(lhs) != "gpu":
-            asked = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no precision of theirs
+            requested = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no other precision
         dtype = accumulator_dtype(accumulator, self.out_dtype)
 
         def dot(lhs: Array, rhs: Array) -> Array:
             return jax.lax.ragged_dot_general(
-                lhs, rhs, groups.sizes, numbers, precision=asked, preferred_element_type=dtype
+                lhs, rhs, groups.sizes, numbers, precision=requested, preferred_element_type=dtype
             )
 
         return wide_on_cpus(dot, lhs, rhs, dtype)
 
 
 def _key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:
-    """Return the random key of a forward operand, on which rows behind the last group have no bearing."""
-    return forward_key(groups.zero_others(x) if spec.draws else x, spec, key)
+    """Return the random key of a forward operand, independent of rows after the last group."""
+    return forward_key(groups.zero_ungrouped(x) if spec.draws else x, spec, key)
 
 
 def _current_scale(
@@ -441,7 +443,7 @@ def _current_scale(
 
 
 def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None, key: RandomKey | None):
-    """Quantize weights, and return the scale and amax of each group where they are scaled by past steps."""
+    """Quantize weights. Also returns the scale and amax of each group if the recipe uses delayed scaling."""
     spec = recipe.fwd.rhs
     if not isinstance(spec, TensorSpec):
         return x, None

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: remat policies of quantized layers, and float functions that keep FP8 inputs."""
+"""Memory of the backward pass: remat policies of quantized layers, and float functions that keep FP8 inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxquant.kernels import KERNEL_PREFIX
 from jaxquant.ops.gradients import RESIDUAL_NAME, RESULT_NAME, first_order
 
 save_quantized = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
-"""Remat policy that keeps what quantized layers save for backward (one byte an element) and recomputes the rest.
+"""Remat policy that keeps the residuals of quantized layers (one byte an element) and recomputes the rest.
 
-The results of matmuls are part of the rest: they are computed again wherever a norm, a gate or attention needs them.
+The rest includes the results of matmuls: they are computed again wherever a norm, a gate or attention needs them.
 """
 
 _KERNELS = frozenset(
@@ -33,24 +33,24 @@ _KERNELS = frozenset(
         "ragged_dot_general",
     }
 )
-"""Primitives whose results are kept: matmuls under other names, cuDNN's attention, kernels such as splash attention."""
+"""Primitives whose results are kept: other matmuls, cuDNN's attention, and kernels such as splash attention."""
 _CASTS = (f"{KERNEL_PREFIX}quantize", f"{KERNEL_PREFIX}block_quantize")
-"""How the names of kernels begin whose results are not: casts."""
+"""Name prefixes of kernels whose results are not kept: casts."""
 
 
 def save_matmuls(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
-    """Decide what ``jax.checkpoint`` keeps: the results of matmuls, of attention kernels and of other kernels.
+    """Remat policy for ``jax.checkpoint``: keep the results of matmuls, attention kernels and other kernels.
 
-    The backward pass then runs no quantized matmul, no float matmul without batch axes and no attention kernel a second
-    time. It recomputes norms, gates, rotations and the casts to 8 bits. Of a quantized matmul the result in its own
-    dtype is kept, not the sum before its scales. Float matmuls with batch axes are recomputed, as
-    ``dots_with_no_batch_dims_saveable`` does: the scores of attention without a kernel are such, and take more memory
-    than all the rest.
+    The backward pass then repeats no quantized matmul, no float matmul without batch axes and no attention kernel. It
+    recomputes norms, gates, rotations and the casts to 8 bits. The result of a quantized matmul is kept in its own
+    dtype, after its scales are applied. Float matmuls with batch axes are recomputed, as in
+    ``dots_with_no_batch_dims_saveable``: among them are the scores of attention without a kernel, which take more
+    memory than everything else.
 
     Args:
-      primitive: the operation, as ``jax.checkpoint`` asks of a policy.
-      operands: their abstract values.
-      parameters: of the operation.
+      primitive: primitive of the operation, as ``jax.checkpoint`` passes it to a policy.
+      operands: abstract values of the operands.
+      parameters: parameters of the operation.
     """
     if primitive.name == "name":
         return parameters["name"] == RESULT_NAME
@@ -63,30 +63,32 @@ def save_matmuls(primitive: Primitive, *operands: Any, **parameters: Any) -> boo
 # -- residuals in 8 bits -----------------------------------------------------------------------------------------------
 
 _GROUP = 128
-"""Neighbours that share a scale, at most: the largest divisor of the axis, all of it where that is below ``_LEAST``."""
+"""Largest number of neighbours that share a scale: the largest divisor of the axis, or the whole axis if that divisor
+is below ``_LEAST``."""
 _LEAST = 16
 
 
 def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-    """Return a function that keeps arguments in FP8 for its backward pass; its results stay the same to the bit.
+    """Return a function that keeps arguments in FP8 for its backward pass; its results are bit for bit the same.
 
-    Of a norm, a gate or another function without a matmul the backward pass is computed again from arguments that were
-    rounded to e4m3, each group of up to 128 neighbours along the last axis by its own scale: 1.03 bytes an element.
-    Gradients are those of the function at the rounded arguments.
+    The backward pass recomputes a norm, a gate or another function without a matmul from arguments rounded to e4m3.
+    Each group of up to 128 neighbours along the last axis has its own scale: 1.03 bytes an element. The gradients are
+    the function's gradients at the rounded arguments.
 
         gate = jaxquant.compress_residuals(lambda a, b: jax.nn.silu(a) * b, argnums=(0, 1))
 
-    The FP8 arrays carry the name that ``jaxquant.save_quantized`` keeps. Other remat policies compute them again, and
-    save nothing by it.
+    The FP8 arrays have the name that ``jaxquant.save_quantized`` keeps. Other remat policies recompute them, which
+    saves no memory.
 
     Args:
-      function: of positional arguments, trees of arrays. It must not close over what gets a gradient: hand that in.
+      function: function of positional arguments, which are pytrees of arrays. Pass every array that needs a gradient as
+        an argument; the function must not close over it.
       argnums: arguments whose float arrays of 16 elements or more along the last axis are kept in FP8. The others are
         kept as they are.
 
     Raises:
-      ValueError: from the call, an argument number that the call does not have.
-      TypeError: from the call, an argument by name.
+      ValueError: the call does not have one of the argument numbers.
+      TypeError: the call passes an argument by name.
 
     Source: FP8 activations of COAT (arXiv 2410.19313), section 5.
     """
@@ -98,12 +100,12 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
         if named:
             raise TypeError(
                 f"compress_residuals: {name} was called with {', '.join(named)} by name; pass arguments by position, "
-                "and bind what is not an array with functools.partial"
+                "and bind arguments that are not arrays with functools.partial"
             )
         for place in places:
             if not -len(arguments) <= place < len(arguments):
                 raise ValueError(
-                    f"compress_residuals: argnums has {place}, and {name} was called with {len(arguments)} arguments"
+                    f"compress_residuals: argnums has {place}, but {name} was called with {len(arguments)} arguments"
                 )
         return run(*arguments)
 
@@ -129,7 +131,7 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tensor"], meta_fields=["dtype"])
 @dataclasses.dataclass(frozen=True)
 class _Compressed:
-    """An array in FP8, and the dtype that it had."""
+    """An array in FP8, and its original dtype."""
 
     tensor: QTensor
     dtype: str
@@ -140,7 +142,7 @@ def _compress(x: jax.Array) -> jax.Array | _Compressed:
         return x
     size = x.shape[-1]
     group = next((each for each in range(min(_GROUP, size), _LEAST - 1, -1) if size % each == 0), size)
-    (x,) = first_order("compress_residuals", (x,))  # second derivatives would go through the rounding
+    (x,) = first_order("compress_residuals", (x,))  # second derivatives would differentiate the rounding
     tensor = quantize(x, TensorSpec("float8_e4m3fn", "per_tile", tile_size=group), axes=(x.ndim - 1,))
     return _Compressed(jax.tree.map(lambda part: checkpoint_name(part, RESIDUAL_NAME), tensor), x.dtype.name)
 

@@ -1,4 +1,4 @@
-"""N:M weight sparsity on a schedule: n of every m weights along the contraction axis, mask fixed between updates."""
+"""N:M weight sparsity on a schedule: n of every m weights along the contraction axis, with a mask between updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def initial_state(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> dict[str, Array]:
-    """Make the state of a weight: steps taken, mask of the next step (bfloat16, 1 keeps), uses (0 in a state)."""
+    """Return the state of a weight: steps taken, mask of the next step (bfloat16, 1 keeps), uses (0 in a state)."""
     zero = jnp.zeros((), jnp.float32)
     mask = (
         magnitude_mask(weight, spec, axes)
@@ -30,14 +30,14 @@ def initial_state(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> dic
 def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Array:
     """Keep the n largest magnitudes of every m neighbours along the contraction.
 
-    Several contraction axes count as one, in the order in which they are given. Ties keep the earlier weight.
+    Several contraction axes count as one, in the given order. Ties keep the earlier weight.
 
     Raises:
       ValueError: m does not divide the contraction.
     """
     dense, place = weight, explicit_sharding(weight)
     if place is not None:
-        # Groups cross devices where the contraction is sharded: the mask is made of the whole weight, on every device.
+        # If the contraction is sharded, groups cross devices: every device computes the mask from the whole weight.
         weight = jax.sharding.reshard(weight, NamedSharding(place.mesh, PartitionSpec()))
     rest = [axis for axis in range(weight.ndim) if axis not in axes]
     moved = weight.transpose(*rest, *axes)
@@ -54,32 +54,32 @@ def check_groups(spec: SparsitySpec, shape: Sequence[int], axes: Sequence[int]) 
     """Check that groups of m weights divide the contraction.
 
     Raises:
-      ValueError: they do not.
+      ValueError: m does not divide the size of the contraction.
     """
     size = math.prod(shape[axis] for axis in axes)
     if size % spec.m:
         raise ValueError(
             f"weight_sparsity_m {spec.m} does not divide the contraction of size {size} (shape {tuple(shape)}); choose "
-            f"a divisor of {size}, or leave the layer dense by a rule"
+            f"a divisor of {size}, or keep the layer dense with a rule"
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sparsify(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: dict[str, Array]) -> Array:
-    """Zero the weights that the state's mask leaves out, in training and in evaluation alike.
+    """Zero the weights that the state's mask excludes, in training and in evaluation.
 
-    The mask is all ones before ``start_step``. The step before it, and before every ``update_step``-th after it, makes
-    the next mask from its weights. The gradient reaches all weights, so that a masked one can come back; the "gradient"
-    of the state is the state after the step.
+    The mask is all ones before ``start_step``. The step before it, and before every ``update_step``-th after it,
+    computes the next mask from its weights. The gradient reaches all weights, so that a masked weight can recover. The
+    "gradient" of the state is the state after the step.
 
     Args:
       spec: n, m and the schedule.
       axes: contraction axes of the weight.
-      weight: the dense weight.
-      state: from ``initial_state``.
+      weight: dense weight.
+      state: state from ``initial_state``.
 
     Returns:
-      The weights; all NaN where an optimizer has changed the state: uses below zero are what it subtracts.
+      The weights; all NaN if an optimizer changed the state, which a negative use count shows.
     """
     is_trained = state["uses"] < 0
     masked = jnp.where(is_trained, jnp.nan, 0.0).astype(weight.dtype)

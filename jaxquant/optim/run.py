@@ -141,7 +141,7 @@ def _is_taken(
         why = "its moments have groups along different axes"
     if why is None:
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
-    asked = "asked for" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+    asked = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
     record_choice(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
     return why is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import flax.linen as nn
 import jax
@@ -12,36 +12,47 @@ from flax import nnx
 from flax.core import meta
 
 from jaxquant.backends import RANDOM_STREAM
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import ConfigLike, QuantConfig
 from jaxquant.core.paths import at_layer
+from jaxquant.inject.faces import NNXModel, sort_arguments
 from jaxquant.inject.model import choose_recipes, maybe_quantize_model
 from jaxquant.state import nnx as nnx_state
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, update
 
 
-def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, model: nn.Module | None = None) -> Any:
+@overload
+def calibrate(
+    model: nn.Module, variables: Mapping[str, Any], config: ConfigLike, batches: Iterable[Any], /
+) -> dict[str, Any]: ...
+@overload
+def calibrate(model: NNXModel, config: ConfigLike, batches: Iterable[Any], /) -> NNXModel: ...
+def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     """Make for a float model the quant state that a recipe with delayed scaling would have had, for ``convert``.
 
     The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches; the
     scales that ``convert`` makes are those of delayed scaling with such a history. Layers run quantized meanwhile, each
     scaled by what it has seen so far. Recipes without quant state need no calibration, and get none.
 
+    ``calibrate(model, variables, config, batches)`` calibrates a Linen model, ``calibrate(model, config, batches)`` an
+    NNX model.
+
     Args:
-      model_or_variables: a float NNX model, or the variables of a Linen one; what quant state they have is dropped.
+      model: float Linen or NNX model.
+      variables: of a Linen model; quant state that they have is dropped.
       config: as for ``maybe_quantize_model``.
       batches: real inputs of the model's ``__call__``, each a tuple of arguments or one array. At least one, and no
         more than the recipe's amax history is long.
-      model: the float Linen model whose variables these are.
 
     Returns:
       Variables with quant state, or a quantized NNX model with it, for ``convert``.
 
     Raises:
-      TypeError: variables without their model, or ``batches`` that is one array or not a series of batches.
+      TypeError: arguments in another order, or ``batches`` that is one array or not a series of batches.
       ValueError: variables without "params", no batch, or more batches than the history remembers.
       NotImplementedError: a recipe with weight sparsity, whose mask is made in training.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
+    variables, config, batches = sort_arguments("calibrate", model, arguments, "batches", unknown)
     config = QuantConfig.from_any(config)
     if hasattr(batches, "shape") or isinstance(batches, str | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
@@ -51,10 +62,7 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
     first = next(iter(each), None)
     if first is None:
         raise ValueError("calibrate got no batch; give it at least one of real inputs")
-    float_model = model_or_variables if isinstance(model_or_variables, nnx.Module) else model
-    if not isinstance(float_model, (nn.Module, nnx.Module)):
-        raise TypeError("calibrate of a Linen model's variables needs the float model too: pass model=model")
-    recipes = choose_recipes(float_model, config, *first)
+    recipes = choose_recipes(model, config, *first)
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
@@ -62,14 +70,14 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
                 "weight_sparsity_n and weight_sparsity_m to null"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):
-        return model_or_variables
+        return model if variables is None else variables
     longest = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
-    quantized = maybe_quantize_model(float_model, config, *first)
+    quantized = maybe_quantize_model(model, config, *first)
     if isinstance(quantized, nnx.Module):
         return _observe_nnx(quantized, _at_most(longest, first, each))
-    if not isinstance(model_or_variables, Mapping) or "params" not in model_or_variables:
+    if "params" not in variables:
         raise ValueError("the variables to calibrate have no collection 'params'; pass all that model.init returned")
-    return _observe_linen(quantized, model_or_variables, _at_most(longest, first, each))
+    return _observe_linen(quantized, variables, _at_most(longest, first, each))
 
 
 def _at_most(longest: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import flax.linen as nn
 import jax
@@ -21,11 +21,11 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict
 
-from jaxquant.config.quant_config import QuantConfig, refuse_fields
+from jaxquant.config.quant_config import ConfigLike, QuantConfig, refuse_fields
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import QTensor
 from jaxquant.inject import linen
-from jaxquant.inject.faces import quantized_with
+from jaxquant.inject.faces import NNXModel, quantized_with, sort_arguments
 from jaxquant.inject.nnx_converted import convert_nnx
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.kernels import LayerKernel
@@ -36,48 +36,47 @@ Tree = Mapping[str, Any]
 Read = Callable[[tuple[str, ...], tuple[slice | int, ...]], Any]
 
 
+@overload
 def convert(
-    model_or_variables: Any, config: Any, *example_inputs: Any, model: nn.Module | None = None, **example_kwargs: Any
-) -> Any:
+    model: nn.Module, variables: Tree, config: ConfigLike, /, *example_inputs: Any, **example_kwargs: Any
+) -> dict[str, Any]: ...
+@overload
+def convert(model: NNXModel, config: ConfigLike, /, *example_inputs: Any, **example_kwargs: Any) -> NNXModel: ...
+def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     """Convert a trained model's float kernels to quantized ones.
 
+    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model,
+    ``convert(model, config, *example_inputs)`` an NNX model. The arguments stay as they are.
+
     Args:
-      model_or_variables: an NNX model; or the variables of a Linen one, all that training has: ``{"params": …}`` and,
-        where the recipe has state, ``_overwrite_with_gradient``.
-      config: as for ``maybe_quantize_model``: what the model was trained with, or for post-training quantization what
-        it is to be served with.
+      model: float Linen model whose variables are converted, or NNX model.
+      variables: of a Linen model, all that training has: ``{"params": …}`` and, if the recipe has state,
+        ``_overwrite_with_gradient``.
+      config: config of the training run, or for post-training quantization the config to serve with; as for
+        ``maybe_quantize_model``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``.
-      model: the float Linen model whose variables these are.
 
     Returns:
-      For variables: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an
-      ``input_scale`` where the recipe scales activations by a static scale. Collections other than quant
-      state stay; boxes with names of axes do not. They run in the model that
-      ``maybe_quantize_model(model, config, …)`` makes of a config with ``checkpoint_is_quantized`` true. For an NNX
-      model: a converted model, ready to be called. What is given stays as it is.
+      For Linen: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an
+      ``input_scale`` if the recipe scales activations by a static scale. Collections other than quant
+      state are kept; boxes with names of axes are removed. The variables run in the model that
+      ``maybe_quantize_model(model, config, …)`` makes of a config with ``checkpoint_is_quantized`` true. For NNX:
+      a converted model, ready to be called.
 
     Raises:
-      TypeError: variables without their model, or something that is neither.
+      TypeError: arguments in another order, or a model that is not a Flax module.
       ValueError: a kernel that is missing, of another shape, or converted already; quant state that is missing, or has
-        not seen what a static scale must know; ``save_quantized_params_path``, which this does not write.
+        not observed what a static scale needs; ``save_quantized_params_path``, which ``convert`` does not write.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
+    variables, config, *example_inputs = sort_arguments("convert", model, arguments, "*inputs", example_kwargs)
     config = _config(config)
-    if isinstance(model_or_variables, nnx.Module):
-        return convert_nnx(model_or_variables, config, *example_inputs, **example_kwargs)
-    if not isinstance(model_or_variables, Mapping):
-        raise TypeError(
-            f"convert takes an NNX model or the variables of a Linen one, got {type(model_or_variables).__name__}"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            "convert of a Linen model's variables needs the float model too: "
-            "jaxquant.convert(variables, config, *example_inputs, model=model)"
-        )
+    if isinstance(model, nnx.Module):
+        return convert_nnx(model, config, *example_inputs, **example_kwargs)
     if quantized_with(model) is not None:
         raise ValueError(f"{type(model).__name__} is quantized; give convert the float model")
-    variables = meta.unbox(dict(model_or_variables))
-    found = linen.find_kernels(model, config, variables, *example_inputs, **example_kwargs)
+    variables = meta.unbox(dict(variables))
+    found = linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs)
     leaves: dict[Any, Any] = flatten_dict(variables["params"])
     kernels = {layer.name: layer.convert_stacked(leaves[layer.name]) for layer in found.values()}
     params = replace_leaves(variables["params"], kernels)
@@ -93,7 +92,7 @@ def _config(given: Any) -> QuantConfig:
 
 
 def find_kernels(
-    model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
+    model: nn.Module, variables: Tree, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, LayerKernel]:
     """Find the kernels of a Linen model that a config quantizes, by the path of their layer; see ``convert``.
 
@@ -101,13 +100,13 @@ def find_kernels(
 
     Args:
       model: the float model.
-      config: as for ``maybe_quantize_model``.
       variables: parameters, arrays or ``jax.ShapeDtypeStruct``, and the arrays of the quant state.
+      config: as for ``maybe_quantize_model``.
       example_inputs, example_kwargs: arguments of its ``__call__``.
     """
     config = _config(config)
     found: dict[str, LayerKernel] = {}
-    for path, layer in linen.find_kernels(model, config, variables, *example_inputs, **example_kwargs).items():
+    for path, layer in linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs).items():
         found[path if layer.path in found else layer.path] = layer
     return found
 

@@ -1,4 +1,4 @@
-"""Quant state in a training loop: split it from the parameters, and apply what a backward pass observed."""
+"""Quant state in a training loop: split it from the parameters, and update it from a step's observation."""
 
 from jaxquant.state.nnx import QuantState, advance, apply_gradients, grad, value_and_grad
 from jaxquant.state.optimizer import Optimizer, TrainState

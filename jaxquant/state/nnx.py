@@ -1,13 +1,13 @@
-"""Quant state of NNX models: a Variable type of its own, which no optimizer sees and which advances after each step.
+"""Quant state of NNX models: a separate Variable type, which optimizers ignore and which is updated after each step.
 
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     loss, grads = value_and_grad(loss_fn)(model, batch)
     apply_gradients(model, optimizer, grads)
 
-The "gradient" of the state is what a step observed (see ``jaxquant.state.tree``), so a step must differentiate with
-respect to it beside the parameters, and hand it on. A quantized layer raises where a gradient is taken in another way,
-and ``optimizer.update(model, grads)`` alone does not take these gradients: a history that silently stands still is
-worse.
+The "gradient" of the state is the observation of a step (see ``jaxquant.state.tree``), so a step must differentiate
+with respect to the state as well as the parameters, and pass the result on. A quantized layer raises if a gradient is
+taken in another way, and ``optimizer.update(model, grads)`` rejects these gradients: silently stale amax histories
+would be worse.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _Overwritten: Any = nnx.variablelib.variable_type_from_name(OVERWRITE_WITH_GRADI
 
 
 class QuantState(_Overwritten):
-    """Amax histories, scales and sparsity masks: no parameter, so ``nnx.Optimizer(wrt=nnx.Param)`` leaves it alone.
+    """Amax histories, scales and sparsity masks. Not a parameter, so ``nnx.Optimizer(wrt=nnx.Param)`` ignores it.
 
-    It is of the type that flax makes for Linen's collection of the same purpose, so that loops which look for that,
-    as MaxText's, find it.
+    It subclasses the type that flax creates for Linen's collection of the same purpose, so that loops that look for
+    this type, such as MaxText's, find it.
     """
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What ``value_and_grad`` returns, for ``apply_gradients``. ``nnx.Optimizer.update`` raises on it.
+    """Gradients that ``value_and_grad`` returns, for ``apply_gradients``. ``nnx.Optimizer.update`` raises on them.
 
-    A plain update would take the parameters' part and drop the rest without a word. As a pytree it may be added up
-    and averaged over micro-batches; clipping and norms are for ``params`` alone.
+    A plain update would use the gradients of the parameters and silently drop the observation. As a pytree they can be
+    summed and averaged over micro-batches; clip and take norms only of ``params``.
 
     Attributes:
-      params: the parameters' gradients, an ``nnx.State``.
-      observation: what the step observed of quant state, an ``nnx.State``.
+      params: gradients of the parameters, an ``nnx.State``.
+      observation: observation of the quant state, an ``nnx.State``.
     """
 
     params: Any
@@ -62,24 +62,24 @@ class Gradients:
         return self.observation
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """Return the two parts; the first key is there to be read in the error of an ``nnx.Optimizer``."""
+        """Return the two parts; the first key appears in the error of an ``nnx.Optimizer``."""
         return ((_REFUSAL, self.params), (jax.tree_util.GetAttrKey("observation"), self.observation)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Gradients:
-        """Return gradients of these two parts."""
+        """Return gradients made from the two parts."""
         return cls(*children)
 
 
-# flax takes gradients apart by these keys, and none of an optimizer's trees has them.
+# flax flattens gradients by these keys, which no tree of an optimizer contains.
 _REFUSAL = jax.tree_util.GetAttrKey("these gradients are for jaxquant.state.apply_gradients")
 
 
 def grad(f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
-    """Return a function as ``nnx.grad`` does, which also differentiates quant state.
+    """Return a function like ``nnx.grad`` that also differentiates with respect to quant state.
 
     Args:
-      f, argnums, has_aux, options: as in ``value_and_grad``.
+      f, argnums, has_aux, options: arguments of ``value_and_grad``.
     """
     both = value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
 
@@ -94,17 +94,17 @@ def grad(f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, 
 def value_and_grad(
     f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """Return a function as ``nnx.value_and_grad`` does, which also differentiates quant state.
+    """Return a function like ``nnx.value_and_grad`` that also differentiates with respect to quant state.
 
     Args:
-      f: loss of (model, ...).
-      argnums: positions of the models. A position means its ``nnx.Param``; ``nnx.DiffState(0, nnx.LoRAParam)`` chooses
-        other parameters. Quant state is added to either.
-      has_aux: ``f`` returns (loss, anything).
+      f: loss function of (model, ...).
+      argnums: positions of the models. A position selects the model's ``nnx.Param``; ``nnx.DiffState(0,
+        nnx.LoRAParam)`` selects other parameters. Quant state is added to either.
+      has_aux: whether ``f`` returns (loss, aux).
       options: further arguments of ``nnx.value_and_grad``.
 
     Returns:
-      A function like that of ``nnx.value_and_grad``, whose gradients are ``Gradients``, for ``apply_gradients``.
+      A function like the result of ``nnx.value_and_grad``. Its gradients are ``Gradients``, for ``apply_gradients``.
     """
     both = nnx.value_and_grad(f, argnums=_with_state(argnums), has_aux=has_aux, **options)
     is_one = isinstance(argnums, int | nnx.DiffState)
@@ -119,29 +119,29 @@ def value_and_grad(
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **options: Any) -> None:
-    """Update a model's parameters by its optimizer and advance its quant state, in place.
+    """Update a model's parameters with its optimizer, and its quant state, in place.
 
-    Under ``optax.MultiSteps`` the quant state waits for the optimizer: over k micro-batches it records the largest amax
-    and changes once, when the parameters do. What they have observed so far lies in the state's ``amax_bins``.
+    Under ``optax.MultiSteps`` the quant state is updated together with the parameters: it changes once in k
+    micro-batches and records their largest amax. Until then, ``amax_bins`` accumulates the observations.
 
     Args:
-      model: the model that was differentiated.
-      optimizer: made with ``wrt=nnx.Param`` or another filter of parameters.
-      grads: from ``value_and_grad``, or an ``nnx.State`` taken ``by_hand``.
+      model: differentiated model.
+      optimizer: optimizer created with ``wrt=nnx.Param`` or another filter of parameters.
+      grads: result of ``value_and_grad``, or an ``nnx.State`` of gradients taken under ``by_hand``.
       options: keyword arguments of ``optimizer.update``.
 
     Raises:
-      ValueError: the gradients lack quant state of the model, or the optimizer was made to update it too.
-      TypeError: arguments in another order.
-      NotImplementedError: ``MultiSteps`` with weight sparsity or flax's amax protocol.
+      ValueError: the gradients lack quant state of the model, or the optimizer also updates quant state.
+      TypeError: the arguments are in another order.
+      NotImplementedError: ``MultiSteps`` with weight sparsity or ``amax_init: flax``.
     """
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}; call apply_gradients(model, optimizer, grads)")
     old, observation = _quant_states(model, grads)
     if both := nnx.to_pure_dict(nnx.state(model, nnx.All(optimizer.wrt, QuantState))):
         raise ValueError(
-            f"the optimizer updates quant state, as at {_first_path(both)!r}, which is no parameter; make it with "
-            "wrt=nnx.Param"
+            f"the optimizer updates quant state, such as {_first_path(both)!r}, which is not a parameter; create it "
+            "with wrt=nnx.Param"
         )
     before = [count[...] for count in multi_steps(optimizer.opt_state)]
     waiting = hold_observation(old, observation) if before else old
@@ -157,13 +157,13 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
 
 
 def advance(model: nnx.Module, grads: Any) -> None:
-    """Replace a model's quant state by the one after the step, in place; parameters are left alone.
+    """Update a model's quant state in place; parameters are not changed.
 
-    What ``apply_gradients`` left waiting for the end of ``optax.MultiSteps`` counts as observed in this step.
+    Observations that ``apply_gradients`` accumulated under ``optax.MultiSteps`` count as observed in this step.
 
     Args:
-      model: the model that was differentiated.
-      grads: from one backward pass, or summed or averaged over several (see ``jaxquant.state.update``).
+      model: differentiated model.
+      grads: gradients from one backward pass, or summed or averaged over several (see ``jaxquant.state.update``).
 
     Raises:
       ValueError: the gradients lack the model's quant state.
@@ -178,12 +178,12 @@ def _parts(grads: Any) -> Gradients:
 
 
 def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a model's quant state and what has been observed of it, in these gradients and before them."""
+    """Return a model's quant state and the observations from these gradients and from earlier micro-batches."""
     trees = (model, _parts(grads).observation)
     old, observation = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in trees)
     if old and not observation:
         raise ValueError(
-            f"the gradients have no quant state and the model has some, as at {_first_path(old)!r}; "
+            f"the gradients have no quant state, but the model does, such as {_first_path(old)!r}; "
             "differentiate with jaxquant.state.value_and_grad"
         )
     return old, with_waiting(observation, old)

@@ -1,4 +1,4 @@
-"""Optimizers beside quant state: gradients go to the optimizer, what was observed to the state, and never crosswise."""
+"""Optimizers that step parameters by their gradients and quant state by its observation, and never mix the two."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OptimizerState(NamedTuple):
     """State of ``Optimizer``.
 
     Attributes:
-      inner: that of the wrapped optimizer, over the parameters.
-      seen: under ``optax.MultiSteps``, what was observed of the quant state since its last update; else None.
-        Checkpoints have it by this name; here it is ``observation``.
+      inner: state of the wrapped optimizer, over the parameters.
+      seen: observation of the quant state since its last update under ``optax.MultiSteps``, otherwise None. Checkpoints
+        use this name; code reads ``observation``.
     """
 
     inner: Any
@@ -39,34 +39,34 @@ class OptimizerState(NamedTuple):
 
     @property
     def observation(self) -> Any:
-        """What was observed since the last update."""
+        """Observation since the last update, or None."""
         return self.seen
 
 
 class Optimizer:
-    """Step a model's variables, parameters by an optax optimizer and quant state by what the backward pass observed.
+    """Optimizer of a model's variables: an optax optimizer steps parameters, observations update quant state.
 
-    Clipping, weight decay, EMA and casts inside ``tx`` are handed the parameters and their gradients alone. Under
-    ``optax.MultiSteps`` the quant state waits for the optimizer: over k micro-batches it records the largest amax and
-    changes once, when the parameters do.
+    Clipping, weight decay, EMA and casts inside ``tx`` get only the parameters and their gradients. Under
+    ``optax.MultiSteps`` the quant state is updated together with the parameters: it changes once in k micro-batches
+    and records their largest amax.
 
         optimizer = jaxquant.state.Optimizer(optax.MultiSteps(optax.adamw(1e-3), 4))
         opt_state = optimizer.init(variables)
         variables, opt_state = optimizer.step(jax.grad(loss)(variables), opt_state, variables)
 
     Args:
-      tx: an optax ``GradientTransformation`` or ``MultiSteps``.
+      tx: optax ``GradientTransformation`` or ``MultiSteps``.
     """
 
     def __init__(self, tx: optax.GradientTransformation | optax.MultiSteps):
         self._tx = tx
 
     def init(self, variables: Tree) -> OptimizerState:
-        """Make the optimizer's state for a model's variables, as ``model.init`` gives them.
+        """Create the optimizer's state for a model's variables, as ``model.init`` returns them.
 
         Raises:
-          ValueError: no "params" among the variables, quant state that an optimizer has changed, or an optimizer with a
-            mask or labels of the whole variables.
+          ValueError: the variables have no "params", an optimizer has changed the quant state, or the optimizer has a
+            mask or labels for all variables instead of the parameters.
         """
         params, quant_state = split(variables)
         refuse_trained(quant_state)
@@ -79,36 +79,37 @@ class Optimizer:
         """Return the variables and the optimizer's state after a step.
 
         Args:
-          grads: gradient with respect to ``variables``, quant state included.
-          state: from ``init`` or the last step.
+          grads: gradient with respect to ``variables``, including quant state.
+          state: state from ``init`` or the last step.
           variables: parameters and quant state.
           extra: further arguments of the optimizer's ``update``.
 
         Raises:
-          TypeError: a state that ``init`` has not made.
-          ValueError: the gradient has no quant state while the variables have, or the other way round; or the state was
-            made for variables without quant state, or for the whole variables.
+          TypeError: the state does not come from ``init``.
+          ValueError: only one of variables and gradient has quant state, or the state was created for variables without
+            quant state or for all variables instead of the parameters.
         """
         if not isinstance(state, OptimizerState):
             raise TypeError(
-                f"the state of jaxquant.state.Optimizer must be an OptimizerState, got {type(state).__name__}; make it "
-                "with Optimizer.init, of all that model.init returned"
+                f"the state of jaxquant.state.Optimizer must be an OptimizerState, got {type(state).__name__}; create "
+                "it with Optimizer.init, from all variables that model.init returned"
             )
         (params, quant_state), (param_grads, observation) = split(variables), split(grads)
         if quant_state and not observation:
             raise ValueError(
-                f"the variables have {OVERWRITE_WITH_GRADIENT!r} and their gradient has not; take the gradient with "
-                "respect to all that model.init returned"
+                f"the gradient has no collection {OVERWRITE_WITH_GRADIENT!r}, but the variables do; differentiate with "
+                "respect to all variables that model.init returned"
             )
         if observation and not quant_state:
             raise ValueError(
-                f"the gradient has {OVERWRITE_WITH_GRADIENT!r} and the variables have not, as after restoring a float "
-                "checkpoint; jaxquant.state.merge its parameters with the quant state of model.init"
+                f"the variables have no collection {OVERWRITE_WITH_GRADIENT!r}, but the gradient does (was a float "
+                "checkpoint restored?); add the state of model.init with jaxquant.state.merge(params, quant_state)"
             )
         if quant_state and state.observation is None and multi_steps(state.inner):
             raise ValueError(
-                "optax.MultiSteps has an optimizer state of a model without quant state; make one with Optimizer.init "
-                "(TrainState.create) of all that model.init returned, and put the old one's inner into it"
+                "the optax.MultiSteps state was created for a model without quant state; create one with "
+                "Optimizer.init (TrainState.create) from all variables that model.init returned, and copy inner from "
+                "the old state"
             )
         updates, inner = _of_params(self._tx.update, param_grads, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)
@@ -122,15 +123,15 @@ class Optimizer:
 
 
 def _of_params(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
-    """Call an optimizer on parameters; its raw error about the tree of the whole variables is said in words."""
+    """Call an optimizer on parameters, with a clear error if it was set up for all variables."""
     try:
         return call(*args, **extra)
     except ValueError as error:
         if not re.search(r"tree.*\bparams\b", str(error), re.DOTALL):
             raise
         raise ValueError(
-            "the optimizer has a mask, labels or a state made from all that model.init returned, and is given the "
-            "parameters alone; make them from variables['params'], which is jaxquant.state.split(variables)[0], or "
+            "the optimizer has a mask, labels or a state made from all variables that model.init returned, but it gets "
+            "only the parameters; make them from variables['params'], which is jaxquant.state.split(variables)[0], or "
             "make the mask a function of the parameters"
         ) from error
 
@@ -140,7 +141,7 @@ def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def multi_steps(state: Any) -> list[Int[Array, ""]]:
-    """List the counts of optimizer steps that each ``optax.MultiSteps`` within an optimizer's state keeps."""
+    """List the optimizer step counts of all ``optax.MultiSteps`` within an optimizer's state."""
 
     def is_multi(node: Any) -> bool:
         return isinstance(node, optax.MultiStepsState)
@@ -149,54 +150,54 @@ def multi_steps(state: Any) -> list[Int[Array, ""]]:
 
 
 def have_stepped(before: list[Int[Array, ""]], after: list[Int[Array, ""]]) -> Bool[Array, ""]:
-    """Return whether the optimizer updated parameters: of several ``optax.MultiSteps`` out of step, whether one did.
+    """Return whether any of the optimizer's ``optax.MultiSteps`` updated parameters.
 
     Args:
-      before, after: from ``multi_steps``, of the optimizer's state before a call of its update and after it.
+      before, after: results of ``multi_steps`` for the optimizer's state before and after a call of its update.
     """
     return jnp.any(jnp.stack([new != old for old, new in zip(before, after, strict=True)]))
 
 
 class TrainState(train_state.TrainState):
-    """flax's ``TrainState`` with quant state: ``params`` holds all that ``model.init`` returned.
+    """flax's ``TrainState`` with quant state: ``params`` holds all variables that ``model.init`` returned.
 
-    flax's own overwrites the quant state with its gradient, which under reuse, accumulation or a skipped layer is not
-    the next state. This one applies ``Optimizer``; ``create``, ``apply_fn`` and ``replace`` are flax's. Gradients with
-    respect to ``params`` have what was observed among them: ``optax.global_norm``, and clipping outside of ``tx``, are
-    for ``jaxquant.state.split(grads)[0]``.
+    flax's own class overwrites quant state with its gradient, which is wrong if a layer is reused or skipped, or if
+    gradients are accumulated. This class applies ``Optimizer``; ``create``, ``apply_fn`` and ``replace`` are flax's.
+    Gradients with respect to ``params`` include the observation, so ``optax.global_norm``, and clipping outside of
+    ``tx``, must use ``jaxquant.state.split(grads)[0]``.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> TrainState:
         """Return the state after a step.
 
         Args:
-          grads: gradient with respect to ``params``, quant state included.
+          grads: gradient with respect to ``params``, including quant state.
           kwargs: further fields to replace.
 
         Raises:
-          TypeError: ``opt_state`` is not one that ``create`` made.
-          ValueError: the gradient has no quant state while ``params`` has, or the other way round.
+          TypeError: ``opt_state`` does not come from ``create``.
+          ValueError: only one of ``params`` and gradient has quant state.
         """
         if not isinstance(self.opt_state, OptimizerState):
             raise TypeError(
                 f"opt_state of this TrainState must be an OptimizerState, got {type(self.opt_state).__name__}; "
-                "make the state with TrainState.create, whose params are all that model.init returned"
+                "create the state with TrainState.create, whose params are all variables that model.init returned"
             )
         params, opt_state = Optimizer(self.tx).step(grads, self.opt_state, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> TrainState:
-        """Make a state at step 0.
+        """Create a state at step 0.
 
         Args:
           apply_fn: usually ``model.apply``.
-          params: the model's variables: ``{"params": …}``, with quant state where the recipe has some.
-          tx: an optax ``GradientTransformation`` or ``MultiSteps``.
+          params: variables of the model: ``{"params": …}``, with quant state if the recipe has any.
+          tx: optax ``GradientTransformation`` or ``MultiSteps``.
           kwargs: fields of a subclass.
 
         Raises:
-          ValueError: ``params`` has no "params" collection, or one beside it that is not quant state.
+          ValueError: ``params`` has no "params" collection, or a further one that is not quant state.
         """
         opt_state = Optimizer(tx).init(params)
         return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)

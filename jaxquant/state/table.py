@@ -1,7 +1,7 @@
-"""Quant state of a model as tables: one for each kind of tensor, with a row for each tensor of a layer.
+"""Quant state of a model as tables: one table for each kind of tensor, one row for each tensor of a layer.
 
-A jitted step pays for each array that it takes and returns. The 252 tensors of a twelve-layer decoder have 756 arrays;
-as tables they have 18.
+A jitted step has a cost for each array that it takes and returns. The 252 tensors of a twelve-layer decoder have 756
+arrays; as tables they have 18.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxquant.core.paths import join_path
 from jaxquant.core.quant_state import BINS, FIELDS, HISTORY, SPARSITY_FIELDS, Fields, LayerState
 
 ENTRY = "tables"
-"""Name of the one variable that a Linen module holds in the collection of quant state; no part of a layer's path."""
+"""Name of the only variable in a Linen module's collection of quant state; it is not part of a layer's path."""
 LARGEST = 48
 """Maximum number of rows in a table. XLA:CPU compiles all producers of a stack into one function, so larger stacks
 compile slowly."""
@@ -40,7 +40,7 @@ class Table:
       fields: arrays by field. The row axis precedes a tensor's own axes and follows the axes that ``nn.scan``,
         ``nnx.scan`` and ``jax.vmap`` add in front.
       rows: path of the layer's state and name of the tensor, joined by "/".
-      warm: for each row, whether the tensor is scaled by its history alone (``state.warm``).
+      warm: flag for each row: whether the tensor is scaled only by its history (``state.warm``).
       rank: number of axes of the alphabetically first field, before a scan or ``vmap`` adds any; locates the row axis.
     """
 
@@ -51,14 +51,14 @@ class Table:
 
     @property
     def axis(self) -> int:
-        """The axis of rows."""
+        """Axis of the rows."""
         return self.fields[min(self.fields)].ndim - self.rank
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("tables",), meta_fields=())
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tables:
-    """Quant state, or what a step observed of it. It is a pytree: save it and restore it as any other.
+    """Quant state, or an observation of it. It is a pytree: save and restore it like any other.
 
     ``jaxquant.state.rows_of`` lists the tensors.
     """
@@ -74,13 +74,13 @@ class Tables:
 
 
 def make_state(rows: Mapping[str, Fields]) -> Tables:
-    """Stack the state of tensors.
+    """Stack the state of tensors into tables.
 
     A stack has the sharding of its rows; the row axis is not sharded. If shardings differ, the stack is replicated.
     Masks of sparse weights are not stacked, because each is as large as its weight.
 
     Args:
-      rows: fields of each tensor; arrays, their shapes or tracers.
+      rows: fields of each tensor: arrays, shapes or tracers.
     """
     kinds: dict[Any, list[str]] = {}
     for name in sorted(rows):
@@ -102,12 +102,12 @@ def _order(fields: Fields) -> list[str]:
 
 
 def is_tables(node: Any) -> bool:
-    """Check whether a node of a pytree is quant state."""
+    """Return whether a node of a pytree is quant state."""
     return isinstance(node, Tables)
 
 
 def is_field(path: Sequence[str]) -> bool:
-    """Check whether the path of a leaf, by names, is that of a scale, a history or bins in a table."""
+    """Return whether the path of a leaf, by names, is the path of a scale, a history or bins in a table."""
     return tuple(path[-2:-1]) == ("fields",) and path[-1] in FIELDS
 
 
@@ -120,16 +120,16 @@ def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
     """Yield (prefix of the row names, state) for each state in a pytree; the prefix is "" or ends in "/".
 
     Raises:
-      TypeError: a leaf that belongs to no state.
+      TypeError: a leaf does not belong to quant state.
     """
     for path, each in jax.tree.leaves_with_path(tree, is_leaf=is_tables):
         if not is_tables(each):
             raise TypeError(
-                f"quant state has {type(each).__name__} at {join_path(path)!r}, not tables; pass what init or "
-                "jaxquant.state.split returned, restore with such a state as template, and read nested state of flax "
-                "or of an earlier version by jaxquant.state.from_flax"
+                f"quant state has {type(each).__name__} at {join_path(path)!r}, not tables; pass the result of init or "
+                "jaxquant.state.split, restore with such a state as template, and convert nested state of flax or of "
+                "an earlier version with jaxquant.state.from_flax"
             )
-        # Without the attribute under which a variable of NNX holds its value.
+        # Drop the attribute in which a variable of NNX holds its value.
         keys = [key for key in path if not isinstance(key, GetAttrKey)]
         keys = keys[: len(keys) - (getattr(keys[-1], "key", None) == ENTRY)] if keys else keys
         yield f"{join_path(keys)}/" if keys else "", each
@@ -141,34 +141,34 @@ def rows_of(quant_state: Any) -> dict[str, Fields]:
     ``rows_of(quant_state)["Dense_0/Fp8DirectDotGeneralOp_0/input"]["amax_history"]`` is one array.
 
     Args:
-      quant_state: of a Linen model, an NNX model (``nnx.to_pure_dict``) or a function; or what was observed of it.
-        Axes in front of the rows, as of layers under ``nnx.scan`` or of an ensemble, are in front of each row's own.
+      quant_state: state of a Linen model, an NNX model (``nnx.to_pure_dict``) or a function, or its observation. Axes
+        in front of the rows, as of layers under ``nnx.scan`` or of an ensemble, are the first axes of each field.
 
     Raises:
-      TypeError: not quant state.
+      TypeError: the argument is not quant state.
     """
     layers = layers_of(quant_state, fits_bins=False).items()
     return {f"{layer}/{name}".lstrip("/"): row for layer, rows in layers for name, row in rows.items()}
 
 
 def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerState]:
-    """Return the state of every layer by its path, as ops take it.
+    """Return the state of every layer by its path, as ops read it.
 
     Args:
-      quant_state: as for ``rows_of``.
-      fits_bins: whether the bins of a tensor that ``state.warm`` marked become those of a warm one.
+      quant_state: state as for ``rows_of``.
+      fits_bins: whether to widen the bins of tensors that ``state.warm`` marked.
     """
     layers: dict[str, LayerState] = {}
     for prefix, state in named_tables(quant_state):
         for table in state.tables:
             if table.axis < 0:
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} lacks {-table.axis} of the axes it was made with"
+                    f"quant state {prefix + table.rows[0]!r} lacks {-table.axis} of the axes it was created with"
                 )
             shape = table.fields[min(table.fields)].shape
             if shape[table.axis] != len(table.rows):
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} has shape {shape} and {len(table.rows)} rows on axis "
+                    f"quant state {prefix + table.rows[0]!r} has shape {shape}, but {len(table.rows)} rows on axis "
                     f"{table.axis}; a scan or vmap over states must map axis 0"
                 )
             marks = (each and fits_bins for each in table.warm)
@@ -183,7 +183,7 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
 
 
 def behind(state: Tables, axes: int) -> Tables:
-    """Return state whose axis of rows is behind the first axes of a row, those of layers that ``nnx.scan`` slices."""
+    """Return state whose row axis comes after the first axes of a row, which ``nnx.scan`` slices."""
 
     def move(table: Table) -> Table:
         fields = {name: _moved(x, 0, axes) for name, x in table.fields.items()}
@@ -202,7 +202,7 @@ def _moved(x: Any, source: int, to: int) -> Any:
 
 
 def _cut(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
-    """Cut the fields of a table into those of layers."""
+    """Split the fields of a table into the fields of its layers."""
     if any(isinstance(each, Tracer) for each in fields.values()):
         return _cut_traced(fields, sizes)
     ends = [*itertools.accumulate(sizes)]
@@ -211,16 +211,16 @@ def _cut(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
     ]
 
 
-# Tables of one shape share a function, and so do layers: a program has few lines for each.
+# Tables of one shape share a jitted function, and so do layers, so that a program has few lines for each.
 @functools.partial(jax.jit, static_argnums=1)
 def _cut_traced(fields: Fields, sizes: tuple[int, ...]) -> list[Fields]:
-    # The transpose of ``split`` is one concatenation; that of indexing is a sum of full-size arrays.
+    # ``split`` transposes to one concatenation; indexing would transpose to a sum of full-size arrays.
     parts = {name: jax.lax.split(stack, sizes) for name, stack in fields.items()}
     return [{name: part[number] for name, part in parts.items()} for number in range(len(sizes))]
 
 
 def _rows(part: Fields, names: tuple[tuple[str, bool], ...]) -> LayerState:
-    """Return the tensors of a layer, each with its name and whether it is warm."""
+    """Return the fields of a layer's tensors; ``names`` holds each tensor's name and whether it is warm."""
     if any(isinstance(each, Tracer) for each in part.values()):
         return _rows_traced(part, names)
     rows = {
@@ -249,13 +249,13 @@ def _slice(stack: Any, start: int, end: int) -> Any:
     if isinstance(stack, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((end - start, *stack.shape[1:]), stack.dtype, sharding=stack.sharding)
     sharding = getattr(stack, "sharding", None)
-    if isinstance(sharding, NamedSharding):  # as rows are: an axis of a few rows cannot be cut
+    if isinstance(sharding, NamedSharding):  # like the rows: a short row axis cannot be sharded
         sharding = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
     return _kept(lambda x: x[start:end], stack, sharding)
 
 
 def _first(stack: Any) -> Any:
-    """Return the only row of arrays or shapes, sharded as it was."""
+    """Return the only row of an array or shape, with its sharding."""
     sharding = getattr(stack, "sharding", None)
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
@@ -265,15 +265,15 @@ def _first(stack: Any) -> Any:
 
 
 def _kept(function: Callable[[Any], Any], stack: Any, sharding: Any) -> Any:
-    """Call a function of an array, and place the result."""
+    """Apply a function to an array and place the result with a sharding."""
     return jax.jit(function, out_shardings=sharding)(stack) if isinstance(sharding, NamedSharding) else function(stack)
 
 
 def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
-    """Return tables of rows by name, as ``flax.serialization`` stores them, in the layout of others."""
+    """Return tables with the layout of ``like`` and fields from ``flax.serialization``."""
     if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
         where = "the checkpoint" if different[0] in rows else "the model"
-        raise ValueError(f"quant state {different[0]!r} is only in {where}; restore into the model that was saved")
+        raise ValueError(f"quant state {different[0]!r} is only in {where}; restore it into the model that was saved")
 
     def fill(table: Table) -> Table:
         stacks = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
@@ -287,19 +287,19 @@ serialization.register_serialization_state(Tables, rows_of, _restore)
 
 
 def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
-    """Read quant state that is nested by module, as flax's fp8 ops and jaxquant before tables had it.
+    """Convert quant state nested by module, as flax's fp8 ops and earlier versions of jaxquant store it.
 
     Args:
-      quant_state: arrays or their shapes, ``{"layer": {"op": {"input_scale": …, "input_amax_history": …}}}``. Bins may
-        be missing. Keys that are text, as orbax restores integers without a template, may stand for integers.
-      like: the model's own quant state or its shapes, whose tensors are looked up.
+      quant_state: arrays or shapes, ``{"layer": {"op": {"input_scale": …, "input_amax_history": …}}}``. Bins are
+        optional. Integer keys can be text, as orbax restores them without a template.
+      like: quant state of the model, or its shapes, whose tensors are looked up.
 
     Returns:
-      State as ``like``, in float32, with its bins empty.
+      State with the structure of ``like``, in float32, with empty bins.
 
     Raises:
-      ValueError: a tensor that one of them has and the other has not, a history of another length, or bins that hold
-        what micro-batches observed.
+      ValueError: a tensor is only in one of the two, a history has another length, or bins hold observations of
+        micro-batches.
     """
     rows = dict(_nested_rows(quant_state, ""))
 
@@ -308,7 +308,9 @@ def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
 
     new = [take(prefix, own) for prefix, own in named_tables(like)]
     if rows:
-        raise ValueError(f"quant state has {next(iter(rows))!r} and the model's has not; restore it into its own model")
+        raise ValueError(
+            f"quant state has {next(iter(rows))!r}, but the model does not; restore it into the model that was saved"
+        )
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_tables), new)
 
 
@@ -320,27 +322,27 @@ def _nested_rows(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Fiel
             continue
         field = next((each for each in (*FIELDS, *SPARSITY_FIELDS) if str(name).endswith(f"_{each}")), None)
         if field is None:
-            raise ValueError(f"quant state has {path + str(name)!r}, which is no field of it")
+            raise ValueError(f"quant state has {path + str(name)!r}, which is not one of its fields")
         rows.setdefault(path + str(name).removesuffix(f"_{field}"), {})[field] = value
     yield from rows.items()
 
 
 def _pop(rows: dict[str, Fields], name: str) -> Fields:
-    # NNX models named state by its operation before.
+    # Earlier versions named the state of NNX models by its operation.
     module, _, tensor = name.rpartition("/")
     owner = module.rpartition("/")[0]
     for each in (name, *("/".join(filter(None, (owner, op, tensor))) for op in ("dot_general", "einsum_op"))):
         if each in rows:
             return rows.pop(each)
-    raise ValueError(f"the model has quant state {name!r}, and what is restored has not; restore it into its own model")
+    raise ValueError(f"the model has quant state {name!r}, but the checkpoint does not; restore it into its own model")
 
 
 def _filled(table: Table, rows: Sequence[Fields]) -> Table:
     for name, row in zip(table.rows, rows, strict=True):
         if any_of(row.get(BINS), np.any):
             raise ValueError(
-                f"quant state {name!r} holds what micro-batches observed since the optimizer's last step; store it "
-                "after that step"
+                f"quant state {name!r} holds observations of micro-batches since the optimizer's last step; save it "
+                "right after an optimizer step"
             )
     fields: Fields = {}
     for field, own in table.fields.items():
@@ -363,7 +365,7 @@ def _filled(table: Table, rows: Sequence[Fields]) -> Table:
 
 
 def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
-    """Check whether any number of an array passes a test, where it can be read here; shapes and tracers cannot."""
+    """Return whether any number of an array passes a test; False for shapes, tracers and arrays on other hosts."""
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         return any(np.any(test(np.asarray(shard.data))) for shard in value.addressable_shards)
     return isinstance(value, np.ndarray) and bool(np.any(test(value)))

@@ -1,16 +1,16 @@
-"""Quant state in a training loop: split it from the parameters, and apply what a backward pass observed.
+"""Quant state in a training loop: split it from the parameters, and update it from a step's observation.
 
-Quant state (amax histories, scales, sparsity masks) is tables (``state.table``). A Linen model has them in the
-collection ``_overwrite_with_gradient``. It is no parameter: its "gradient" is what was observed of it, and whatever is
-done to gradients (clipping, weight decay, a cast) must not touch it. The loop is
+Quant state (amax histories, scales, sparsity masks) is stored as tables (``state.table``). A Linen model has them in
+the collection ``_overwrite_with_gradient``. Quant state is not a parameter: its "gradient" is the observation of a
+step, so operations on gradients (clipping, weight decay, casts) must not change it. The loop is
 
     params, quant_state = split(model.init(key, x))
     grads = jax.grad(lambda p, s: loss_fn(merge(p, s)), argnums=(0, 1))
     param_grads, observation = grads(params, quant_state)
     params, quant_state = optimizer_step(params, param_grads), update(quant_state, observation)
 
-``observation`` may be a sum or a mean over uses of a layer, micro-batches or devices: ``update`` takes the maximum out
-of it.
+``observation`` can be a sum or a mean over uses of a layer, micro-batches or devices: ``update`` recovers the maximum
+from it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from jaxquant.core.quant_state import BINS, HISTORY, MASK, SCALE, STEP, USES, Fi
 from jaxquant.state.table import Table, Tables, any_of, is_tables, named_tables, tables_of
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-"""Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
+"""Collection of the quant state, named as in flax, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
 Tree = Mapping[Any, Any]
 _MARKS = (BINS, HISTORY, USES)
-"""Fields that an optimizer makes negative."""
+"""Fields that become negative if an optimizer updates them."""
 _READ: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
-"""Traced marks of quant state that a layer has read, by id: the arrays of the function that takes the gradient."""
+"""Traced fields of ``_MARKS`` that a layer has read, by id: the inputs of the function that is differentiated."""
 
 
 def split(variables: Tree) -> tuple[Any, Any]:
-    """Split a model's variables into parameters and quant state ({} where a recipe has none).
+    """Split a model's variables into parameters and quant state ({} if the recipe has none).
 
     Raises:
-      ValueError: there is no "params" collection, or another one that this split would lose.
-      TypeError: not variables.
+      ValueError: there is no "params" collection, or there is a further collection that the split would lose.
+      TypeError: the argument is not a mapping.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
@@ -54,12 +54,14 @@ def split(variables: Tree) -> tuple[Any, Any]:
         )
     if "params" not in variables:
         raise ValueError(
-            f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, and "
-            "not variables['params'], to jaxquant.state.split, TrainState and Optimizer"
+            f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, not "
+            "only variables['params'], to jaxquant.state.split, TrainState and Optimizer"
         )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
-        raise ValueError(f"variables have collections {others} beside parameters and quant state; split them off first")
+        raise ValueError(
+            f"variables have collections {others} in addition to parameters and quant state; split them off first"
+        )
     return variables["params"], variables.get(OVERWRITE_WITH_GRADIENT, {})
 
 
@@ -67,11 +69,11 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     """Merge parameters and quant state into a model's variables, for ``model.apply``.
 
     Args:
-      params: the collection "params".
-      quant_state: {} where a recipe has none.
+      params: collection "params".
+      quant_state: quant state, or {} if the recipe has none.
 
     Raises:
-      TypeError, ValueError: the arguments are swapped, or one of them is the whole variables.
+      TypeError, ValueError: the arguments are swapped, or one of them is the complete variables.
     """
     _require_state(quant_state)
     leaves = jax.tree.leaves(quant_state, is_leaf=is_tables)
@@ -80,37 +82,37 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     if tables_of(params) or not all(map(is_tables, leaves)) or (leaves and names == ["params"] and not of_function):
         has = list(quant_state) if isinstance(quant_state, Mapping) else type(quant_state).__name__
         raise ValueError(
-            f"params has {names} and quant_state has {has}: they are swapped, or one of them is the whole variables; "
-            "call merge(params, quant_state) with the two parts that jaxquant.state.split returns, and read nested "
-            "state with jaxquant.state.from_flax"
+            f"params has {names} and quant_state has {has}: they are swapped, or one of them is the complete "
+            "variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns, and "
+            "convert nested state with jaxquant.state.from_flax"
         )
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if leaves else {})
 
 
 def _marks_in(tree: Any) -> Iterator[tuple[Table, Any]]:
-    """Yield each field of quant state that an optimizer would make negative."""
+    """Yield each field that becomes negative if an optimizer updates it, with its table."""
     for table in tables_of(tree):
         yield from ((table, table.fields[name]) for name in _MARKS if name in table.fields)
 
 
 def refuse_optimized(params: Any) -> None:
-    """Refuse quant state among the parameters that an optimizer updates.
+    """Raise if quant state is among the parameters that an optimizer updates.
 
     Raises:
-      ValueError: names a tensor, and what keeps the state out of an optimizer.
+      ValueError: quant state is found; names a tensor and the remedy.
     """
     for table in tables_of(params):
         raise ValueError(
-            f"the optimizer updates quant state, as at {table.rows[0]!r}, which is not a parameter: the next loss "
-            "would be NaN; give the optimizer parameters alone (jaxquant.state.split), or use "
+            f"the optimizer updates quant state, such as {table.rows[0]!r}, which is not a parameter: the next loss "
+            "would be NaN; pass only the parameters to the optimizer (jaxquant.state.split), or use "
             "jaxquant.state.TrainState or Optimizer"
         )
 
 
 def _refuse_swapped(quant_state: Any, observation: Any) -> None:
-    """Refuse the arguments of ``update`` in the wrong order, if one array of each shows it.
+    """Raise if the arguments of ``update`` are swapped, as far as one array of each shows it.
 
-    In a trace, the state is an array that a layer has read. Otherwise only an observation has numbers in its bins.
+    While tracing, the state is an array that a layer has read. Otherwise only an observation has nonzero bins.
     """
     nothing: tuple[Any, Any] = (None, None)
     (_, first), (table, second) = (next(_marks_in(tree), nothing) for tree in (quant_state, observation))
@@ -120,14 +122,14 @@ def _refuse_swapped(quant_state: Any, observation: Any) -> None:
     is_state = _READ.get(id(second)) is second if is_known else any_of(first, np.any) and not any_of(second, np.any)
     if is_state:
         raise ValueError(
-            "observation is the quant state of the step and quant_state is what the step observed; call "
-            "jaxquant.state.update(quant_state, observation), where observation is the gradient"
+            "quant_state and observation are swapped; call jaxquant.state.update(quant_state, observation), where "
+            "observation is the gradient"
         )
 
 
 @functools.cache
 def _watch_optax() -> None:
-    """Replace ``optax.apply_updates``, once, by a function that refuses quant state among the parameters."""
+    """Replace ``optax.apply_updates``, once, by a function that raises for quant state among the parameters."""
     plain = optax.apply_updates
 
     @functools.wraps(plain)
@@ -139,47 +141,46 @@ def _watch_optax() -> None:
 
 
 def refuse_trained(quant_state: Any) -> None:
-    """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
+    """Raise if an optimizer has changed quant state, as far as its values can be read; see ``core.delayed``.
 
-    Its first call with quant state also replaces ``optax.apply_updates``, for the whole process: a jitted step runs
-    Python once, while it is traced, and only that call of an optax loop has the names of what is updated. A name that
-    was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
+    The first call with quant state also replaces ``optax.apply_updates`` in the complete process: a jitted step runs
+    Python only while it is traced, and in an optax loop only that function gets the names of the updated arrays. A name
+    that was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
 
     Raises:
-      ValueError: names the tensor, and what keeps the state out of an optimizer.
+      ValueError: the state was changed; names the tensor and the remedy.
     """
     for table, leaf in _marks_in(quant_state):
         _watch_optax()
         if isinstance(leaf, Tracer):
             outer: Any = leaf
-            while isinstance(inner := getattr(outer, "primal", None), Tracer):  # what jax.grad was given
+            while isinstance(inner := getattr(outer, "primal", None), Tracer):  # the input of jax.grad
                 outer = inner
             _READ[id(outer)] = outer
         elif any_of(leaf, lambda part: part < 0):
             rows = [name for n, name in enumerate(table.rows) if bool(jnp.any(jnp.take(leaf, n, table.axis) < 0))]
             raise ValueError(
-                f"quant state {rows[0]!r} has negative numbers, which only an optimizer makes: it was trained "
-                "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
-                "parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
+                f"quant state {rows[0]!r} has negative numbers, so an optimizer has updated it like a weight; start "
+                "with the quant state of a new model.init, and pass only the parameters to the optimizer "
+                "(jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
             )
 
 
 def update(quant_state: Any, observation: Any) -> Any:
     """Return the quant state after a step.
 
-    A tensor's history records the largest amax of all uses, rounded up by less than 12.5 %, for any positive weights
-    (``core.delayed``). A tensor that was not used, or whose amax was not
-    finite, keeps its state. State in flax mode is overwritten as flax does it, except that of a tensor that was not
-    used.
+    The history of a tensor records the largest amax of all uses, rounded up by less than 12.5 %, for any positive
+    weights (``core.delayed``). A tensor that was not used, or whose amax was not finite, keeps its state. State with
+    ``amax_init: flax`` is overwritten as in flax, except for tensors that were not used.
 
     Args:
-      quant_state: the state that the step used.
-      observation: its "gradient", from one backward pass or summed or averaged with positive weights over several (all
-        with this ``quant_state``).
+      quant_state: state that the step used.
+      observation: "gradient" of that state, from one backward pass, or summed or averaged with positive weights over
+        several (all with this ``quant_state``).
 
     Raises:
       TypeError: one of them is not quant state.
-      ValueError: the two differ, in tensors or shapes, or are swapped.
+      ValueError: the two differ in tensors or shapes, or are swapped.
     """
     new = _in_pairs(quant_state, observation, _advance)
     _refuse_swapped(quant_state, observation)
@@ -187,73 +188,74 @@ def update(quant_state: Any, observation: Any) -> Any:
 
 
 def accumulate(total: Any, observation: Any) -> Any:
-    """Combine what two backward passes observed of the same quant state, as micro-batches.
+    """Combine the observations of two backward passes with the same quant state, such as micro-batches.
 
-    Marks are added; in flax mode, whose "gradients" are new states, the larger of each counts. The order does not
-    matter.
+    Bins are added. With ``amax_init: flax``, whose "gradients" are new states, the elementwise maximum is taken. The
+    order does not matter.
 
     Args:
-      total: what was observed so far; ``no_observation(quant_state)`` is where to begin.
-      observation: what the next backward pass observed.
+      total: observation so far; start with ``no_observation(quant_state)``.
+      observation: observation of the next backward pass.
 
     Raises:
       TypeError: one of them is not quant state.
-      ValueError: the two differ, in tensors or shapes.
+      ValueError: the two differ in tensors or shapes.
     """
     return _in_pairs(total, observation, _combine)
 
 
 def no_observation(quant_state: Any) -> Any:
-    """Make the observation of a step that used no tensor; ``update`` with it changes nothing."""
+    """Return the observation of a step that used no tensor; ``update`` with it changes nothing."""
     return jax.tree.map(jnp.zeros_like, quant_state)
 
 
 def hold_observation(quant_state: Any, observation: Any) -> Any:
-    """Return quant state whose bins are those of an observation, so that it keeps this until it advances.
+    """Return quant state that stores an observation in its bins until the next update.
 
     Args:
-      quant_state: the state that the step used.
-      observation: its "gradient".
+      quant_state: state that the step used.
+      observation: "gradient" of that state.
 
     Raises:
-      NotImplementedError: state without bins, of flax mode or sparsity.
-      ValueError: the two differ, in tensors or shapes.
+      NotImplementedError: the state has no bins (``amax_init: flax`` or sparsity).
+      ValueError: the two differ in tensors or shapes.
     """
     return _in_pairs(quant_state, observation, _take_bins)
 
 
 def with_waiting(observation: Any, quant_state: Any) -> Any:
-    """Add to an observation what waits in the bins of a state (``hold_observation``); where none does, no bit changes.
+    """Add to an observation the bins that ``hold_observation`` stored in a state; empty bins change nothing.
 
-    State without bins, of flax mode or sparsity, has nothing that waits.
+    State without bins (``amax_init: flax`` or sparsity) stores no observation.
 
     Args:
-      observation: the "gradient" of the state.
-      quant_state: the state.
+      observation: "gradient" of the state.
+      quant_state: quant state.
 
     Raises:
-      ValueError: the two differ, in tensors or shapes.
+      ValueError: the two differ in tensors or shapes.
     """
     return _in_pairs(observation, quant_state, _add_waiting)
 
 
 def warm(quant_state: Any) -> Any:
-    """Return quant state in which each tensor that has a history is scaled by that history alone.
+    """Mark the tensors that have a history, so that only the history scales them. Returns quant state.
 
-    A step that is traced with it lets no cast wait for its own amax, and computes the same bits. Which tensors have a
-    history is read from the values, so call it between steps: once after the first, and again after what adds tensors
-    without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
-    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. If a warm tensor
-    is all zeros for the whole history, it keeps its last scale until the next call. What micro-batches observed stays.
-    Arrays keep their shapes: a state of ``model.init`` is a template to restore it by.
+    In a step that is traced with the result, no cast waits for its own amax; the computed bits are the same. The
+    histories are read as values, so call it between steps: once after the first step, and again after a change that
+    adds tensors without a history (resuming, an expert that was never used, an unfrozen layer). Tensors without a
+    history are not marked. If the marks change, the step compiles again. Layers stacked by ``nn.scan`` are marked if
+    all of them have a history. A marked tensor that is all zeros for the complete history keeps its last scale until
+    the next call. Observations of micro-batches are kept. Arrays keep their shapes, so a state of ``model.init`` is a
+    template for restoring it.
 
     Args:
-      quant_state: arrays, or their shapes, of a state in which every tensor has a history; of a Linen model, a function
-        or an NNX model, or variables with quant state among them. State of flax mode is left alone.
+      quant_state: arrays, or the shapes of a state in which every tensor has a history; from a Linen model, a function
+        or an NNX model, or variables that contain quant state. State with ``amax_init: flax`` is not changed.
 
     Raises:
-      TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known; or not
-        quant state.
+      TypeError: the function is called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not
+        known; or the argument is not quant state.
     """
     _require_state(quant_state)
 
@@ -271,8 +273,8 @@ def _with_history(table: Table) -> tuple[bool, ...]:
     history = table.fields.get(HISTORY)
     if isinstance(history, Tracer):
         raise TypeError(
-            "state.warm reads which tensors have a history, and was called while tracing; call state.warm(quant_state) "
-            "between two steps, outside of jax.jit and jax.lax.scan, and trace the step with what it returns"
+            "state.warm reads which tensors have a history, but was called while tracing; call state.warm(quant_state) "
+            "between two steps, outside of jax.jit and jax.lax.scan, and pass the result to the step"
         )
     if BINS not in table.fields or history is None:
         return table.warm
@@ -284,15 +286,15 @@ def _with_history(table: Table) -> tuple[bool, ...]:
 
 
 def warmed_as(observation: Any, quant_state: Any) -> Any:
-    """Convert an observation made before ``warm`` to the layout of the warm state."""
+    """Convert an observation from before ``warm`` to the layout of the warm state."""
     return _in_pairs(quant_state, observation, lambda _, own: own)
 
 
 def _require_state(tree: Any) -> None:
     if not isinstance(tree, Mapping | Tables):
         raise TypeError(
-            f"quant state is {type(tree).__name__}; pass what init, jaxquant.state.split or a gradient with respect to "
-            "it returned, or nnx.to_pure_dict of the QuantState of a model"
+            f"quant state is {type(tree).__name__}; pass the result of init, jaxquant.state.split or a gradient with "
+            "respect to it, or nnx.to_pure_dict of the QuantState of a model"
         )
 
 
@@ -305,20 +307,20 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
     """Combine the tables of two states of the same tensors.
 
     Args:
-      first, second: the states; what is returned has the structure of the first.
-      combine: of the fields of a table in each.
+      first, second: states; the result has the structure of the first.
+      combine: function of the fields of a table in each state.
     """
     mine, theirs = (_named_tables(tree) for tree in (first, second))
     if (what := _difference(mine, theirs)) is not None:
         raise ValueError(
-            f"quant state and its gradient differ at {what!r}; they must be of one state, so differentiate with "
-            "respect to the whole of it"
+            f"quant state and its gradient have different structures at {what!r}; differentiate with respect to the "
+            "complete quant state, or pass only the part that both contain"
         )
 
     def pair(one: Table, other: Table) -> Table:
         if one.rows != other.rows:
             raise ValueError(
-                "quant state and what is combined with it have their rows in other tables; make both of one state"
+                "quant state and the tree that is combined with it have different tables; derive both from one state"
             )
         return dataclasses.replace(one, fields=combine(one.fields, other.fields))
 
@@ -328,7 +330,7 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
 
 
 def _difference(first: Mapping[str, Tables], second: Mapping[str, Tables]) -> str | None:
-    """Return the first tensor that one state lacks or has in another shape, None where there is none."""
+    """Return the first tensor that one state lacks or has in another shape, or None."""
     shapes: list[dict[str, Any]] = []
     for each in (first, second):
         tables = [(name, table) for name, state in each.items() for table in state.tables]
@@ -347,7 +349,7 @@ def _advance(old: Fields, observation: Fields) -> Fields:
     if BINS in old:
         return delayed.advance(old, observation)
     if HISTORY in old:
-        # A scale of 0 is no scale: it is the gradient of a tensor that was not used.
+        # A scale of 0 is the gradient of a tensor that was not used.
         used = observation[SCALE] != 0
         return {name: jnp.where(used, observation[name], value) for name, value in old.items()}
     uses = observation[USES]
@@ -360,8 +362,8 @@ def _advance(old: Fields, observation: Fields) -> Fields:
 
 
 def _combine(total: Fields, observation: Fields) -> Fields:
-    # Marks in bins are added, and what sparse weights observed, which is divided by its uses in the update. For scale
-    # and history, take the maximum: only flax mode reads them.
+    # Bins are added. So are observations of sparse weights; the update divides them by the number of uses. Scale and
+    # history take the maximum, because only ``amax_init: flax`` reads them.
     return {
         name: jnp.maximum(x, observation[name]) if name in (SCALE, HISTORY) else x + observation[name]
         for name, x in total.items()
@@ -371,8 +373,8 @@ def _combine(total: Fields, observation: Fields) -> Fields:
 def _take_bins(fields: Fields, source: Fields) -> Fields:
     if BINS not in fields:
         raise NotImplementedError(
-            "optax.MultiSteps on an NNX model with weight sparsity or amax_init 'flax': their state has no place for "
-            "what micro-batches observed; add up the gradients of the micro-batches with jaxquant.state.accumulate"
+            "optax.MultiSteps on an NNX model does not support weight sparsity or amax_init 'flax', because their "
+            "state cannot store observations of micro-batches; sum the gradients with jaxquant.state.accumulate"
         )
     return fields | {BINS: source[BINS]}
 

@@ -1,8 +1,8 @@
-"""Watch quant state: a gradient after which it would stand still is refused, in every framework.
+"""Check of gradients: a quantized layer raises if its quant state would never be updated, in every framework.
 
-The "gradient" of the state is what a step observed, so a step that trains a weight, or passes a gradient on, must
-differentiate with respect to the state too. A layer asks jax, while it is differentiated, which of its inputs are
-(``symbolic_zeros`` of ``jax.custom_jvp``); nothing of it is left in the compiled step.
+The "gradient" of the state is the observation of a step, so a step that trains a weight, or passes a gradient on, must
+also differentiate with respect to the state. While a layer is differentiated, jax reports which of its inputs are
+(``symbolic_zeros`` of ``jax.custom_jvp``); the compiled step contains no trace of the check.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from jaxquant.core.paths import layer_name
 
 Array = jax.Array
 FROZEN_MARK = "jaxquant_frozen_state"
-"""Name, in a traced program, of quant state that was read under ``frozen``."""
+"""Name, in a jaxpr, of quant state that was read under ``frozen``."""
 
-# jit caches by function and shapes; a user context is part of the key, so that all answers are kept apart.
+# A user context is part of jit's cache key, so traces with different answers are cached separately.
 _answer = jax.make_user_context(None)
 Answer = Literal["advances", "stands still"] | None
-"""What becomes of quant state when a gradient is taken; None where nobody has said."""
+"""Effect of a gradient on quant state; None if no context is active."""
 
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Keep quant state as it is where gradients are taken, on purpose: as for saliency maps, or a model that teaches.
+    """Keep quant state unchanged although gradients are taken, for example for saliency maps or a teacher model.
 
-    Hold it around the function that differentiates, or around the call of one model in a loss of several. It holds for
-    Linen, NNX, plain functions and ``configure_quantization`` alike.
+    Enter it around the differentiated function, or around the call of one of several models in a loss. It works for
+    Linen, NNX, plain functions and ``configure_quantization``.
     """
     with _answer("stands still"):
         yield
@@ -43,10 +43,10 @@ def frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_hand() -> Iterator[None]:
-    """Allow quant state of NNX to be differentiated without ``value_and_grad``, as by ``jax.grad`` after nnx.split.
+    """Allow differentiating NNX quant state without ``value_and_grad``, for example by ``jax.grad`` after nnx.split.
 
-    Who holds it hands the gradient of the state to ``update``, ``advance`` or ``apply_gradients``: nothing can
-    check that. What it does not allow is a gradient that leaves the state out.
+    Inside this context, pass the gradient of the state to ``update``, ``advance`` or ``apply_gradients``; this cannot
+    be checked. A gradient that leaves the state out is still an error.
     """
     with _answer(_answer.value or "advances"):
         yield
@@ -54,27 +54,27 @@ def by_hand() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """How a framework's layers read their quant state.
+    """Check that a framework's layers run when they read their quant state.
 
     Attributes:
-      train: how to take a gradient after which the state advances, for errors.
-      by_hand: the error where the state's gradient is taken outside of ``by_hand``; "" where anyone may take it.
+      train: instructions, for errors, on taking a gradient that updates the state.
+      by_hand: error for a gradient of the state taken outside of ``by_hand``; "" if that is allowed.
     """
 
     train: str
     by_hand: str = ""
 
     def __call__(self, path: str, operands: Sequence[Array], state: Any) -> Any:
-        """Return quant state as it is, and raise where a gradient is taken after which it would not advance.
+        """Return quant state unchanged; raise if a gradient is taken that would never update it.
 
         Args:
-          path: of the layer, for the error.
-          operands: of its contraction, the activation and the weight; or the weight alone.
-          state: pytree of its quant state.
+          path: path of the layer, for the error.
+          operands: operands of the layer's contraction (activation and weight), or only the weight.
+          state: pytree of the layer's quant state.
 
         Raises:
-          ValueError: while differentiating with respect to an operand or the state, outside ``frozen``, the state is
-            left out, or its gradient is to be taken in another way.
+          ValueError: outside ``frozen``, an operand or the state is differentiated, and the gradient leaves the state
+            out or is taken in an unsupported way.
         """
         answer: Answer = _answer.value
         if answer == "stands still":
@@ -84,29 +84,29 @@ class Watch:
 
 FUNCTION = Watch(
     "differentiate with respect to the quant state too, as jax.grad(loss, argnums=(0, 1)) of (params, quant_state) "
-    "does, and hand what it observed to jaxquant.state.update"
+    "does, and pass the observation to jaxquant.state.update"
 )
 LINEN = Watch(
-    "take it of all that model.init returned and hand it to jaxquant.state.TrainState or Optimizer, or of both parts "
-    "of jaxquant.state.split and hand that of the state to jaxquant.state.update"
+    "differentiate with respect to all that model.init returned and pass the gradient to jaxquant.state.TrainState or "
+    "Optimizer, or differentiate both parts of jaxquant.state.split and pass the observation to jaxquant.state.update"
 )
 STATELESS = (
-    "in a loop that differentiates the parameters alone, as MaxText's SFT, GRPO, distillation and training engine do, "
-    "use a string without state, such as 'int8', or 'fp8_current' (to MaxText: 'te_fp8_currentscaling')"
+    "if your loop differentiates only the parameters, as MaxText's SFT, GRPO, distillation and training engine do, "
+    "use a string without state, such as 'int8' or 'fp8_current' (in MaxText: 'te_fp8_currentscaling')"
 )
 NNX = Watch(
-    f"take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients; {STATELESS}",
-    "its gradient is taken outside jaxquant.state.value_and_grad, where an optimizer would drop it without a word; use "
-    "that and jaxquant.state.apply_gradients, or hold jaxquant.state.by_hand() and hand the gradient of the "
-    "state to jaxquant.state.update or advance (MaxText's pre-training advances it itself from version 0.2.5 on)",
+    f"differentiate with jaxquant.state.value_and_grad and call jaxquant.state.apply_gradients; {STATELESS}",
+    "its gradient is taken outside jaxquant.state.value_and_grad, where an optimizer would silently drop it; use "
+    "that and jaxquant.state.apply_gradients, or enter jaxquant.state.by_hand() and pass the gradient of the "
+    "state to jaxquant.state.update or advance (MaxText's pre-training does this itself since version 0.2.5)",
 )
 
 
 def _is_overwritten() -> bool:
-    """Return whether the gradient is being taken by a train step of MaxText's that overwrites the state with it.
+    """Return whether a train step of MaxText takes the gradient and overwrites the state with it.
 
-    From version 0.2.5 on the step's loss function, ``diff_wrapper``, leaves the state out of what it returns by the
-    filter ``custom_param_filter``; before, the old state came back in it and went over the new one.
+    Since version 0.2.5 the step's loss function, ``diff_wrapper``, removes the state from its result with the filter
+    ``custom_param_filter``. Earlier versions returned the old state, which then overwrote the new one.
     """
     frame: Any = sys._getframe()
     step = ("maxtext.trainers.pre_train.train", "diff_wrapper")
@@ -115,7 +115,7 @@ def _is_overwritten() -> bool:
     return frame is not None and "custom_param_filter" in frame.f_code.co_freevars
 
 
-# Of jvp, not of vjp: after an error in a rule of the latter, jax (0.10) has lost what its jitted callers rely on.
+# custom_jvp, because after an error in a custom_vjp rule, jax (0.10) loses state that jitted callers rely on.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _watched(watch: Watch, path: str, answer: Answer, operands: tuple[Array, ...], state: Any) -> Any:
     return state
@@ -126,15 +126,15 @@ def _watched_jvp(watch: Watch, path: str, answer: Answer, primals: Any, tangents
     taken = list(map(_is_perturbed, jax.tree.leaves(tangents[1])))
     if (any(through) or weight) and not all(taken):
         if weight:
-            which, fix = "its gradient is taken without that of the state", f"{watch.train}; where it is to stand "
-            fix += "still, call under jaxquant.state.frozen()"
+            which, fix = "is taken with respect to the kernel but not the state", f"{watch.train}; to keep the state "
+            fix += "unchanged, call the model under jaxquant.state.frozen()"
         else:
-            # A teacher, or the gradient of an input; but the base layers of LoRA look the same from here.
-            which, fix = "a gradient passes through it that is of neither its kernel nor the state", "where the model "
-            fix += f"is not being trained, call it under jaxquant.state.frozen(); where it is, {watch.train}"
-        raise ValueError(f"{layer_name(path)} has quant state and {which}, which would never advance; {fix}")
+            # A teacher or the gradient of an input; the base layers of LoRA look the same.
+            which, fix = "passes through the layer but is not taken with respect to the state", "if the model is not "
+            fix += f"trained, call it under jaxquant.state.frozen(); otherwise {watch.train}"
+        raise ValueError(f"the quant state of {layer_name(path)} would never be updated: the gradient {which}; {fix}")
     if watch.by_hand and any(taken) and answer is None and not _is_overwritten():
-        raise ValueError(f"{layer_name(path)} has quant state and {watch.by_hand}")
+        raise ValueError(f"{layer_name(path)} has quant state, but {watch.by_hand}")
     return primals[1], tangents[1]
 
 
@@ -146,26 +146,26 @@ _watched.defjvp(_watched_jvp, symbolic_zeros=True)
 
 
 NOT_TRAINED = (
-    "which does not train; differentiate with respect to other parameters, or train the model that was converted"
+    "which does not train; differentiate with respect to other parameters, or train the model before conversion"
 )
 
 
 def require_manual(message: str, x: Any) -> Any:
-    """Return arrays as they are, and raise if one is differentiated outside ``by_hand``, ``frozen`` and MaxText's step.
+    """Return arrays unchanged; raise if one is differentiated outside ``by_hand``, ``frozen`` and MaxText's step.
 
     Args:
-      message: of the error.
-      x: the operands of a layer whose state is out of this module's sight.
+      message: text of the error.
+      x: operands of a layer whose state this module does not get.
 
     Raises:
-      ValueError: with the message.
+      ValueError: an operand is differentiated.
     """
     return x if _answer.value is not None else refuse_gradient(message, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def refuse_gradient(message: str, x: Any) -> Any:
-    """Return arrays as they are, and raise ValueError with the message where one is differentiated."""
+    """Return arrays unchanged; raise ValueError with the message if one is differentiated."""
     return x
 
 

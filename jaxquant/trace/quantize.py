@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jaxquant.config.quant_config import QuantConfig, refuse_fields
+from jaxquant.config.quant_config import ConfigLike, QuantConfig, refuse_fields
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.state.table import Tables
 from jaxquant.trace.decisions import FaceHooks
@@ -21,7 +21,7 @@ from jaxquant.trace.paths import replace_leaves
 from jaxquant.trace.report import Report
 
 
-def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | None = None) -> QuantizedFunction:
+def quantize(fn: Callable[..., Any], config: ConfigLike, *, like: QuantizedFunction | None = None) -> QuantizedFunction:
     """Return a function whose matmuls with parameters run in the low precision that a config asks for.
 
     The function is traced, and every ``dot_general`` of which one operand is made of parameters alone is a linear

@@ -1,4 +1,4 @@
-"""The training program; see ``docs/about/program.md``."""
+"""The training program; see ``docs/guide/training.md``."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def convert_run(
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)
-    sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
+    sites = serving.find_kernels(Decoder(shape), shapes, layers, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
         return stored.read("/".join(path), *index)
@@ -289,7 +289,7 @@ def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Calla
     """
     config = _as_trained(stored.config)
     tokens = decoder_of(config)[2]
-    sites = serving.find_kernels(Decoder(shape), config, stored.variables(shape, tokens), tokens)
+    sites = serving.find_kernels(Decoder(shape), stored.variables(shape, tokens), config, tokens)
 
     def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
         kernel = jnp.asarray(stored.read("/".join(("params", *layer.name)), *index))
@@ -309,7 +309,7 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 
     def make() -> Any:
         variables = initial_variables(config, shape, tokens)
-        found = serving.convert(variables, _as_trained(config), tokens, model=Decoder(shape))["params"]
+        found = serving.convert(Decoder(shape), variables, _as_trained(config), tokens)["params"]
         return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, is_tensor)
 
     return jax.eval_shape(make)
@@ -340,5 +340,5 @@ def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig,
             say(f"calibrating {config.quantization}: batch {number} of held-out text, of at most {batches}")
             yield tuple(jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions"))
 
-    variables = serving.calibrate({"params": params}, config, inputs(), model=Decoder(shape))
+    variables = serving.calibrate(Decoder(shape), {"params": params}, config, inputs())
     return quantization_state.split(variables)[1]

@@ -231,7 +231,7 @@ def import_to_serve(
     if files:
         config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
-    sites = serving.find_kernels(Decoder(decoder), of_layers(config), shapes, tokens)
+    sites = serving.find_kernels(Decoder(decoder), shapes, of_layers(config), tokens)
     leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
 
     def make(path: str, module: str) -> Any:

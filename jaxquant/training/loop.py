@@ -359,8 +359,8 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
 
 def _implementations(config: TrainConfig) -> str:
     """Describe what computes casts and matmuls where kernels were asked for or picked, and why; "" where none were."""
-    made = [] if config.implementation == "xla" else [each for each in choices_made() if each[1].wants_kernel]
-    reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "asked for"})
+    made = [] if config.implementation == "xla" else [each for each in choices_made() if each[1].requests_kernel]
+    reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "requested"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
     return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons]) if made else ""
 

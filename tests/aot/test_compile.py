@@ -92,7 +92,7 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path, capsys)
     config.write_text("emb_dim: 128\nmlp_dim: 256\nnum_layers: 2\nnum_query_heads: 2\nnum_kv_heads: 2\nhead_dim: 64\n")
     words = [str(config), "quantization=fp8", "batch_size=8", "sequence_length=64", "--target", "h200"]
     assert main(["audit", *words, "--topology", "8", "--out", str(tmp_path / "out")]) == 0
-    assert "All 21 matmuls asked for in 8 bits are 8-bit ones" in capsys.readouterr().out
+    assert "All 21 matmuls requested in 8 bits run in 8 bits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "audit-tiny-fp8-h200-8.json").read_text())
     # Layers in a scan count as often as it runs. The compiler merges products of one operand, quantized once.
     assert written["counts"]["f8e4m3fn"] == 2 * len(("query, key and value", "out", "wi_0 and wi_1", "wo"))

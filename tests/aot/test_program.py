@@ -320,8 +320,8 @@ def test_what_was_removed_is_not_among_all():
     eight = FELL_BACK.replace("f16[16,32]", "f8e5m2[16,32]").replace(" f16[32,8]", " f8e5m2[32,8]")
     found = audit_of(twin, eight)
     assert asked.count() == found.counts == {"f8e5m2": 1}
-    assert report.verdict(found) == ("1 of 2 matmuls asked for in 8 bits are 8-bit ones: 1 not needed and removed.")
-    assert report.verdict(audit_of(TRACED, eight)) == "All 1 matmuls asked for in 8 bits are 8-bit ones."
+    assert report.verdict(found) == ("1 of 2 matmuls requested in 8 bits run in 8 bits: 1 unused and removed.")
+    assert report.verdict(audit_of(TRACED, eight)) == "All 1 matmuls requested in 8 bits run in 8 bits."
 
 
 def test_a_refused_step_shows_no_figures():

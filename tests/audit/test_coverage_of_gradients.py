@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jaxquant
@@ -217,3 +218,20 @@ def test_gradients_of_other_layers_do_not_stand_for_one_that_is_missing():
         found = found_in_dense(loss, without_gradient_of_b)
         assert found.missing == ("b drhs",)
         found.check(without=["b drhs"])
+
+
+class Gated(nn.Module):
+    """Kernels of mirrored shapes in one module: neither sizes nor scopes tell their gradients apart."""
+
+    @nn.compact
+    def __call__(self, x):
+        up, gate, down = (self.param(name, nn.initializers.ones, (32, 32)) for name in ("up", "gate", "down"))
+        h = nn.gelu(x @ gate)
+        h = h * (x @ up)
+        return h @ down
+
+
+def test_gradients_of_one_rematerialized_module_are_told_by_their_lines():
+    model = jaxquant.maybe_quantize_model(nn.remat(Gated)(), INT8, X)
+    step = jax.value_and_grad(lambda variables, x: jnp.sum(jnp.square(model.apply(variables, x))), argnums=(0, 1))
+    jaxquant.coverage(step, jax.eval_shape(model.init, jax.random.key(0), X), X).check()

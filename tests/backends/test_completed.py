@@ -114,7 +114,7 @@ class Converted(nn.Module):
 @pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix")])  # native: ops/test_edges.py
 def test_the_input_gradient_of_a_converted_model_is_that_of_the_dequantized_one(string, backend):
     config, plain = config_of(string, backend), Converted()
-    served = jaxquant.convert(plain.init(jax.random.key(1), X), config, X, model=plain)
+    served = jaxquant.convert(plain, plain.init(jax.random.key(1), X), config, X)
     run = jaxquant.maybe_quantize_model(plain, config | {"checkpoint_is_quantized": True}, X)
     gradient = jax.jit(jax.grad(lambda x: run.apply(served, x).sum()))(X)
     floats = jax.tree.map(lambda leaf: dequantize(leaf) if is_tensor(leaf) else leaf, served, is_leaf=is_tensor)

@@ -18,7 +18,7 @@ from jaxquant.compat import maxtext
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
-from jaxquant.ops.implementation import REFUSED, noted
+from jaxquant.ops.implementation import REFUSED, collect_choices
 
 INT8 = TensorSpec("int8")
 X = jnp.ones((8, 16))
@@ -86,14 +86,14 @@ def test_an_implementation_that_is_asked_for_reaches_every_op():
     config, x = {"quantization": "fp8_current", "implementation": "pallas"}, X[:, :8]
     plain = Served(None)
     variables = plain.init(jax.random.key(0), x)
-    converted = jaxquant.convert(variables, config, x, model=plain)
+    converted = jaxquant.convert(plain, variables, config, x)
     for model, given in (
         (jaxquant.maybe_quantize_model(plain, config, x), variables),
         (Served(maxtext.configure_quantization(config)), variables),
         (jaxquant.maybe_quantize_model(plain, config | {"checkpoint_is_quantized": True}, x), converted),
     ):
-        with noted() as choices:
+        with collect_choices() as choices:
             jax.eval_shape(model.apply, given, x)
         reasons = {row["reason"] for row in choices if row["piece"] == "dot_general"}
         assert reasons
-        assert all(reason.startswith(REFUSED) or reason == "asked for" for reason in reasons), reasons
+        assert all(reason.startswith(REFUSED) or reason == "requested" for reason in reasons), reasons

@@ -137,7 +137,7 @@ def test_aqt_refuses_what_it_would_ignore():
     x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="precision HIGHEST"):
         aqt_dot(reusing(), x, w, precision=jax.lax.Precision.HIGHEST)
-    with pytest.raises(NotImplementedError, match="type float32 of a contraction"):
+    with pytest.raises(NotImplementedError, match="type float32 of this matmul"):
         aqt_dot(reusing(), x, w, dtype=jnp.float32)
 
 
@@ -193,7 +193,7 @@ def test_qwix_refuses_options_that_it_drops():
     for last, asked in (("wo", config), ("wo", native), ("logits", config)):  # a layer in float keeps its own
         model = jaxquant.maybe_quantize_model(Model(last), asked, X)
         is_refused = (last, asked) == ("wo", config)
-        refused = pytest.raises(NotImplementedError, match=r"precision.* dropped by Qwix; use quant_backend 'native'")
+        refused = pytest.raises(NotImplementedError, match=r"precision.* ignored by Qwix; use quant_backend 'native'")
         with refused if is_refused else contextlib.nullcontext():
             jax.eval_shape(model.init_with_output, jax.random.key(0), X)
 

@@ -27,6 +27,16 @@ def lines_of(folder):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_speedrun_compares_rows_and_draws_them(tmp_path):
+    words = ["--small", "--steps", "4", "--only", "jaxquant int8", "--out", str(tmp_path)]
+    assert main(["bench", "speedrun", *words]) == 0
+    rows = lines_of(tmp_path)
+    assert [(row["row"], row["curve"][-1][0]) for row in rows] == [("bf16", 4), ("jaxquant int8", 4)]
+    assert all(loss < 5.77 for row in rows for *_, loss in row["curve"])  # log(320), of a guess
+    [plot] = tmp_path.glob("*.svg")
+    assert plot.read_text().count("<polyline") == 2
+
+
 @pytest.mark.slow
 def test_a_small_run_measures_every_part_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(gemms, "CONTENDERS", (gemms.CONTENDERS[0], *gemms.CONTENDERS[3:5]))  # jax, torch, flax

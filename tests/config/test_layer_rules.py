@@ -77,7 +77,7 @@ def test_check_used():
         ValueError, match=re.escape("rules[1].path '.*/w0' matches no layer; the model's layers are lay")
     ):
         resolver((".*/wo", None), (".*/w0", None)).check_used(paths)
-    message = "rules[1].path '.*/wo' never decides: the first match wins and earlier rules take every layer"
+    message = "rules[1].path '.*/wo' has no effect: the first match wins, and earlier rules match every layer"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolver((".*/mlp/.*", None), (".*/wo", "int8")).check_used(paths)
     resolver().check_used([])
@@ -90,7 +90,7 @@ ON_QWIX = {"quantization": "int4", "use_qwix_quantization": True}
 BAD_RULES = [
     ({"path": "(", "recipe": None}, {}, "rule path '(' is not a regular expression: "),
     ({"path": "a", "recipe": "int9"}, {}, "rules[0].recipe 'int9' is not a known recipe; did you mean"),
-    ({"path": "a", "recipe": "intmp"}, {}, "rules[0].recipe 'intmp' has no numbers of its own"),
+    ({"path": "a", "recipe": "intmp"}, {}, "rules[0].recipe 'intmp' is not supported in a rule"),
     ({"path": 3, "recipe": None}, {}, "rules[0].path must be str, got 3 (int)"),
     ({"path": "a", "recipe": "fp8"}, {}, "('auto' for 'aqt_fp8'); set quant_backend to 'native'"),
     ({"path": "a", "recipe": "int4"}, ON_AQT, "'aqt'; set quant_backend to 'qwix' or 'native'"),

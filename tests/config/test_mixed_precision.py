@@ -100,7 +100,7 @@ ERRORS = [
 ]
 PLACES = {
     "nowhere.json": "quant_cfg_path 'nowhere.json' cannot be read: No such file or directory",
-    "": "quantization 'intmp' needs quant_cfg_path, the file of its regexes, got ''",
+    "": "quantization 'intmp' needs quant_cfg_path, but it is empty",
     "x.txt": "quant_cfg_path 'x.txt' must end in .json, .yml or .yaml",
 }
 

@@ -110,7 +110,7 @@ def test_switches_of_maxtext_quantize_what_is_float_by_default():
             resolver = QuantConfig.from_any(maxtext(quantization="fp8_full", **{name: is_on})).resolver()
             assert [path for path in layers.values() if resolver(path, 4).recipe] == [layer] * is_on
         assert QuantConfig.from_any(maxtext(**{name: True})) == QuantConfig()
-        with pytest.raises(ValueError, match=f"{name} True has no effect where nothing is quantized"):
+        with pytest.raises(ValueError, match=f"{name} True has no effect if nothing is quantized"):
             QuantConfig(**{name: True})
 
 
@@ -148,18 +148,18 @@ ACT = "act_quantization_calibration_method"
 REFUSED = [
     ({"quantisation": "int8"}, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
-    ({"use_qwix_quantization": True, "quant_backend": "aqt"}, "true contradicts quant_backend 'aqt'; leave one of"),
+    ({"use_qwix_quantization": True, "quant_backend": "aqt"}, "true contradicts quant_backend 'aqt'; remove one of"),
     ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' names no known method"),
     ({"quantization": "fp8_full", ACT: "minmax"}, f"{ACT}: calibration minmax is asymmetric and float8_e4m3fn has no"),
     (BOUNDED | {"constant_bound_config": "1,2,3,4,5"}, "constant_bound_config needs six bounds (fwd_lhs, fwd_rhs, "),
     (BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]}, "constant_bound_config dlhs_lhs must lie between 1e-"),
-    (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect beside constant_bound_c"),
+    (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect together with constant_b"),
     ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
-    ({"weight_sparsity_n": 2}, "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None"),
+    ({"weight_sparsity_n": 2}, "weight_sparsity_n and weight_sparsity_m must be set together, got 2 and None"),
     ({"weight_sparsity_n": 4, "weight_sparsity_m": 2}, "must be above 0 and below weight_sparsity_m, got 4 of 2"),
     ({"quantization": "fp8_full", "weight_sparsity_start_step": 5}, "start_step 5 has no effect without weight_spars"),
-    ({"quantization": "aqt_fp8", "implementation": "xla"}, "'xla' is not one of quant_backend 'aqt': AQT computes its"),
-    ({"quantization": "fp8_full", "quant_backend": "qwix", "implementation": "xla"}, "'xla' is not one of quant_back"),
+    ({"quantization": "aqt_fp8", "implementation": "xla"}, "'xla' does not apply to quant_backend 'aqt', because AQT"),
+    ({"quantization": "fp8_full", "quant_backend": "qwix", "implementation": "xla"}, "'xla' does not apply to quant_"),
     ({"quantization": "fp8", "implementation": "palas"}, "implementation must be "),
 ]
 

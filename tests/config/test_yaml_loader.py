@@ -81,10 +81,10 @@ TEXTS = {
     "a: [1\n": "c.yml line 2: ",
     "a: 1\n---\nb: 2\n": "c.yml line 2: ",
     "- 1\n": "c.yml: top level must be a mapping, got list",
-    "steps: &a [3]\nseed: *a": "line 2: alias *a is not read; write out what it stands for",
-    "steps: " + "[" * 10_000: "is nested too deep; a config is flatter",
+    "steps: &a [3]\nseed: *a": "line 2: alias *a is not supported; write its value out",
+    "steps: " + "[" * 10_000: "is nested too deep; remove levels",
     "seed: 0\nsteps: " + "9" * 5000: "line 2: integer '99999999999999999999'... of 5000 digits",
-    "a: b\n" * MAX_BYTES: "is larger than 100,000 bytes; a config is smaller",
+    "a: b\n" * MAX_BYTES: "is larger than 100,000 bytes, the limit for a config",
     "steps: 3\nseed: \x07": "line 2: character 7 is not allowed",
 }
 

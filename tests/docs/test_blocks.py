@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import io
 import re
 import shlex
@@ -16,11 +16,13 @@ import pytest
 import yaml
 
 from jaxquant import RECIPES
+from jaxquant.bench import chart
 from jaxquant.cli import main, program
 from jaxquant.config.explain import whole_tensors
 from jaxquant.core.typed import build
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.start import read_config
+from scripts import pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,6 +45,9 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     scope: dict[str, Any] = {"__name__": "page"}
     printed = io.StringIO()
     for number, block in enumerate(blocks(page, "python")):
+        libraries = re.findall(r"^(?:import|from) (equinox|haiku|keras|maxtext)\b", block, re.M)
+        if not all(map(importlib.util.find_spec, libraries)):  # not in this environment
+            continue
         with contextlib.redirect_stdout(printed):
             exec(compile(block, f"{page.name}, block {number}", "exec"), scope)
     if page.name == "README.md":
@@ -50,6 +55,29 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert float(loss.removeprefix("loss ")) < 0.1  # of about 1 in the first step
         (shown,) = blocks(page, "text")
         assert [line.rstrip() for line in shown.splitlines()[1:]] == coverage
+
+
+def test_every_public_name_has_one_entry_on_an_api_page():
+    names, shown = pages.public_names(), pages.examples().keys()
+    written = [pages.on_page_markdown((ROOT / f"docs/api/{page}.md").read_text()) for page in names]
+    entries = re.findall("^::: (.*)$", "\n".join(written), re.M)
+    assert sorted(entries) == sorted(set().union(*names.values()))
+    assert shown <= {*entries, *names}
+    assert [name for name in entries if name not in shown and "compat" not in name] == []
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_the_examples_of_an_api_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"__name__": page}
+    for heading, text in pages.examples().items():
+        if heading in (page, *pages.public_names()[page]) and "```python\n" in text:  # one with a title is not run
+            exec(compile(text.strip("`").removeprefix("python"), heading, "exec"), scope)
+
+
+@pytest.mark.parametrize("name", pages.OPTIONS)
+def test_every_option_has_a_text_in_its_table(name: str):
+    assert pages.options(name)  # raises an error for a field without a text
 
 
 def strings_table() -> str:
@@ -65,9 +93,10 @@ def strings_table() -> str:
     return "\n".join(lines)
 
 
-def test_the_table_of_strings_is_current():
+def test_the_table_of_strings_and_the_chart_are_current():
     page = (ROOT / "docs/guide/choosing.md").read_text()
     assert strings_table() in page, f"replace the table of docs/guide/choosing.md with:\n{strings_table()}"
+    assert chart.draw() == (ROOT / "docs/images/speed.svg").read_text(), chart.__doc__
 
 
 @pytest.mark.parametrize("page", pages_with("yaml"))

@@ -51,6 +51,6 @@ def test_a_recipe_of_a_new_element(config: dict[str, str]):
     assert losses[-1] < 0.8 * losses[0]
 
     served = jaxquant.maybe_quantize_model(plain, config | {"checkpoint_is_quantized": True}, X)
-    converted = jaxquant.convert(state.params, config, X, model=plain)
+    converted = jaxquant.convert(plain, state.params, config, X)
     assert converted["params"]["kernel"].qvalue.dtype == jnp.dtype(NAME)
     np.testing.assert_array_equal(served.apply(converted, X), model.apply(state.params, X))

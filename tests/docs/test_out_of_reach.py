@@ -43,20 +43,10 @@ def own_kernel(x, w, out):
     out[...] = x[...] @ w[...]
 
 
-def _conv(lhs, rhs, **options):
-    return jax.lax.conv_general_dilated(lhs, rhs, (1, 1), "SAME", **options)
-
-
 def _sharded(fn, *specs):
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     names = [PartitionSpec(*spec) for spec in specs]
     return jax.shard_map(fn, mesh=mesh, in_specs=tuple(names), out_specs=PartitionSpec(), check_vma=False)
-
-
-def _ragged(x, w, **numbers):
-    numbers = {"dot_dimension_numbers": (((1,), (1,)), ((), ())), "lhs_ragged_dimensions": [0]} | numbers
-    numbers = jax.lax.RaggedDotDimensionNumbers(rhs_group_dimensions=[0], **numbers)
-    return jax.lax.ragged_dot_general(x, w, jnp.array([2, 2, 2, 2]), numbers)
 
 
 def _scanned(w, x):
@@ -67,7 +57,6 @@ CASES = {
     "custom_vjp": (lambda w, x: _vjp(x, w), W),
     "custom_jvp": (lambda w, x: _jvp(x, w), W),
     "callback": (lambda w, x: jax.pure_callback(own_dense, X, x, w), W),
-    "foreign": (lambda w, x: jax.ffi.ffi_call("own_dense", X)(x, w), W),
     "sparse": (lambda w, x: x @ sparse.BCOO((w[0], jnp.stack([jnp.arange(8)] * 2, 1)), shape=(8, 8)), W),
     "kernel": (lambda w, x: pl.pallas_call(own_kernel, X, interpret=True)(x, w), W),
     "solve": (lambda w, x: jax.lax.custom_linear_solve(lambda v: v @ w, x, lambda _, b: b, lambda _, b: b), W),
@@ -78,15 +67,7 @@ CASES = {
     "parameters": (lambda w, x: x + w @ w, W),
     "integers": (lambda w, x: x.astype("int32") @ w.astype("int32") + x, W),
     "outer": (lambda w, x: jnp.einsum("i,jk->ijk", x[:, 0], w)[:, 0], W),
-    "algorithm": (lambda w, x: jnp.matmul(x, w, precision="BF16_BF16_F32"), W),
-    "first": (lambda w, x: _conv(w[None, None], x[None, None])[0, 0], W),
-    "groups": (lambda w, x: _conv(jnp.stack([x, x])[:, None], w[:2, None], batch_group_count=2)[0, 0], STACK),
-    "ragged": (lambda w, x: _ragged(x, w, dot_dimension_numbers=(((1,), (2,)), ((), ()))), STACK),
     "stack": (_sharded(_scanned, ("x",), ()), STACK),
-    "batch": (
-        _sharded(lambda w, x: jnp.einsum("atd,adf->atf", jnp.stack([x[:, :4]] * 4), w.reshape(4, 4, 8))[0], ("x",), ()),
-        STACK,
-    ),
 }
 """What is done to a parameter, and its shape."""
 
@@ -105,7 +86,7 @@ def _reason(fn, w, config=CURRENT):
 
 
 def _convolution(w, x):
-    return _conv(x[None, None], w[None, None])[0, 0]
+    return jax.lax.conv_general_dilated(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
 
 
 def _config(string, backend="native", **options):
@@ -114,7 +95,7 @@ def _config(string, backend="native", **options):
 
 BY_BACKEND = {
     "convolution on AQT": (_convolution, W, _config("int8", "aqt")),
-    "ragged on Qwix": (lambda w, x: _ragged(x, w), STACK, _config("int8", "qwix")),
+    "ragged on Qwix": (lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2] * 4)), STACK, _config("int8", "qwix")),
     "convolution of blocks": (_convolution, W, _config("mxfp8")),
 }
 
@@ -161,7 +142,6 @@ ERRORS = {
     "strict": _init(_with_layer(_OUT), _config("fp8", strict=True)),
     "rule": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
     "registered": _registered_wrong,
-    "rule on AQT": _init(_with_layer(_convolution), _config("int8", "aqt", rules=[{"path": "w", "recipe": "int8"}])),
     "new layer": _new_layer,
     "no example": _call_what_no_example_ran,
 }

@@ -135,7 +135,7 @@ def _linen(config: Any) -> Row:
 
     found, params, quant = _train(apply, params, quant)
     trained = jax.jit(apply)(params, quant, LAST)
-    converted = jaxquant.convert(state.merge(params, quant), config, X, model=models.Linen())
+    converted = jaxquant.convert(models.Linen(), state.merge(params, quant), config, X)
     serving = jaxquant.maybe_quantize_model(models.Linen(), {**config, "checkpoint_is_quantized": True}, X)
     served = jax.jit(lambda v: serving.apply(v, X, rngs={"quant": LAST}))(converted)
     return found | _served(converted["params"], served, trained)

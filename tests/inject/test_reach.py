@@ -277,7 +277,7 @@ class Clipped(nn.Module):
 def test_a_layer_that_is_out_of_reach_is_not_converted():
     model = Clipped()
     variables = maybe_quantize_model(model, FP8, X).init(jax.random.key(1), X)
-    variables = jaxquant.calibrate(variables, FP8, [X], model=model)
+    variables = jaxquant.calibrate(model, variables, FP8, [X])
     assert kernels_of(convert_linen(model, FP8, X, variables)["params"]) == {"plain/kernel"}
 
 

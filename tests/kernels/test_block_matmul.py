@@ -77,8 +77,8 @@ X, W = (300, 256), (256, 200)
 KINDS = [
     ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
     ("NVIDIA H200", {}, 8, (3, 0), "an operand may be sharded automatically"),
-    ("NVIDIA B200", {}, 1, (3, 0), "pallas was asked for; the block_matmul kernel is for Hopper GPUs"),
-    ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),
+    ("NVIDIA B200", {}, 1, (3, 0), "pallas was requested; the block_matmul kernel is for Hopper GPUs"),
+    ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "supports scales of 1×128 or 128×128, not of (1, 32)"),
 ]
 
 
@@ -87,7 +87,7 @@ KINDS = [
 def test_it_runs_where_it_can_run_and_else_the_reason_is_told(
     monkeypatch, kind, options, size, expected, why, is_ragged
 ):
-    monkeypatch.setattr(implementation, "_made", {})
+    monkeypatch.setattr(implementation, "_choices", {})
     jax.clear_caches()  # what was traced before notes no choice
     if is_ragged:
         shapes = (on(kind, *shape, size=size) for shape in RAGGED)

@@ -79,7 +79,7 @@ def test_on_a_gpu_every_bit_is_the_references(case):
     ("kind", "name", "implementation", "casts", "products", "why"),
     [
         ("NVIDIA H200", "fp8_block", None, 3, (0, 3), "times as fast as XLA: benchmarks/results/kernels"),
-        ("NVIDIA H200", "fp8_block", "xla", 0, (3, 0), "asked for"),
+        ("NVIDIA H200", "fp8_block", "xla", 0, (3, 0), "requested"),
         ("NVIDIA B200", "fp8_block", "pallas", 0, (3, 0), "for TPUs and Hopper GPUs, and the device is NVIDIA B200"),
     ],
 )

@@ -66,7 +66,7 @@ def in_form(form, run):
 @pytest.mark.parametrize(("name", "form"), [("fp8", ""), ("int8_delayed", ""), ("fp8", "vmap"), ("fp8", "shard_map")])
 def test_a_step_has_the_bits_of_xlas(name, form, monkeypatch):
     jax.clear_caches()  # what was traced before notes no choice
-    monkeypatch.setattr(implementation, "_made", {})
+    monkeypatch.setattr(implementation, "_choices", {})
     spec, (x, w, g) = recipe(name), inputs()
     state = warm(initial_state(spec), 448.0 if name == "fp8" else 127.5)
     run = {each: jax.jit(in_form(form, functools.partial(gradients, spec, each))) for each in ("pallas", "xla")}
@@ -80,9 +80,9 @@ def test_a_step_has_the_bits_of_xlas(name, form, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "sizes", "why"),
     [
-        ("fp8_full", {}, "a dynamic scale waits for the amax"),
+        ("fp8_full", {}, "a dynamic scale depends on the amax"),
         ("int4", {}, "multiplies two int8 or two fp8 operands, not int4 and int4"),
-        ("fp8", {"cold": True}, "a scale without history waits for the amax"),
+        ("fp8", {"cold": True}, "a scale without history depends on the amax"),
     ],
 )
 def test_what_a_kernel_does_not_do_is_named_and_xlas(name, sizes, why):
@@ -93,7 +93,7 @@ def test_what_a_kernel_does_not_do_is_named_and_xlas(name, sizes, why):
     got, wanted = (jax.jit(functools.partial(gradients, spec, each))(x, w, g, state) for each in ("pallas", "xla"))
     equal(got, wanted)
     reasons = [choice.reason for _, choice in choices_made() if choice.name == "xla"]
-    assert any(why in reason and reason.startswith("pallas was asked for; ") for reason in reasons), reasons
+    assert any(why in reason and reason.startswith("pallas was requested; ") for reason in reasons), reasons
 
 
 def test_coverage_on_a_gpu_reads_its_kernels_as_their_references():

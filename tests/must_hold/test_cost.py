@@ -171,7 +171,7 @@ def test_15_a_remat_policy_keeps_just_that():
 
 def _keep_the_float(x, recipe, side, *others, original=prepared.prepare):
     made = original(x, recipe, side, *others)
-    return made._replace(kept=made.kept._replace(tensor=x))
+    return made._replace(residual=made.residual._replace(tensor=x))
 
 
 BROKEN = {

@@ -1,6 +1,6 @@
 """Property 28: four loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
 
-Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/delayed.md`` has the table.
+Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/loops.md`` has the table.
 """
 
 from __future__ import annotations
@@ -96,15 +96,17 @@ def gradients(loop: Linen, params: Any, quant_state: Any, x: jax.Array) -> Any:
 def check_forgotten(loop: Linen) -> None:
     """A gradient without the state's is refused in a jitted step too; frozen on purpose it is that of the whole."""
     of_params = jax.jit(jax.grad(lambda params: loop(params, loop.state, X)))
-    with pytest.raises(ValueError, match=r"gradient is taken without that of the state, .*frozen"):
+    with pytest.raises(ValueError, match=r"is taken with respect to the kernel but not the state; .*frozen"):
         of_params(loop.params)
-    with pytest.raises(ValueError, match=r"of neither its kernel nor the state, .*frozen"):
+    with pytest.raises(
+        ValueError, match=r"passes through the layer but is not taken with respect to the state; .*frozen"
+    ):
         jax.grad(lambda x: loop(loop.params, loop.state, x))(X)
     with state.frozen():
         found = of_params(loop.params)
         assert loop(loop.params, loop.state, X) > 0
     jax.tree.map(np.testing.assert_array_equal, found, gradients(loop, loop.params, loop.state, X)[0])
-    with pytest.raises(ValueError, match="would never advance"):
+    with pytest.raises(ValueError, match="would never be updated"):
         of_params(loop.params)
 
     def dropped(params: Any, quant_state: Any) -> Any:
@@ -139,7 +141,7 @@ def check_optimized(loop: Linen) -> None:
             return jax.tree.map(jnp.add, variables, updates), opt_state, value
 
         start = (loop.params, warmed(loop))
-        with pytest.raises(ValueError, match=r"updates quant state, as at '.*input', .*jaxquant\.state\.split"):
+        with pytest.raises(ValueError, match=r"updates quant state, such as '.*input', .*jaxquant\.state\.split"):
             jax.jit(by_optax)(start, tx.init(start))
         with pytest.raises(ValueError, match=AS_WEIGHT):
             jaxquant.coverage(step, start, tx.init(start)).check()
@@ -269,9 +271,9 @@ def check_partly_restored(loop: Linen) -> None:
         loop(loop.params, jax.tree.map(without_input, loop.state, is_leaf=is_tables), X)
     jax.tree.map(np.testing.assert_array_equal, state.from_flax(nested(loop.state), loop.state), loop.state)
     optimizer, floats = state.Optimizer(optax.sgd(0.1)), {"params": loop.params}
-    with pytest.raises(ValueError, match=r"jaxquant.state.merge its parameters with the quant state of model.init"):
+    with pytest.raises(ValueError, match=r"add the state of model.init with jaxquant.state.merge"):
         optimizer.step(state.merge(loop.params, loop.state), optimizer.init(floats), floats)
-    with pytest.raises(ValueError, match=r"no collection 'params', .*, and not variables\['params'\]"):
+    with pytest.raises(ValueError, match=r"no collection 'params', .*, not only variables\['params'\]"):
         state.TrainState.create(apply_fn=None, params=loop.params, tx=optax.sgd(0.1))
 
 
@@ -314,7 +316,7 @@ def test_28_state_of_flax_mode_and_sparsity_in_an_optimizer_is_noticed(config):
     grads = jax.grad(lambda variables: (model.apply(variables, X) ** 2).mean())(variables)
     variables = jax.tree.map(lambda leaf, grad: leaf - 1e-3 * grad, variables, grads)
     assert np.isnan(jax.jit(model.apply)(variables, X)).all()
-    with pytest.raises(ValueError, match="has negative numbers, which only an optimizer makes"):
+    with pytest.raises(ValueError, match="has negative numbers, so an optimizer has updated it"):
         model.apply(variables, X)
 
 

@@ -93,7 +93,7 @@ def test_histories_are_those_of_the_delayed_operands_and_advance(strings, tensor
     ("strings", "options", "error", "message"),
     [
         (("fp8", "int8_delayed"), {}, ValueError, "'fp8' of fwd and 'int8_delayed' of dlhs scale one tensor"),
-        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "flax's own op of three matmuls"),
+        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "flax's own op for all three matmuls"),
         (("fp8", "ggml_q4_0"), {}, NotImplementedError, "weight of dlhs in the tensor format q4_0"),
     ],
 )

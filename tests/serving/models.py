@@ -84,7 +84,7 @@ def convert_linen(model: nn.Module, config: dict[str, Any], x: Any, variables: A
     if variables is None:
         variables = filled(jax.eval_shape(trained.init, {"params": jax.random.key(1), "quant": jax.random.key(2)}, x))
     expected = jax.jit(lambda v: trained.apply(v, x, rngs={"quant": jax.random.key(3)}), **options)(variables)
-    converted = jaxquant.convert(variables, config, x, model=model)
+    converted = jaxquant.convert(model, variables, config, x)
     serving = jaxquant.maybe_quantize_model(model, {**config, "checkpoint_is_quantized": True}, x)
     np.testing.assert_array_equal(jax.jit(serving.apply, **options)(converted, x), expected)
     return converted

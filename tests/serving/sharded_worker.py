@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={2 if sys.argv[2:] else 8}"
+    devices = 2 if sys.argv[2:] else 8
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
 
 import jax
 import jax.numpy as jnp

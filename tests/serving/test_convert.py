@@ -103,7 +103,7 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
         with pytest.warns(UserWarning, match=r"the weights of 1 layers stay in float .*its weight is .*: mul"):
             convert_linen(model, config, X, variables)
         with pytest.raises(NotImplementedError, match=r"strict true, and the weights of 1 layers stay in float"):
-            convert(variables, config | {"strict": True}, X, model=model)
+            convert(model, variables, config | {"strict": True}, X)
     rngs = nnx.Rngs(0)
     model = nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs)
     with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
@@ -144,10 +144,10 @@ def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
     config = {"quantization": "fp8"}
     model = Linen(axis=1)
     _, variables = trained(model, config, X)
-    whole = convert(variables, config, X, model=model)["params"]
+    whole = convert(model, variables, config, X)["params"]
     # Parameters are read when their turn comes; quant state is there.
     quant = {state.OVERWRITE_WITH_GRADIENT: variables[state.OVERWRITE_WITH_GRADIENT]}
-    sites = find_kernels(model, config, jax.eval_shape(lambda: variables) | quant, X)
+    sites = find_kernels(model, jax.eval_shape(lambda: variables) | quant, config, X)
     sizes, done = [], []
 
     def read(path, index):
@@ -167,25 +167,23 @@ def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
 def test_calibration_gives_the_scales_of_what_was_seen():
     config, batches, model, plain = {"quantization": "fp8"}, [X, 3 * X, X], dense(), nnx.Linear(D, D, rngs=nnx.Rngs(0))
     variables = filled(jax.eval_shape(model.init, RNGS, X))
-    found = convert(calibrate(variables, config, batches, model=model), config, X, model=model)["params"]["kernel"]
+    found = convert(model, calibrate(model, variables, config, batches), config, X)["params"]["kernel"]
     inputs, kernel = (recorded(jnp.abs(each).max()) / 448 for each in (3 * X, variables["params"]["kernel"]))
     np.testing.assert_allclose(found.input_scale.ravel(), inputs, rtol=1e-6)
     np.testing.assert_allclose(found.scale.ravel(), kernel, rtol=1e-6)
     served = convert(calibrate(plain, config, batches), config, X)
     np.testing.assert_allclose(served.kernel.input_scale.ravel(), inputs, rtol=1e-6)
-    assert calibrate(variables, {"quantization": "int8w"}, [X], model=model) is variables
+    assert calibrate(model, variables, {"quantization": "int8w"}, [X]) is variables
     with pytest.raises(ValueError, match="calibrate got no batch"):
-        calibrate(variables, config, [], model=model)
+        calibrate(model, variables, config, [])
     with pytest.raises(ValueError, match="amax_history_length 2 remembers no more"):
-        calibrate(variables, config | {"amax_history_length": 2}, batches, model=model)
+        calibrate(model, variables, config | {"amax_history_length": 2}, batches)
 
 
 def test_errors_name_the_layer():
     config, model = {"quantization": "int8w"}, nn.Sequential([nn.Dense(D), nn.Dense(D)])
     variables = jax.jit(model.init)(RNGS, X)
-    converted, fp8 = (
-        convert(variables, {"quantization": string}, X, model=model) for string in ("int8w", "fp8_current")
-    )
+    converted, fp8 = (convert(model, variables, {"quantization": string}, X) for string in ("int8w", "fp8_current"))
 
     def apply(variables, **options):
         return maybe_quantize_model(model, config | options, X).apply(variables, X)
@@ -193,8 +191,8 @@ def test_errors_name_the_layer():
     path = {"save_quantized_params_path": "somewhere"}
     rules = [{"path": "layers_1", "recipe": None}]
     for call, message in (
-        (lambda: convert(converted, config, X, model=model), r"'layers_0/kernel' is converted already \(int8\)"),
-        (lambda: convert(variables, config | path, X, model=model), "'somewhere' is not written by convert; leave it"),
+        (lambda: convert(model, converted, config, X), r"'layers_0/kernel' is converted already \(int8\)"),
+        (lambda: convert(model, variables, config | path, X), "'somewhere' is not written by convert; leave it"),
         (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\) and checkpoint_is_qua"),
         (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel and checkpoint_is_quantized true"),
         (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .* it stays in float"),
@@ -203,8 +201,6 @@ def test_errors_name_the_layer():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="needs the float model too"):
-        convert(variables, config, X)
     kernel = dataclasses.replace(fp8["params"]["layers_0"]["kernel"], input_scale=jnp.ones((1, 1)))
     delayed = {"layers_0": fp8["params"]["layers_0"] | {"kernel": kernel}}
     with pytest.raises(ValueError, match=r"has a converted kernel of .* with an input_scale, and 'fp8_cur"):
@@ -244,7 +240,7 @@ def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     config, model = {"quantization": "int8w"}, dense()
     variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
     with pytest.raises(ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype"):
-        convert(variables, config, X.astype(jnp.bfloat16), model=model)
+        convert(model, variables, config, X.astype(jnp.bfloat16))
     for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
         convert_linen(model, config, x, variables)
 

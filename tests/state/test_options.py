@@ -97,7 +97,7 @@ def test_strings_train_and_serve_without_promotions(name, backend):
         params, own = state.split(quantized.init(jax.random.key(0), x))
         grads, seen = jax.grad(loss, (0, 1))(params, own, x)
         own = state.update(own, seen) if own else own
-        return grads, served.apply(jaxquant.convert(state.merge(params, own), config, x, model=model), x)
+        return grads, served.apply(jaxquant.convert(model, state.merge(params, own), config, x), x)
 
     with configured(STRICT if backend == "native" else RANK):  # AQT and Qwix promote dtypes
         grads, out = jax.eval_shape(step, x)

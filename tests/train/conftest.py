@@ -128,7 +128,7 @@ def start(config: TrainConfig, run_dir: Path, devices: int = 1, processes: int =
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    flags = f"{PATIENT} --xla_force_host_platform_device_count={devices // processes}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {PATIENT} --xla_force_host_platform_device_count={devices // processes}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     started = []
     for index in range(processes):

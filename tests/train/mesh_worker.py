@@ -122,7 +122,7 @@ def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
 
 def main(dump: str, configs: str) -> None:
     os.environ["XLA_FLAGS"] = (
-        f"{PATIENT} --xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
+        f"{os.environ.get('XLA_FLAGS', '')} {PATIENT} --xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
         "--xla_dump_hlo_module_re=jit_step"
     )
     import jax

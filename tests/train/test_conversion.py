@@ -113,7 +113,7 @@ def test_what_is_served_from_disk_is_what_was_trained(name: str, runs: Any, conv
     # The tree is that of jaxquant.convert.
     variables = quantization_state.merge(trained.params, trained.quant_state)
     tokens = jnp.zeros((1, 32), jnp.int32)
-    expected = jaxquant.convert(variables, trained.config, tokens, model=Decoder(trained.shape))["params"]
+    expected = jaxquant.convert(Decoder(trained.shape), variables, trained.config, tokens)["params"]
     found = serving.load(out).params
     assert_same(found, expected)
     assert jax.tree.structure(converted_shapes(trained.config, trained.shape, tokens)) == jax.tree.structure(found)
@@ -170,7 +170,7 @@ def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_p
     assert at(served.params, KERNELS[0])["kernel"].qvalue.dtype == jnp.int8
     tokens = jnp.zeros((1, 32), jnp.int32)
     params = open_served(runs("fp8")).params
-    expected = jaxquant.convert({"params": params}, {"quantization": "int8w"}, tokens, model=Decoder(served.shape))
+    expected = jaxquant.convert(Decoder(served.shape), {"params": params}, {"quantization": "int8w"}, tokens)
     assert_same(served.params, expected["params"])
 
 

@@ -1,4 +1,4 @@
-"""``operands``: two quantized tensors in blocks as ``matmul`` takes them, and why it does not take others."""
+"""``operands``: the arguments of ``matmul`` for two quantized tensors in blocks; ``refusal`` rejects other tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Axes = Sequence[int]
 def refusal(
     lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes], *, out_dtype: str
 ) -> str | None:
-    """Return why the kernel does not compute a contraction, in words; None where it does.
+    """Return the reason why the kernel cannot compute a contraction, or None if it can.
 
     Args:
-      lhs, rhs: operands, of abstract arrays too; their outer scales are the caller's.
-      contract, batch: their axes, as in ``lax.dot_general``.
+      lhs, rhs: operands, which may be abstract. The caller applies their outer scales.
+      contract, batch: contraction and batch axes, as in ``lax.dot_general``.
       out_dtype: dtype of the result.
     """
     if lhs.codec or rhs.codec:
@@ -39,24 +39,26 @@ def refusal(
         return why
     for side, *axes in zip((lhs, rhs), contract, batch, strict=True):
         if side.zero_point is not None:
-            return "the block_matmul kernel has no zero points"
+            return "the block_matmul kernel does not support zero points"
         try:
             tensor = jax.eval_shape(functools.partial(_matrices, contract=axes[0], batch=axes[1]), side)
         except BlocksError as error:
-            return f"the block_matmul kernel takes matrices, and {error}"
+            return f"the block_matmul kernel needs matrices, but {error}"
         wanted = [(1,), (1, BLOCK, tensor.shape[1]), (BLOCK,)]
         if tensor.shape[1] > BLOCK:
             wanted[1] = (1, BLOCK)
         if any(size not in sizes for size, sizes in zip(tensor.blocks, wanted, strict=True)):
-            return f"the block_matmul kernel has scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of {tensor.blocks[1:]}"
+            return (
+                f"the block_matmul kernel supports scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of {tensor.blocks[1:]}"
+            )
     return None
 
 
 def elements_refusal(lhs: Array, rhs: Array) -> str | None:
-    """Return why no kernel multiplies elements, in words: their dtypes, or the chip; None where one does.
+    """Return the reason why no kernel multiplies elements (their dtypes, or the chip), or None if one does.
 
     Args:
-      lhs, rhs: the elements.
+      lhs, rhs: elements of the operands.
     """
     kinds = [side.dtype.name for side in (lhs, rhs)]
     if capability_of(lhs, rhs)[0] != 9:
@@ -66,17 +68,17 @@ def elements_refusal(lhs: Array, rhs: Array) -> str | None:
     if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
         return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
     if not lhs.size or not rhs.size:
-        return "the block_matmul kernel takes no empty operand"
+        return "the block_matmul kernel does not support empty operands"
     return cut_refusal(lhs, rhs, waits=True)
 
 
 def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]) -> list[Array]:
-    """Return what ``reference.matmul`` takes of two tensors that ``refusal`` does not refuse.
+    """Return the arguments of ``reference.matmul`` for two tensors; ``refusal`` must return None.
 
-    A depth that is no multiple of 128 is filled with zeros.
+    The depth is padded with zeros to a multiple of 128.
 
     Args:
-      lhs, rhs, contract, batch: as ``refusal`` takes them.
+      lhs, rhs, contract, batch: arguments of ``refusal``.
     """
     sides = [_matrices(side, *axes) for side, *axes in zip((lhs, rhs), contract, batch, strict=True)]
     values = [jnp.pad(side.qvalue, ((0, 0), (0, 0), (0, -side.shape[2] % BLOCK))) for side in sides]

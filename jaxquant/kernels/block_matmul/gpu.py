@@ -1,8 +1,8 @@
-"""``matmul`` and its grouped forms on Hopper: wgmma on tiles that TMA brings, scaled and added in registers.
+"""``matmul`` and its grouped forms on Hopper: wgmma on tiles loaded by TMA, scaled and added in registers.
 
-A program has one warpgroup that loads and up to three that multiply. It goes over the tiles of the result as long as
-there are any. The tensor cores add the 128 products of a block, in fewer bits than float32; then the sum is multiplied
-by both scales and added in float32. A last tile that is not whole begins earlier, and writes what another one writes.
+A program has one loading warpgroup and up to three multiplying ones, and loops over the tiles of the result. The tensor
+cores add the 128 products of a block in fewer bits than float32; the sum is then multiplied by both scales and added in
+float32. If the last tile is incomplete, it begins earlier, and overlaps the previous tile with the same values.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def matmul(
     interpret: bool = False,
     tile: Tile | None = None,
 ) -> Float[Array, "B M N"]:
-    """Compute what ``reference.matmul`` does.
+    """Compute ``reference.matmul``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, out_dtype: as the reference takes them.
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of the reference.
       interpret: whether to run without a GPU.
-      tile: of the result; None chooses (``tuning``).
+      tile: tile of the result, or None to choose one (``tuning``).
     """
     depth = jnp.array([lhs.shape[2] // BLOCK], jnp.int32)
     return _padded("dense", lhs, rhs, lhs_scale, rhs_scale, depth, tile, out_dtype=out_dtype, interpret=interpret)
@@ -56,10 +56,10 @@ def grouped(
     out_dtype: str,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    """Compute what ``reference.grouped`` does.
+    """Compute ``reference.grouped``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, groups, out_dtype: as the reference takes them.
+      lhs, rhs, lhs_scale, rhs_scale, groups, out_dtype: arguments of the reference.
       interpret: whether to run without a GPU.
     """
     N = rhs.shape[1]
@@ -87,10 +87,10 @@ def grouped_drhs(
     out_dtype: str,
     interpret: bool = False,
 ) -> Float[Array, "G M N"]:
-    """Compute what ``reference.grouped_drhs`` does.
+    """Compute ``reference.grouped_drhs``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, starts, out_dtype: as the reference takes them.
+      lhs, rhs, lhs_scale, rhs_scale, starts, out_dtype: arguments of the reference.
       interpret: whether to run without a GPU.
     """
     sides = lhs[None], rhs[None], lhs_scale[None], rhs_scale[None]
@@ -100,7 +100,7 @@ def grouped_drhs(
 def _padded(
     mode: Mode, lhs: Array, rhs: Array, left: Array, right: Array, ids: Array, tile: Tile | None, **options: Any
 ) -> Array:
-    """Run the kernel over operands filled with zeros up to whole tiles, and cut the result."""
+    """Run the kernel on operands padded with zeros to whole tiles, and remove the padding of the result."""
     M, N = lhs.shape[1], rhs.shape[1]
     tile = tile or tile_for(M)
     rows = max(tile.rows, M + -M % SWIZZLED)
@@ -109,27 +109,27 @@ def _padded(
 
 
 def _longer(x: Array, size: int) -> Array:
-    """Fill the second axis with zeros."""
+    """Pad the second axis with zeros."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0))) if size > x.shape[1] else x
 
 
 def _right(scale: Array, columns: int) -> Array:
-    """Lay the scales of rhs out as the kernel reads them: [B, columns / 128, T] of blocks, [B, T, columns] else."""
+    """Return the scales of rhs in the kernel's layout: [B, columns / 128, T] for blocks, otherwise [B, T, columns]."""
     if scale.shape[1] == columns and columns > 1:
         return _longer(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
     return scale
 
 
 class _Plan(NamedTuple):
-    """How the kernel goes over a product.
+    """Static parameters of a product.
 
     Attributes:
-      mode: which one.
-      tile: how the result is cut.
-      parts: matrices that the result has.
-      M, N, K: rows, columns and depth of one; of all groups where the depth is cut into groups.
-      per_column: whether rhs has a scale for each column, not for each block of them.
-      multicast: whether the programs of a cluster load for one another; the interpreter cannot.
+      mode: form of the product.
+      tile: tile of the result.
+      parts: number of matrices in the result.
+      M, N, K: rows, columns and depth of one matrix; K covers all groups if the groups split the depth.
+      per_column: whether rhs has a scale for each column, rather than for each block.
+      multicast: whether the programs of a cluster share loads, which the interpreter does not support.
     """
 
     mode: Mode
@@ -143,7 +143,7 @@ class _Plan(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a matrix along both axes, those of a cluster once: it has rows in common if they are a group's."""
+        """Tiles of a matrix along both axes. A cluster counts once: it shares rows if grouped, else columns."""
         counts = [math.ceil(self.M / self.tile.rows), self.N // COLUMNS]
         axis = 1 if self.mode == "grouped" else 0
         counts[axis] = math.ceil(counts[axis] / self.tile.cluster)
@@ -162,7 +162,7 @@ def _call(
     out_dtype: str,
     interpret: bool,
 ) -> Array:
-    """Run the kernel over operands whose sizes fit its tiles; ``ids``: of dense ones the depth, else ``grouped``'s."""
+    """Run the kernel on operands of whole tiles. ``ids`` is the depth in dense mode, otherwise ``grouped``'s groups."""
     (B, M, K), N = lhs.shape, rhs.shape[1]
     operands = lhs, rhs, left.astype(jnp.float32), right.astype(jnp.float32), ids
     parts = ids.shape[0] - 1 if mode == "grouped_drhs" else B
@@ -222,7 +222,7 @@ def _kernel(
 
 
 def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> Any:
-    """Bring the tiles of a part of the depth to a body, and their scales."""
+    """Return the pipeline that loads the tiles of a part of the depth, and their scales, for a body."""
     sides = (plan.tile.rows, BLOCK), (COLUMNS, BLOCK)
     shared = sides[0 if plan.mode == "grouped" else 1] if plan.multicast else None
     specs = []
@@ -245,7 +245,7 @@ def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> A
 
 
 def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
-    """Return the matrix, the tile of rows and the tile of columns of a place on the way over the result."""
+    """Return the matrix, the tile of rows and the tile of columns at a position in the order of the result's tiles."""
     size = jnp.int32(math.prod(plan.tiles))
     part, place = (lax.div(place, size), lax.rem(place, size)) if plan.parts > 1 else (0, place)
     row, block = plgpu.planar_snake(place, plan.tiles, 1, 8)
@@ -258,9 +258,9 @@ def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
 
 
 def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
-    """Return which matrix of lhs and which of rhs make a tile, the first block of their depth and how many there are.
+    """Return a tile's matrices of lhs and rhs, the first block of their depth, and the number of blocks.
 
-    No number of blocks is known to the compiler, which would unroll loops and need more registers than there are.
+    The compiler must not know the number of blocks: it would unroll loops and need too many registers.
     """
     if plan.mode == "dense":
         return part, part, 0, ids_ref[0]
@@ -289,12 +289,12 @@ def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: An
             columns = mosaic_gpu.load(part, _REGISTERS.reduce(0), is_optimized=False)
             scale = scale * lax.broadcast_in_dim(columns, each.shape, [1])
         sums.append(each + found[:, n * PART : (n + 1) * PART] * scale)
-    plgpu.commit_smem()  # every thread has read its scales before TMA writes others in their place
+    plgpu.commit_smem()  # all threads must read their scales before TMA overwrites them
     return tuple(sums)
 
 
 def _write(parts: tuple[Array, ...], staged: Any, out_ref: Any, row: Any, column: Any) -> None:
-    """Store a tile part by part: one is written to shared memory while TMA takes the last one away."""
+    """Store a tile part by part: while one part is written to shared memory, TMA stores the last one."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n, part in enumerate(parts):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

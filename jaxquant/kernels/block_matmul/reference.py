@@ -1,4 +1,4 @@
-"""The meaning of ``matmul``, ``grouped`` and ``grouped_drhs``: sums of 128 products, each scaled and then added."""
+"""Reference of ``matmul``, ``grouped`` and ``grouped_drhs``: sums of 128 products, each scaled and then added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxquant.kernels import KERNEL_PREFIX
 
 NAME = f"{KERNEL_PREFIX}block_matmul"
-"""How the names of the kernels begin, in traced and in compiled programs."""
+"""Prefix of the kernels' names, in traced and in compiled programs."""
 BLOCK = 128
 """Elements along the contraction that share a scale, rows of a group's tiles, and columns of a block of a weight."""
 
@@ -24,14 +24,14 @@ def matmul(
 ) -> Float[Array, "B M N"]:
     """Compute ``out[b, m, n] = Σₜ lhs_scale[b, m, t] · rhs_scale[b, n, t] · Σₖ lhs[b, m, k] · rhs[b, n, k]``.
 
-    k goes over tile t. The sum of a tile's products, the product of its scales, and the sum of the tiles in their order
+    k runs over tile t. The sum of a tile's products, the product of its scales, and the sum of the tiles in their order
     are float32.
 
     Args:
-      lhs, rhs: float8_e4m3fn or float8_e5m2 each; K = T · 128.
-      lhs_scale: a scale for each row and tile.
-      rhs_scale: a scale for each column and tile, or for each 128 columns (``columns`` = ⌈N / 128⌉).
-      out_dtype: of the result.
+      lhs, rhs: operands, each float8_e4m3fn or float8_e5m2; K = T · 128.
+      lhs_scale: scale of each row and tile.
+      rhs_scale: scale of each column and tile, or of each 128 columns (``columns`` = ⌈N / 128⌉).
+      out_dtype: dtype of the result.
     """
     sides = []
     for x, scale in ((lhs, lhs_scale), (rhs, per_row(rhs_scale, rhs.shape[1]))):
@@ -48,7 +48,7 @@ def matmul(
 
 
 def per_row(scale: Float[Array, "B columns T"], size: int) -> Float[Array, "B size T"]:
-    """Repeat the scales of blocks for each of ``size`` rows, where there is not one for each."""
+    """Repeat the scales of blocks for each of ``size`` rows, unless each row has a scale."""
     return scale if scale.shape[1] == size else jnp.repeat(scale, BLOCK, axis=1)[:, :size]
 
 
@@ -64,8 +64,8 @@ def grouped(
     """Compute ``matmul`` of each tile of 128 rows with the rhs of its group.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, out_dtype: as ``matmul`` takes them; M = tiles · 128.
-      groups: of each tile of rows; -1 for none, whose results are zero.
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; M = tiles · 128.
+      groups: group of each tile of rows, or -1 for a tile without a group, whose results are zero.
     """
     own = jnp.maximum(groups, 0)
     rows = (each.reshape(-1, BLOCK, each.shape[1]) for each in (lhs, lhs_scale))
@@ -83,11 +83,11 @@ def grouped_drhs(
     *,
     out_dtype: str,
 ) -> Float[Array, "G M N"]:
-    """Compute ``matmul`` over the tiles of each group alone: ``starts[g] ≤ t < starts[g + 1]``.
+    """Compute ``matmul`` over the tiles of each group: ``starts[g] ≤ t < starts[g + 1]``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, out_dtype: as ``matmul`` takes them; a group's part of K is whole tiles.
-      starts: the first tile of each group, and the end of the last.
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; a group's part of K consists of whole tiles.
+      starts: first tile of each group, and the end of the last group.
     """
     tiles = jnp.arange(lhs_scale.shape[1])
     is_own = (tiles >= starts[:-1, None]) & (tiles < starts[1:, None])

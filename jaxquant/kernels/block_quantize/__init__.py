@@ -1,1 +1,1 @@
-"""block_quantize: one read of a matrix gives it quantized in several shapes of blocks, dequantized to bfloat16 too."""
+"""block_quantize: a matrix quantized in several block shapes, and dequantized to bfloat16, in one read."""

@@ -1,4 +1,4 @@
-"""``block_quantize`` of tensors of any rank, on the platform that a program is compiled for."""
+"""``block_quantize`` of tensors of any rank, on the platform for which a program is compiled."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
 
 
 def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
-    """Return why the kernel does not quantize a tensor, in words; None where it does.
+    """Return the reason why the kernel cannot quantize a tensor, or None if it can.
 
     Args:
-      x, casts: as ``block_quantize`` takes them.
+      x, casts: arguments of ``block_quantize``.
     """
     if x.dtype.name not in ("float32", "bfloat16"):
         return f"the block cast reads float32 and bfloat16, not {x.dtype.name}"
@@ -41,12 +41,12 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     found = _matrix(x.shape, casts)
     if found is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
-        return f"the block cast takes whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
+        return f"the block cast needs whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
     is_gpu = platform_of(x) == "gpu"
     if is_gpu and capability_of(x)[0] != 9:
         return f"the block cast is for TPUs and Hopper GPUs, and the device is {device_kind_of(x)}"
     if is_gpu and found[0][0] // TILE > MOST_BLOCKS:
-        return f"the block cast takes {MOST_BLOCKS * TILE:,} rows at most on GPUs, not {found[0][0]:,}"
+        return f"the block cast supports at most {MOST_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
         return "the block cast counts in 32 bits, and jax_enable_x64 is on"
     return cut_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
@@ -58,17 +58,17 @@ def _spec_refusal(spec: TensorSpec) -> str | None:
     if spec.rounding != "nearest" or spec.reciprocal:
         return "the block cast divides by the scale and rounds to nearest"
     if spec.scale_dtype == "float8_e4m3fn" or spec.scale_rounding == "nearest":
-        return "the block cast has scales in float32, and powers of two that are rounded up"
+        return "the block cast supports scales in float32, and powers of two that are rounded up"
     is_plain = spec.calibration == Calibration() and not spec.clips and spec.scaling == "dynamic"
-    return None if is_plain else "the block cast takes the amax of a block as it is"
+    return None if is_plain else "the block cast supports only the plain amax of a block, without clipping"
 
 
 def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[Blocks, ...]:
-    """Quantize a tensor that ``refusal`` does not refuse, once for each shape of blocks.
+    """Quantize a tensor once for each block shape; ``refusal`` must return None.
 
     Args:
-      x: the tensor.
-      casts: of it.
+      x: tensor.
+      casts: casts of x.
     """
     found = _matrix(x.shape, casts)
     assert found is not None
@@ -79,7 +79,7 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
     if name == "tpu" and interpretable(matrix):
         where["cpu"] = functools.partial(kernel, casts=flat, interpret=True)
     default = functools.partial(reference.block_quantize, casts=flat)
-    with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # results lie where x does
+    with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # results have the mesh of x
         out = jax.lax.platform_dependent(matrix, **where, default=default)
 
     def back(made: Blocks) -> Blocks:
@@ -90,7 +90,7 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
 
 
 def _matrix(shape: tuple[int, ...], casts: tuple[Cast, ...]) -> tuple[tuple[int, int], tuple[Cast, ...]] | None:
-    """Return the shape of a tensor as a matrix of whole tiles, and its casts there; None where it has no such shape."""
+    """Return a tensor's shape as a matrix of whole tiles and the casts of that matrix, or None if there is none."""
     if 0 in shape or not all(is_even(shape, cast.block) for cast in casts):
         return None
     for axis in range(1, len(shape)):

@@ -1,4 +1,4 @@
-"""Cases of ``block_quantize``: what tests run in interpret mode, and what is compiled for chips."""
+"""Cases of ``block_quantize`` for tests in interpret mode and for compilation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Case:
     """One call.
 
     Attributes:
-      shape, x_dtype: of x.
-      casts: of x.
+      shape, x_dtype: shape and dtype of x.
+      casts: casts of x.
     """
 
     shape: tuple[int, int]

@@ -1,8 +1,8 @@
-"""``block_quantize`` on Hopper: one read of x writes elements, scales and values of every shape of blocks (Mosaic GPU).
+"""``block_quantize`` on Hopper: one read of x writes elements, scales and values of every block shape (Mosaic GPU).
 
-A program takes a strip of tiles: TMA brings the next one while one is cast, and takes the results away. Blocks along
-the rows of x are cast from its transposed view in shared memory, and what comes out of them lies transposed in memory:
-that is how a matmul which contracts those rows reads it.
+A program casts a strip of tiles. While it casts one tile, TMA loads the next and stores the results. Blocks along the
+rows of x are cast from its transposed view in shared memory, and their results are transposed in memory: a matmul that
+contracts these rows reads them in this layout.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NOT_FINITE = 255
 
 
 def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
-    """Compute what ``reference.block_quantize`` does, of matrices of whole tiles. The scale of a block with NaN is NaN.
+    """Compute ``reference.block_quantize`` of matrices of whole tiles. The scale of a block with NaN is NaN.
 
     Args:
-      x, casts: as the reference takes them.
+      x, casts: arguments of the reference.
       interpret: whether to run without a GPU.
     """
     M, N = x.shape
@@ -60,7 +60,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        # Warps find the largest of a tile together; without the memory for it two programs fit a multiprocessor.
+        # The warps reduce the amax of a tile together; without that memory, a multiprocessor fits two programs.
         reduction_bytes=mosaic_gpu.REDUCTION_BYTES if any(map(_is_square, casts)) else 0,
         interpret=interpret,
         kernel_name=kernel_name(casts),
@@ -70,7 +70,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
 
 
 def is_turned(cast: Cast) -> bool:
-    """Check whether the results of a cast lie transposed in memory."""
+    """Check whether the results of a cast are transposed in memory."""
     return cast.block[1] == 1 or (cast.is_turned and _is_square(cast))
 
 
@@ -79,18 +79,18 @@ def _is_square(cast: Cast) -> bool:
 
 
 def _size(cast: Cast) -> int:
-    """Return how many neighbours along the contraction share a scale."""
+    """Return the number of neighbours along the contraction that share a scale."""
     return max(cast.block)
 
 
 def _ring(dtype: str, size: int) -> Any:
-    """Return shared memory for two halves of a tile on their way out, in columns as wide as a block."""
+    """Return shared memory for the results of two half tiles, in columns as wide as a block."""
     layout = mosaic_gpu.swizzled(ROWS, size, jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((2, TILE // size, ROWS, size), jnp.dtype(dtype), **layout)
 
 
 def _blocks(cast: Cast, made: Any) -> Blocks:
-    """Take the results of a cast, and bring its scales into the shape and dtype of a ``QTensor``'s."""
+    """Return the results of a cast, with scales in the shape and dtype of a ``QTensor``."""
     turn = (lambda x: x.T) if is_turned(cast) else (lambda x: x)
     tensor = None
     if cast.has_elements:
@@ -115,7 +115,7 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
                 found[key] = _scale(_largest_of_tile(x_tile), cast)
             whole = found[key] if _is_square(cast) else None
             for half in range(2):
-                # What this half of the rings held before is gone: all but what the last half wrote.
+                # Wait until this half of the rings is free: only the copies of the last half may be pending.
                 plgpu.wait_smem_to_gmem(copies[n if half else n - 1], wait_read_only=True)
                 own = {dtype: rings[at].at[half] for (dtype, size), at in places.items() if size == _size(cast)}
                 _cast(x_tile, half, cast, whole, place, outs, own)
@@ -132,7 +132,7 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
 
 
 def _half(x_tile: Any, half: int, is_turned: bool) -> Array:
-    """Load half of a tile, or of its transpose, in float32."""
+    """Load half of a tile, or half of its transpose, in float32."""
     part = slice(half * ROWS, (half + 1) * ROWS)
     if not is_turned:
         return mosaic_gpu.load(x_tile.at[part], _REGISTERS).astype(jnp.float32)
@@ -141,7 +141,7 @@ def _half(x_tile: Any, half: int, is_turned: bool) -> Array:
 
 
 def _largest(x: Array) -> Array:
-    """Return the largest magnitude of each row as an integer, in whose order NaN is the largest."""
+    """Return the largest magnitude of each row as an integer; in this order NaN is the largest."""
     return jnp.max(lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE, axis=1)
 
 
@@ -151,7 +151,7 @@ def _largest_of_tile(x_tile: Any) -> Array:
 
 
 def _scale(largest: Array, cast: Cast) -> Array:
-    """Return scales in float32 as ``core.scales.scale_of_amax`` does, NaN where they stand for e8m0's."""
+    """Return float32 scales like ``core.scales.scale_of_amax``, or NaN for non-finite values if scales are e8m0."""
     bound = element(cast.spec.dtype).bound
     exact = lax.bitcast_convert_type(largest, jnp.float32) * (1 / bound)
     if cast.spec.scale_rounding == "exact":
@@ -169,16 +169,16 @@ def _scale(largest: Array, cast: Cast) -> Array:
 def _cast(
     x_tile: Any, half: int, cast: Cast, whole: Array | None, place: tuple[Any, Any], outs: list[Any], rings: Any
 ) -> None:
-    """Cast half of a tile, and send off its elements with their scales, its values, or both.
+    """Cast half of a tile, and start the copies of its elements with their scales, of its values, or of both.
 
     Args:
-      x_tile: the tile.
-      half: of its rows, or of its columns where the cast is turned.
-      cast: which.
-      whole: the scale of the tile, where it has one; else each row, or piece of a row, has its own.
-      place: row and column of the tile among those of the matrix.
-      outs: where its results go, in global memory.
-      rings: where they go on their way, by dtype.
+      x_tile: tile.
+      half: half of its rows, or of its columns if the cast is transposed.
+      cast: cast of the tile.
+      whole: scale of the tile, or None if each row, or piece of a row, has its own scale.
+      place: row and column of the tile in the matrix of tiles.
+      outs: results in global memory.
+      rings: staging buffers in shared memory, by dtype.
     """
     size, (row, column) = _size(cast), place[::-1] if is_turned(cast) else place
     x = _half(x_tile, half, is_turned(cast))

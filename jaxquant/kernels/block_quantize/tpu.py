@@ -1,4 +1,4 @@
-"""``block_quantize`` on TPUs: one read of x writes elements, scales and values of every shape of blocks."""
+"""``block_quantize`` on TPUs: one read of x writes elements, scales and values of every block shape."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MANTISSA_BITS = 23
 _EXPONENT = 0xFF << _MANTISSA_BITS
 _SIGN = -(2**31)
 _ROWS = 8
-"""Rows of a TPU's vectors. A matrix in their order is what XLA fuses a cast of its own into."""
+"""Rows of a TPU's vectors. XLA fuses its own cast into a matrix in this order."""
 
 
 def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
-    """Compute what ``reference.block_quantize`` does, of matrices of whole tiles.
+    """Compute ``reference.block_quantize`` of matrices of whole tiles.
 
     Args:
-      x, casts: as the reference takes them.
+      x, casts: arguments of the reference.
       interpret: whether to run without a TPU.
     """
     M, N = x.shape
@@ -65,7 +65,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
 
 
 def _blocks(cast: Cast, out: Any) -> Blocks:
-    """Take the results of a cast, and bring its scales into the shape and dtype of a ``QTensor``'s."""
+    """Return the results of a cast, with scales in the shape and dtype of a ``QTensor``."""
     tensor = None
     if cast.has_elements:
         q, scale = next(out), next(out)
@@ -93,10 +93,10 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
     """Cast a tile, and write its elements with their scales, its values, or both.
 
     Args:
-      x, magnitude: the tile, and what its scales follow.
-      cast: which.
-      refs: of the results, those of this cast first.
-      place: which tile of the program's block it is.
+      x, magnitude: tile, and the magnitudes from which its scales are computed.
+      cast: cast of the tile.
+      refs: references to results, beginning with the results of this cast.
+      place: position of the tile in the program's block.
     """
     (k, j), kind = place, element(cast.spec.dtype)
     part, columns = pl.ds(pl.multiple_of(k * TILE, TILE), TILE), slice(j * TILE, (j + 1) * TILE)
@@ -118,7 +118,7 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
 
 
 def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
-    """Return the largest magnitude of each block, those of rows along the lanes; one for all columns is repeated."""
+    """Return the largest magnitude of each block; blocks of rows are along the lanes, square blocks are repeated."""
     if block[0] == 1:
         magnitude = magnitude.T
     rows, columns = (block[1], 1) if block[0] == 1 else block
@@ -127,13 +127,13 @@ def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
 
 
 def _spread(scale: Array, is_turned: bool) -> Array:
-    """Return the scale of the block of each element of a tile."""
+    """Return the block's scale for each element of a tile."""
     whole = jnp.broadcast_to(scale[:, None], (len(scale), TILE // len(scale), TILE)).reshape(TILE, TILE)
     return whole.T if is_turned else whole
 
 
 def _scale(amax: Array, cast: Cast) -> Array:
-    """Return scales in float32, NaN where they stand for e8m0's."""
+    """Return float32 scales, or NaN instead of infinity if scales are e8m0."""
     spec = cast.spec
     scale, _ = scale_of_amax(
         amax, element(spec.dtype).bound, dataclasses.replace(spec, scale_dtype="float32"), cast.floor
@@ -142,7 +142,7 @@ def _scale(amax: Array, cast: Cast) -> Array:
 
 
 def _inverse(scale: Array, cast: Cast) -> Array:
-    """Return the reciprocal of a power of two, exactly."""
+    """Return the exact reciprocal of a power of two."""
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     inverse = jax.lax.bitcast_convert_type((254 << _MANTISSA_BITS) - bits, jnp.float32)
     return (
@@ -153,11 +153,11 @@ def _inverse(scale: Array, cast: Cast) -> Array:
 
 
 def _rounded(x: Array, kind: Element) -> Array:
-    """Round as ``saturating_cast`` does and stay in float32: the sum with a number whose last bit is the element's."""
+    """Round as ``saturating_cast`` does, but in float32: add a number whose last bit is the element's last bit."""
     x = jnp.clip(x, -kind.max, kind.max)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     smallest = kind.min_exponent + 127 << _MANTISSA_BITS
     power = jnp.maximum(bits & _EXPONENT, smallest)
     large = jax.lax.bitcast_convert_type(power, jnp.float32) * (1.5 * 2.0 ** (_MANTISSA_BITS - kind.mantissa_bits))
     near = jax.lax.bitcast_convert_type(x + large - large, jnp.int32)
-    return jax.lax.bitcast_convert_type(near | (bits & _SIGN), jnp.float32)  # -0 is not 0
+    return jax.lax.bitcast_convert_type(near | (bits & _SIGN), jnp.float32)  # the sum loses the sign of -0

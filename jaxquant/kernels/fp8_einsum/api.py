@@ -1,4 +1,4 @@
-"""``einsum``: any contraction of two quantized tensors as ``matmul``, on the platform that it is compiled for."""
+"""``einsum``: any contraction of two quantized tensors as ``matmul``, on the platform for which it is compiled."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Axes = Sequence[int]
 
 
 class Side(NamedTuple):
-    """An operand in the canonical form.
+    """Canonical form of an operand.
 
     Attributes:
-      shape: (batch, free, contracted) or, where the free axes lie last, (batch, contracted, free).
-      is_k_major: whether the contracted axes lie last.
-      batch, free: shapes of its batch and of its free axes.
+      shape: (batch, free, contracted), or (batch, contracted, free) if the free axes are last.
+      is_k_major: whether the contracted axes are last.
+      batch, free: shapes of the batch axes and of the free axes.
     """
 
     shape: tuple[int, int, int]
@@ -46,11 +46,11 @@ def refusal(
     accumulator: str,
     scale_dtype: str = "float32",
 ) -> str | None:
-    """Return why the kernel does not compute a contraction, in words; None where it does.
+    """Return the reason why the kernel cannot compute a contraction, or None if it can.
 
     Args:
-      lhs, rhs, contract, batch, out_dtype, accumulator: as ``einsum`` takes them.
-      scale_dtype: dtype in which scales of channels would be applied.
+      lhs, rhs, contract, batch, out_dtype, accumulator: arguments of ``einsum``.
+      scale_dtype: dtype in which the scales of channels are applied.
     """
     kinds = [side.qvalue.dtype.name for side in (lhs, rhs)]
     if lhs.codec or rhs.codec:
@@ -58,18 +58,18 @@ def refusal(
     if any(kind not in DTYPES for kind in kinds) or kinds.count("int8") == 1:
         return f"the fp8_einsum kernel multiplies two int8 or two fp8 operands, not {kinds[0]} and {kinds[1]}"
     if lhs.zero_point is not None or rhs.zero_point is not None:
-        return "the fp8_einsum kernel has no zero points"
+        return "the fp8_einsum kernel does not support zero points"
     allowed = ("int32",) if "int8" in kinds else ("float32", "bfloat16")
     if accumulator not in allowed or out_dtype not in ("float32", "bfloat16"):
         return f"the fp8_einsum kernel adds {kinds[0]} in {' or '.join(allowed)}, not in {accumulator} for {out_dtype}"
     if not lhs.qvalue.size or not rhs.qvalue.size:
-        return "the fp8_einsum kernel takes no empty operand"
+        return "the fp8_einsum kernel does not support empty operands"
     left, right = _sides(lhs, rhs, contract, batch)
     if left is None or right is None:
-        return "the fp8_einsum kernel wants batch axes first, and contraction axes side by side in one order"
+        return "the fp8_einsum kernel needs batch axes first, and contraction axes next to each other in the same order"
     is_scalar = lhs.scale.size == rhs.scale.size == 1
     if not is_scalar and not (_per_free(lhs, contract[0]) and _per_free(rhs, contract[1])):
-        return "the fp8_einsum kernel has a scale for each operand or for each of its channels, not for tiles or blocks"
+        return "the fp8_einsum kernel supports scales per operand or per channel, not of tiles or blocks"
     if not is_scalar and scale_dtype != "float32":
         return f"the fp8_einsum kernel applies the scales of channels in float32, not in {scale_dtype}"
     if why := cut_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):
@@ -90,14 +90,14 @@ def einsum(
     out_dtype: str,
     accumulator: str,
 ) -> Array:
-    """Contract two quantized tensors that ``refusal`` does not refuse.
+    """Contract two quantized tensors; ``refusal`` must return None.
 
     The result has the axes (batch, free axes of lhs, free axes of rhs).
 
     Args:
       lhs, rhs: operands.
-      contract, batch: their axes, as in ``lax.dot_general``.
-      out_dtype, accumulator: as ``reference.matmul`` takes them.
+      contract, batch: contraction and batch axes, as in ``lax.dot_general``.
+      out_dtype, accumulator: arguments of ``reference.matmul``.
     """
     left, right = _sides(lhs, rhs, contract, batch)
     assert left is not None
@@ -142,7 +142,7 @@ def einsum(
 def _sides(
     lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]
 ) -> tuple[Side | None, Side | None]:
-    """Return both operands in the canonical form, None for one whose axes lie otherwise."""
+    """Return both operands in the canonical form, or None for an operand with another order of axes."""
     order = sorted(range(len(contract[0])), key=lambda i: contract[0][i])
     first, second = ([axes[i] for i in order] for axes in contract)
     return _side(lhs.shape, first, batch[0]), _side(rhs.shape, second, batch[1])

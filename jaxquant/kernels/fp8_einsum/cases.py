@@ -1,4 +1,4 @@
-"""Cases of ``matmul``: what tests run in interpret mode, and what is compiled for chips."""
+"""Cases of ``matmul`` for tests in interpret mode and for compilation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Case:
     Attributes:
       sizes: batch, rows, columns and depth.
       lhs_dtype, rhs_dtype, out_dtype, accumulator: dtypes.
-      lhs_major, rhs_major: which axis lies last.
-      per_channel: whether scales are those of rows and columns.
+      lhs_major, rhs_major: last axis of each operand in memory.
+      per_channel: whether there is a scale for each row and column.
     """
 
     sizes: tuple[int, int, int, int]

@@ -1,7 +1,7 @@
-"""``matmul`` on Hopper: wgmma on tiles that TMA brings, scales in the epilogue (Mosaic GPU).
+"""``matmul`` on Hopper: wgmma on tiles loaded by TMA, scales in the epilogue (Mosaic GPU).
 
-A program has one warpgroup that loads and two that multiply; it goes over the tiles of the result as long as there are
-any. Sums are those of the tensor cores: for float8 they keep fewer bits than float32.
+A program has one loading warpgroup and two multiplying ones, and loops over the tiles of the result. The tensor cores
+compute the sums: for float8 these have fewer bits than float32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.fp8_einsum.reference import NAME, sum_dtype
 
 WARPGROUPS = 2
-"""That multiply, each a half of a tile's columns."""
+"""Number of multiplying warpgroups, each for half of a tile's columns."""
 TILE_M, TILE_K = 128, 128
 TILES_N = (128, 64)
-"""Columns of one warpgroup: the first that divides."""
+"""Columns of one warpgroup: the first number that divides is used."""
 EPILOGUE = 64
-"""Rows and columns of what is stored at once."""
+"""Rows and columns that are stored at once."""
 _REGISTERS = plgpu.Layout.WGMMA
 
 
@@ -42,19 +42,19 @@ def refusal(
     capability: tuple[int, int],
     interpret: bool = False,
 ) -> str | None:
-    """Return in a sentence why the kernel cannot run a call, None where it can.
+    """Return the reason why the kernel cannot run a call, or None if it can.
 
     Args:
       lhs, rhs: shapes [B, M, K] and [B, N, K].
-      lhs_dtype, rhs_dtype: of the operands.
-      out_dtype, accumulator, interpret: as ``matmul`` takes them.
+      lhs_dtype, rhs_dtype: dtypes of the operands.
+      out_dtype, accumulator, interpret: arguments of ``matmul``.
       capability: compute capability of the device; see ``platforms.capability_of``.
     """
     sizes = lhs[1], rhs[1], lhs[2]
     tile = TILE_M, WARPGROUPS * TILES_N[-1], TILE_K
     if 0 in sizes or lhs[0] == 0 or any(size % step for size, step in zip(sizes, tile, strict=True)):
         names = "×".join(map(str, tile)), "×".join(map(str, sizes))
-        return f"the kernel takes tiles of {names[0]} (M×N×K), which do not divide {names[1]}"
+        return f"the kernel needs tiles of {names[0]} (M×N×K), which do not divide {names[1]}"
     kinds = sorted((lhs_dtype, rhs_dtype))
     if kinds != ["int8", "int8"] and not all(kind in ("float8_e4m3fn", "float8_e5m2") for kind in kinds):
         return f"wgmma multiplies int8 with int8 and float8 with float8, not {lhs_dtype} with {rhs_dtype}"
@@ -78,10 +78,10 @@ def matmul(
     accumulator: str = "float32",
     interpret: bool = False,
 ) -> Float[Array, "B M N"]:
-    """Compute what ``reference.matmul`` does of K-major operands, for what ``refusal`` does not refuse.
+    """Compute ``reference.matmul`` of K-major operands; ``refusal`` must return None.
 
     Args:
-      lhs, rhs, scale, left, right, out_dtype, accumulator: as the reference takes them.
+      lhs, rhs, scale, left, right, out_dtype, accumulator: arguments of the reference.
       interpret: whether to run without a GPU.
     """
     (B, M, _), N = lhs.shape, rhs.shape[1]
@@ -164,7 +164,7 @@ def _kernel(lhs_ref: Any, rhs_ref: Any, *refs: Any, tile_n: int, total: str, acc
 
 
 def _rescaled(value: Array, scale_refs: Any, batch: Any, row: Any, column: Any) -> Array:
-    """Multiply a tile by the one scale, or by those of its rows and then by those of its columns."""
+    """Multiply a tile by the single scale, or by the scales of its rows and then of its columns."""
     if len(scale_refs) == 1:
         return value * scale_refs[0][0]
     for axis, (ref, start) in enumerate(zip(scale_refs, (row, column), strict=True)):
@@ -175,7 +175,7 @@ def _rescaled(value: Array, scale_refs: Any, batch: Any, row: Any, column: Any) 
 
 
 def _write(value: Array, staged: Any, out_ref: Any, row: Any, column: Any) -> None:
-    """Store a tile part by part: one is written to shared memory while TMA takes the last one away."""
+    """Store a tile part by part: while one part is written to shared memory, TMA stores the last one."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     parts = itertools.product(*(range(0, size, EPILOGUE) for size in value.shape))
     for n, (i, j) in enumerate(parts):

@@ -1,4 +1,4 @@
-"""The meaning of ``matmul``: 8-bit operands, a sum in float32 or int32, and their scales on the result."""
+"""Reference of ``matmul``: 8-bit operands, a sum in float32 or int32, and their scales applied to the result."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def matmul(
 ) -> Float[Array, "B M N"]:
     """Compute ``out[b, m, n] = Σₖ lhs[b, m, k] · rhs[b, n, k] · scale``, or with a left and a right scale.
 
-    Products are summed in float32, or in int32 exactly, then rounded to ``accumulator``. One scale multiplies in that
-    dtype where it is also the result's; otherwise, and with a left and a right scale, in float32. Then comes
-    ``out_dtype``.
+    Products are summed in float32, or exactly in int32, then rounded to ``accumulator``. A single scale is applied in
+    that dtype if it is also the dtype of the result. Otherwise, and with a left and a right scale, scales are applied
+    in float32. The result is then rounded to ``out_dtype``.
 
     Args:
-      lhs, rhs: int8 both, or float8_e4m3fn or float8_e5m2 each.
-      scale: product of the scales of both operands, where each has one.
-      left, right: scales of the rows and of the columns of the result, in place of ``scale``.
-      out_dtype: of the result.
-      accumulator: int32 for int8, else a float dtype.
-      lhs_major: "m" where lhs is given as [B, K, M].
-      rhs_major: "n" where rhs is given as [B, K, N].
+      lhs, rhs: operands, both int8, or each float8_e4m3fn or float8_e5m2.
+      scale: product of the scales of both operands, if each has one scale.
+      left, right: scales of the rows and of the columns of the result, instead of ``scale``.
+      out_dtype: dtype of the result.
+      accumulator: int32 for int8, otherwise a float dtype.
+      lhs_major: "m" if lhs has the shape [B, K, M].
+      rhs_major: "n" if rhs has the shape [B, K, N].
     """
     left_axis, right_axis = (2 if major == "k" else 1 for major in (lhs_major, rhs_major))
     total = sum_dtype(lhs.dtype.name)
-    if lhs.shape[0] == 1:  # a batch of one is a plain matmul, which audits of traced programs read as that of its layer
+    if lhs.shape[0] == 1:  # a plain matmul, which audits of traced programs match to its layer
         numbers = (((left_axis - 1,), (right_axis - 1,)), ((), ()))
         out = jax.lax.dot_general(lhs[0], rhs[0], numbers, preferred_element_type=total)[None]
     else:
@@ -64,8 +64,8 @@ def rescale(
     """Round sums of products to the accumulator, multiply them by the scales and round to the dtype of the result.
 
     Args:
-      out: the sums.
-      scale, left, right, out_dtype, accumulator: of ``matmul``.
+      out: sums of products.
+      scale, left, right, out_dtype, accumulator: arguments of ``matmul``.
     """
     if out.dtype.name != accumulator:
         out = out.astype(accumulator)

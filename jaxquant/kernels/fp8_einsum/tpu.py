@@ -1,4 +1,4 @@
-"""``matmul`` on TPUs: a grid over batch, rows, columns and depth, whose sums stay in VMEM until the scales come."""
+"""``matmul`` on TPUs: a grid over batch, rows, columns and depth; sums stay in VMEM until the scales are applied."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def matmul(
     rhs_major: Major = "k",
     interpret: bool = False,
 ) -> Float[Array, "B M N"]:
-    """Compute what ``reference.matmul`` does. A depth that blocks do not divide is filled with zeros.
+    """Compute ``reference.matmul``; the depth is padded with zeros to whole blocks.
 
     Args:
-      lhs, rhs, scale, left, right, out_dtype, accumulator, lhs_major, rhs_major: as the reference takes them.
+      lhs, rhs, scale, left, right, out_dtype, accumulator, lhs_major, rhs_major: arguments of the reference.
       interpret: whether to run without a TPU.
     """
     B = lhs.shape[0]

@@ -1,1 +1,1 @@
-"""optimizer_update: one read of a gradient, weights and coded moments writes what an optimizer makes of them."""
+"""optimizer_update: an optimizer's update of weights and coded moments, in one read of each array."""

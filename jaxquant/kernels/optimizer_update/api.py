@@ -1,4 +1,4 @@
-"""``optimizer_update`` of a parameter of any rank, cut by a mesh or not, on the platform that it is compiled for."""
+"""``optimizer_update`` of a parameter of any rank, sharded or not, on the platform for which it is compiled."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Array = jax.Array
 def refusal(
     arrays: Sequence[Array], axis: int, groups: Sequence[int], sharding: NamedSharding | None = None
 ) -> str | None:
-    """Return why the kernel does not update a parameter, in words; None where it does.
+    """Return the reason why the kernel cannot update a parameter, or None if it can.
 
     Args:
-      arrays: those of the parameter's shape, one at least.
-      axis: along which groups lie, counted from the end.
-      groups: their sizes.
-      sharding: how the parameter is cut, as ``update`` takes it.
+      arrays: arrays with the parameter's shape, at least one.
+      axis: axis of the groups, counted from the end.
+      groups: sizes of the groups.
+      sharding: sharding of the parameter, as in ``update``.
     """
     x, step = arrays[0], math.lcm(*groups)
     if (platform := platform_of(x)) not in ("tpu", "cpu"):
@@ -33,24 +33,24 @@ def refusal(
     if jax.config.read("jax_enable_x64"):
         return "the update kernel counts in 32 bits, and jax_enable_x64 is on"
     if axis == -1:
-        return "the update kernel takes groups along another axis than the last, quantize_state(…, axis=…)"
+        return "the update kernel needs groups along an axis other than the last, quantize_state(…, axis=…)"
     place = _place(x, sharding)
     if len({each.spec for each in map(explicit_sharding, arrays) if each is not None}) > 1:
-        return "its arrays are cut differently on a mesh with explicit axes"
+        return "its arrays have different shardings on a mesh with explicit axes"
     if place is None:
         if why := cut_refusal(*arrays):
-            return f"{why}; quantize_state takes its sharding as shardings=…"
+            return f"{why}; pass its sharding to quantize_state as shardings=…"
         if platform == "cpu" and not interpretable(*arrays):
-            return "an interpreted kernel does not type what varies along the axes of a mesh"
+            return "an interpreted kernel has no types for values that vary along mesh axes"
     shape = x.shape if place is None else place.shard_shape(x.shape)
     rows, tail = shape[axis], shape[axis:][1:]
     if rows % step:
-        return f"a device has {rows} rows of {x.shape}, which are no whole groups of {' and '.join(map(str, groups))}"
+        return f"a device has {rows} rows of {x.shape}, which are not whole groups of {' and '.join(map(str, groups))}"
     if len(tail) == 1 and step % PACKED:
-        return f"the update kernel takes groups of a multiple of {PACKED} rows, not of {step}"
+        return f"the update kernel needs groups of a multiple of {PACKED} rows, not of {step}"
     block, last = blocks_for(rows, tail, step, max(groups))
     if block * last * math.prod(tail[:-1]) > MOST:
-        return f"the update kernel takes blocks of {MOST} elements, and groups of {step} rows of {x.shape} have more"
+        return f"the update kernel supports blocks of {MOST} elements, but groups of {step} rows of {x.shape} have more"
     return None
 
 
@@ -65,14 +65,14 @@ def update(
     sharding: NamedSharding | None = None,
     changes: Array | None = None,
 ) -> list[Array]:
-    """Update a parameter that ``refusal`` does not refuse: ``reference.update``, each device of its part.
+    """Compute ``reference.update`` of a parameter, on each device for its shard; ``refusal`` must return None.
 
     Args:
-      body, scalars, results, changes: as the reference takes them.
-      arrays: of the parameter's shape, or with fewer along ``axis``.
-      axis: along which groups lie, counted from the end.
-      step: rows that have to be together.
-      sharding: how all arrays are cut where their types do not say it, under automatic axes of a mesh.
+      body, scalars, results, changes: arguments of the reference.
+      arrays: arrays of the parameter's shape, or with fewer elements along ``axis``.
+      axis: axis of the groups, counted from the end.
+      step: number of rows that must be in one block.
+      sharding: sharding of all arrays if their types do not have it, under automatic mesh axes.
     """
     run, interpret = module("optimizer_update", "tpu").update, platform_of(arrays[0]) == "cpu"
 
@@ -95,7 +95,7 @@ def update(
 
 
 def _place(x: Array, sharding: NamedSharding | None) -> NamedSharding | None:
-    """Return how a parameter is cut; inside of ``jax.shard_map`` it is a device's own part."""
+    """Return the sharding of a parameter, or None inside ``jax.shard_map``, where it is the device's shard."""
     kinds = jax.typeof(x).sharding.mesh.axis_types
     is_part = bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
     return explicit_sharding(x) or (None if is_part else sharding)

@@ -1,4 +1,4 @@
-"""The meaning of ``optimizer_update``: a function of rows of groups, of all rows at once."""
+"""Reference of ``optimizer_update``: a function of rows of groups, applied to all rows at once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NAME = f"{KERNEL_PREFIX}optimizer_update"
 """Name of the kernels in traced and in compiled programs."""
 
 Body = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
-"""(scalars, arrays) -> results. Arrays and results are [rows, *tail], or [rows / n, *tail] where n rows share a number.
-Rows of one group are computed from rows of that group alone."""
+"""Function of (scalars, arrays) that returns results. Arrays and results are [rows, *tail], or [rows / n, *tail] if n
+rows share a number. The result rows of a group depend only on the rows of that group."""
 
 
 class Result(NamedTuple):
     """A result of ``update``.
 
     Attributes:
-      dtype: its dtype.
-      rows: rows that share a number of it: the size of a group, or 1.
-      replaces: the array whose memory it takes, by its place among the arrays; None takes new memory.
+      dtype: dtype of the result.
+      rows: number of rows that share a number of the result: the size of a group, or 1.
+      replaces: index of the array whose memory the result reuses, or None for new memory.
     """
 
     dtype: str
@@ -40,14 +40,14 @@ def update(
     results: Sequence[Result],
     changes: Array | None = None,
 ) -> list[Array]:
-    """Compute ``body`` of arrays [A, rows, *tail], for each of A.
+    """Compute ``body`` of arrays [A, rows, *tail], for each index of A.
 
     Args:
-      body: what is computed.
-      scalars: of it, the same for all rows; float32.
-      arrays: of it.
-      results: what it returns.
-      changes: where it is False, a result is the array that it replaces, or 0 where it replaces none.
+      body: function to compute.
+      scalars: float32 scalars for ``body``, the same for all rows.
+      arrays: arrays for ``body``.
+      results: results of ``body``.
+      changes: mask; where it is False, a result is the array that it replaces, or 0 if it replaces none.
     """
     made = jax.vmap(lambda *parts: tuple(body(scalars, parts)))(*arrays)
     new = [x.astype(result.dtype) for x, result in zip(made, results, strict=True)]

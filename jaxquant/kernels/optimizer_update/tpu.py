@@ -1,4 +1,4 @@
-"""``optimizer_update`` on TPUs: every byte is read once and written once, in place. Groups lie along the rows."""
+"""``optimizer_update`` on TPUs: every byte is read once and written once, in place. Groups are along the rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def update(
     changes: Array | None = None,
     interpret: bool = False,
 ) -> list[Array]:
-    """Compute what ``reference.update`` does.
+    """Compute ``reference.update``.
 
     Args:
-      body, scalars, arrays, results, changes: as the reference takes them.
-      step: rows that ``body`` is called with: a multiple of all groups.
+      body, scalars, arrays, results, changes: arguments of the reference.
+      step: number of rows in a call of ``body``: a multiple of all groups.
       interpret: whether to run without a TPU.
     """
     A, rows, *tail = max((x.shape for x in arrays), key=lambda shape: shape[1])
@@ -68,7 +68,7 @@ def update(
 def _guarded(
     scalars_ref: Any, *refs: Any, scalars: int, shares: Any, results: Sequence[Result], **options: Any
 ) -> None:
-    """Compute ``_kernel`` where the number behind the scalars is not 0; else keep what is replaced."""
+    """Run ``_kernel`` if the number after the scalars is not 0; otherwise keep the replaced arrays."""
     changes = scalars_ref[scalars] != 0
     pl.when(changes)(lambda: _kernel(scalars_ref, *refs, scalars=scalars, shares=shares, results=results, **options))
 
@@ -84,7 +84,7 @@ def _kernel(
 ) -> None:
     given = [scalars_ref[i] for i in range(scalars)]
     in_refs, out_refs = refs[: len(shares)], refs[len(shares) :]
-    # Numbers of groups are few: they are read and written at once, as a row of bytes cannot be.
+    # The few numbers of groups are read and written at once, because a single row of bytes cannot be.
     few = {i: _wide(ref[...]) for i, (ref, share) in enumerate(zip(in_refs, shares, strict=True)) if share > 1}
     made: list[list[Array]] = [[] for _ in results]
     for k in range(max(ref.shape[0] for ref in in_refs) // step):

@@ -7,21 +7,21 @@ import math
 SUBLANES, LANES, PACKED = 8, 128, 32
 """Rows of a TPU's vectors, their columns, and rows of a vector of 8-bit numbers."""
 ELEMENTS = 2**18
-"""Of a block, about: of each float32 array 1 MiB, which is held twice."""
+"""Target number of elements of a block: 1 MiB for each float32 array, which is held twice."""
 MOST = 2**19
-"""Of a block, at most: groups that do not fit are refused."""
+"""Largest number of elements of a block; groups that do not fit are rejected."""
 VMEM = 48 * 2**20
-"""Bytes of vector memory that a program may take."""
+"""VMEM limit of a program, in bytes."""
 
 
 def blocks_for(rows: int, tail: tuple[int, ...], step: int, group: int) -> tuple[int, int]:
-    """Choose rows and last axis of a block: whole groups, and whole vectors of what there is one of for each group.
+    """Return rows and last axis of a block: whole groups, and whole vectors of the numbers that groups share.
 
     Args:
-      rows: of the array.
-      tail: axes behind the rows; all but the last are whole.
-      step: rows that have to be together, a multiple of all groups.
-      group: the largest group.
+      rows: rows of the array.
+      tail: axes after the rows; all but the last are whole.
+      step: number of rows that must be in one block, a multiple of all groups.
+      group: size of the largest group.
     """
     between = math.prod(tail[:-1])
     if len(tail) == 1:

@@ -1,1 +1,1 @@
-"""quantize: one read of a matrix gives its quantized elements, their transposed copy and the amax."""
+"""quantize: quantized elements of a matrix, their transposed copy and the amax, in one read."""

@@ -1,4 +1,4 @@
-"""``quantize`` of tensors of any rank, on the platform that a program is compiled for."""
+"""``quantize`` of tensors of any rank, on the platform for which a program is compiled."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
 
-def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, cut: int | None = None) -> str | None:
-    """Return why the kernel does not quantize a tensor, in words; None where it does.
+def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, split: int | None = None) -> str | None:
+    """Return the reason why the kernel cannot quantize a tensor, or None if it can.
 
     Args:
-      x, scale, dtype, compute_dtype, cut: as ``quantize`` takes them.
+      x, scale, dtype, compute_dtype, split: arguments of ``quantize``.
     """
     if dtype not in DTYPES:
         return f"the quantize kernel writes {', '.join(DTYPES)}, not {dtype}"
     if x.dtype.name not in ("float32", "bfloat16"):
         return f"the quantize kernel reads float32 and bfloat16, not {x.dtype.name}"
     if not x.size or not x.ndim:
-        return f"the quantize kernel takes no tensor of shape {x.shape}"
+        return f"the quantize kernel does not support a tensor of shape {x.shape}"
     if why := cut_refusal(x, scale) or platform_refusal("quantize", x):
         return why
     if platform_of(x) != "gpu":
         return None
     options = {"dtype": dtype, "compute_dtype": compute_dtype, "capability": capability_of(x)}
-    return module("quantize", "gpu").refusal(_matrix(x.shape, cut), x.dtype.name, **options)
+    return module("quantize", "gpu").refusal(_matrix(x.shape, split), x.dtype.name, **options)
 
 
-def _matrix(shape: tuple[int, ...], cut: int | None) -> tuple[int, int]:
-    """Return the rows and columns of a tensor that is cut in front of an axis, the last one where it is not."""
-    cut = len(shape) - 1 if cut is None else cut
-    return math.prod(shape[:cut]), math.prod(shape[cut:])
+def _matrix(shape: tuple[int, ...], split: int | None) -> tuple[int, int]:
+    """Return the rows and columns of a tensor that is split before axis ``split`` (by default, the last axis)."""
+    split = len(shape) - 1 if split is None else split
+    return math.prod(shape[:split]), math.prod(shape[split:])
 
 
 def quantize(
@@ -47,21 +47,21 @@ def quantize(
     *,
     dtype: str,
     compute_dtype: str = "float32",
-    cut: int | None = None,
+    split: int | None = None,
 ) -> tuple[Shaped[Array, "*shape"], Shaped[Array, "*shape"], Float[Array, ""]]:
-    """Return the quantized elements of a tensor that ``refusal`` does not refuse, a copy of them, and the amax.
+    """Return the quantized elements of a tensor, a copy of them, and the amax; ``refusal`` must return None.
 
     Args:
-      x: float32 or bfloat16.
+      x: tensor, float32 or bfloat16.
       scale: one float32 number.
-      dtype, compute_dtype: as ``reference.quantize`` takes them.
-      cut: axis that comes first in the memory of the copy, with those after it; None makes no copy, and the elements
-        stand for it. Only GPUs have a kernel that writes a copy.
+      dtype, compute_dtype: arguments of ``reference.quantize``.
+      split: first axis in the memory of the copy, followed by the axes after it. None makes no copy and returns the
+        elements twice. Only GPUs have a kernel that writes a copy.
     """
-    (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, cut)), scale.reshape(1, 1))
+    (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, split)), scale.reshape(1, 1))
     on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)
-    copies, where = {"transposed": cut is not None}, {}
-    if cut is None:
+    copies, where = {"transposed": split is not None}, {}
+    if split is None:
         tpu = module("quantize", "tpu")
         where["tpu"] = on(tpu.quantize)
         if interpretable(matrix):
@@ -70,7 +70,7 @@ def quantize(
         where["cuda"] = on(module("quantize", "gpu").quantize, **copies)
     out = jax.lax.platform_dependent(matrix, scales, **where, default=on(reference.quantize, **copies))
     q = out.q.reshape(x.shape)
-    if cut is None:
+    if split is None:
         return q, q, out.amax
-    copy = out.q_t.reshape(*x.shape[cut:], *x.shape[:cut])
-    return q, copy.transpose((*range(x.ndim - cut, x.ndim), *range(x.ndim - cut))), out.amax
+    copy = out.q_t.reshape(*x.shape[split:], *x.shape[:split])
+    return q, copy.transpose((*range(x.ndim - split, x.ndim), *range(x.ndim - split))), out.amax

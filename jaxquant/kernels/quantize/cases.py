@@ -1,4 +1,4 @@
-"""Cases of ``quantize``: what tests run in interpret mode, and what is compiled for chips."""
+"""Cases of ``quantize`` for tests in interpret mode and for compilation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Case:
     """One call.
 
     Attributes:
-      shape: of x.
-      x_dtype, dtype, compute_dtype: of x, of q, of the division.
-      transposed: whether the transposed copy is asked for, of a GPU's kernel.
+      shape: shape of x.
+      x_dtype, dtype, compute_dtype: dtypes of x, of q and of the division.
+      transposed: whether a GPU kernel writes the transposed copy.
     """
 
     shape: tuple[int, int]

@@ -1,7 +1,7 @@
 """``quantize`` on Hopper: one read of x writes q, its transposed copy and the amax (Mosaic GPU).
 
-A program takes a strip of tiles: TMA brings the next tile and takes the last one away while one is cast. The transposed
-copy is read from the quantized tile in shared memory, so nothing is divided twice.
+A program casts a strip of tiles. While it casts one tile, TMA loads the next and stores the last. The transposed copy
+is read from the quantized tile in shared memory, so each element is divided only once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
 
 TILE_M, TILE_N = 64, 128
 STEPS = 8
-"""Tiles of a strip, at most."""
+"""Largest number of tiles of a strip."""
 _REGISTERS = plgpu.Layout.WGMMA
-# One element a register: a byte can be read across and written along.
+# One element per register, so that a byte can be read along columns and written along rows.
 _BYTES = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (8, 4), (1,))), warp_dims=(-9,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -41,20 +41,20 @@ def refusal(
     capability: tuple[int, int],
     interpret: bool = False,
 ) -> str | None:
-    """Return in a sentence why the kernel cannot run a call, None where it can.
+    """Return the reason why the kernel cannot run a call, or None if it can.
 
     Args:
-      shape, x_dtype: of x.
-      dtype, compute_dtype, interpret: as ``quantize`` takes them.
+      shape, x_dtype: shape and dtype of x.
+      dtype, compute_dtype, interpret: arguments of ``quantize``.
       capability: compute capability of the device; see ``platforms.capability_of``.
     """
     if len(shape) != 2 or shape[0] % TILE_M or shape[1] % TILE_N or 0 in shape:
-        return f"the kernel takes tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
+        return f"the kernel needs tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
     if shape[0] // TILE_M > MOST_BLOCKS:
-        return f"the kernel takes {MOST_BLOCKS * TILE_M:,} rows at most, not {shape[0]:,}"
+        return f"the kernel supports at most {MOST_BLOCKS * TILE_M:,} rows, not {shape[0]:,}"
     for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
         if name not in known:
-            return f"the kernel knows {' and '.join(known)} here, not {name}"
+            return f"the kernel supports {' and '.join(known)} here, not {name}"
     return mosaic_gpu.refuse_device(capability, 9, 10, interpret)
 
 
@@ -67,17 +67,17 @@ def quantize(
     compute_dtype: str = "float32",
     interpret: bool = False,
 ) -> Quantized:
-    """Compute what ``reference.quantize`` does, for what ``refusal`` does not refuse. The amax is NaN where x has one.
+    """Compute ``reference.quantize``; ``refusal`` must return None. The amax is NaN if x has a NaN.
 
     Args:
-      x, scale, dtype, transposed, compute_dtype: as the reference takes them.
+      x, scale, dtype, transposed, compute_dtype: arguments of the reference.
       interpret: whether to run without a GPU.
     """
     M, N = x.shape
     steps = math.gcd(N // TILE_N, STEPS)
     strips = N // TILE_N // steps
     kernel = functools.partial(_kernel, steps=steps, transposed=transposed, kind=element(dtype), compute=compute_dtype)
-    # jax 0.10 reads no swizzled memory across.
+    # jax 0.10 does not read swizzled memory transposed.
     layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.NEW or not transposed else {}
     tiles = [plgpu.SMEM((2, TILE_M, TILE_N), jnp.dtype(dtype), **layout)]
     if transposed:
@@ -96,7 +96,7 @@ def quantize(
 
 
 def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool, **cast: Any) -> None:
-    """Quantize a strip; write the largest magnitude of each of its rows, as an integer."""
+    """Quantize a strip, and write the largest magnitude of each of its rows as an integer."""
     *out_refs, amax_ref = refs[: transposed + 2]
     tiles = refs[transposed + 2 :]
     i, j = lax.axis_index("rows"), lax.axis_index("strip")
@@ -108,7 +108,7 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool
         x = mosaic_gpu.load(x_tile, _REGISTERS).astype(jnp.float32)
         magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
         q = _cast(x, scale_ref, **cast)
-        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # what this slot held two tiles ago is gone
+        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # the tile of two steps ago has left this slot
         tiles[0].at[slot][...] = q
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tiles[0].at[slot], out_refs[0].at[pl.ds(start[0], TILE_M), pl.ds(start[1], TILE_N)])
@@ -131,14 +131,14 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool
 
 
 def _cast(x: Array, scale_ref: Any, *, kind: Element, compute: str) -> Array:
-    """Cast a tile, as ``core.rounding`` does.
+    """Cast a tile as ``core.rounding`` does.
 
     Args:
-      x: the tile, in float32.
-      scale_ref: the scale, in global memory.
-      kind: what to cast to.
+      x: tile in float32.
+      scale_ref: scale in global memory.
+      kind: element type of the result.
       compute: dtype of the division.
     """
-    # A quotient in float32 rounded to bfloat16 is the quotient in bfloat16.
+    # The float32 quotient of bfloat16 numbers, rounded to bfloat16, is their bfloat16 quotient.
     x = (x.astype(compute).astype(jnp.float32) / scale_ref[0]).astype(compute).astype(jnp.float32)
     return saturating_cast_in_kernel(x, kind)

@@ -1,4 +1,4 @@
-"""The meaning of ``quantize``: the cast of core/quantize.py with a scale that is known, and the amax beside it."""
+"""Reference of ``quantize``: the cast of core/quantize.py with a known scale, and the amax."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxquant.kernels import KERNEL_PREFIX
 NAME = f"{KERNEL_PREFIX}quantize"
 """Name of the kernels in traced and in compiled programs."""
 MAGNITUDE = 0x7FFFFFFF
-"""Bits of a float32 without its sign: as integers a NaN is above infinity."""
+"""Bits of a float32 without its sign; compared as integers, a NaN is above infinity."""
 
 
 class Quantized(NamedTuple):
-    """What one read of a matrix gives.
+    """Results of one read of a matrix.
 
     Attributes:
-      q: its quantized elements.
-      q_t: the same, transposed, or None where they were not asked for.
-      amax: the largest magnitude; not finite where an element is not.
+      q: quantized elements.
+      q_t: transposed quantized elements, or None if they were not requested.
+      amax: largest magnitude; not finite if an element is not.
     """
 
     q: Shaped[Array, "M N"]
@@ -45,8 +45,8 @@ def quantize(
     The cast rounds to nearest, ties to even.
 
     Args:
-      x: float32 or bfloat16.
-      scale: float32, of shape (1, 1).
+      x: matrix, float32 or bfloat16.
+      scale: scale, float32 of shape (1, 1).
       dtype: int8, float8_e4m3fn or float8_e5m2.
       transposed: whether to return ``q_t``.
       compute_dtype: dtype of the division, float32 or bfloat16.

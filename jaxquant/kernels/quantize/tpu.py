@@ -29,14 +29,14 @@ def quantize(
     interpret: bool = False,
     in_steps: bool = True,
 ) -> Quantized:
-    """Compute what ``reference.quantize`` does, without a transposed copy.
+    """Compute ``reference.quantize`` without a transposed copy.
 
-    The amax is NaN where x has one: magnitudes are compared as integers, among which a NaN is above infinity.
+    The amax is NaN if x has a NaN: magnitudes are compared as integers, among which a NaN is above infinity.
 
     Args:
-      x, scale, dtype, compute_dtype: as the reference takes them.
+      x, scale, dtype, compute_dtype: arguments of the reference.
       interpret: whether to run without a TPU.
-      in_steps: whether a block is read a few rows at a time, as suits a TPU's registers.
+      in_steps: whether to read a block a few rows at a time, to fit a TPU's registers.
     """
     M, N = x.shape
     block_m, block_n = blocks_for((M, N))
@@ -100,5 +100,5 @@ def _kernel(
 
 
 def _rounded(x: Array, dtype: str) -> Array:
-    """Round to a dtype and stay in float32, whose quotient of two bfloat16 numbers rounds to theirs."""
+    """Round to a dtype in float32. The float32 quotient of two bfloat16 numbers rounds to their bfloat16 quotient."""
     return x if dtype == "float32" else x.astype(dtype).astype(jnp.float32)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 Blocks = tuple[int, int]
-"""Rows and columns."""
+"""Rows and columns of a block."""
 
 ROWS = 32
-"""Rows of a tile of 8-bit numbers: blocks have a multiple of it."""
+"""Rows of a tile of 8-bit numbers; the rows of a block are a multiple of it."""
 BLOCK: Blocks = (512, 1024)
 
 
 def blocks_for(shape: tuple[int, int]) -> Blocks:
-    """Choose the block of a matrix: whole tiles, whole rows where these are short.
+    """Return the block of a matrix: whole tiles, and whole rows if they are short.
 
     Args:
-      shape: of the matrix.
+      shape: shape of the matrix.
     """
     M, N = shape
     rows = min(BLOCK[0], -(-M // ROWS) * ROWS)
