@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # only for type checkers and editors; at run time ``__getattr__`` imports these
+    __version__: str
     from jaxquant import aot, audit, compat, ops, optim, serving, state
     from jaxquant.audit.coverage import coverage
     from jaxquant.config.quant_config import QuantConfig
@@ -69,6 +70,8 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
         Raises:
           AttributeError: the name does not exist.
         """
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version(__name__)
         if name in _DEFINED_IN:
             value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
             globals()[name] = value

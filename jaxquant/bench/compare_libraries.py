@@ -26,10 +26,7 @@ from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
-from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core import delayed
 from jaxquant.inject.model import maybe_quantize_model
-from jaxquant.ops.dot_general import dot_general, initial_state
 
 
 class Mlp(nn.Module):
@@ -51,15 +48,13 @@ class Mlp(nn.Module):
 class Entry:
     """A row of the table: library and options, and the row of another library to compare it with.
 
-    ``takes_float32``: whether the op gets the float32 kernel, which ``flax.linen.Dense`` casts first. ``keys``: source
-    of random keys. ``quantize``: function of a library that quantizes the model.
+    ``keys``: source of random keys. ``quantize``: function of a library that quantizes the model.
     """
 
     name: str
     config: dict[str, Any]
     op: Any = None
     peer: str = ""
-    takes_float32: bool = False
     keys: str = "threefry2x32"
     quantize: Callable[[nn.Module], nn.Module] | None = None
 
@@ -68,12 +63,6 @@ def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
     words = " ".join(str(value) for value in list(options.values())[:1])
     name = " ".join(filter(None, ("jaxquant" if backend == "native" else backend, string, words)))
     return Entry(name, {"quantization": string, "quant_backend": backend} | options, peer=peer)
-
-
-def _direct(string: str, **options: Any) -> Entry:
-    config = {"quantization": string, "quant_backend": "native"} | options
-    words = " ".join(str(value) for value in list(options.values())[:1])
-    return Entry(f"jaxquant {string} {words}".strip() + ", float32 kernel", config, takes_float32=True)
 
 
 def int8_of_aqt() -> Any:
@@ -85,12 +74,12 @@ def int8_of_aqt() -> Any:
     return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
 
 
-def by_qwix(model: nn.Module) -> nn.Module:
-    """Return a Linen model quantized by Qwix for training in int8."""
+def by_qwix(model: nn.Module, path: str = ".*") -> nn.Module:
+    """Return a Linen model whose layers at ``path``, a regular expression, are trained by Qwix in int8."""
     import qwix
 
     dtypes = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8")
-    rule = qwix.QtRule(**dtypes, bwd_stochastic_rounding="uniform", channelwise_noise_axes=(0, 1))
+    rule = qwix.QtRule(module_path=path, **dtypes, bwd_stochastic_rounding="uniform", channelwise_noise_axes=(0, 1))
     return qwix.quantize_model(model, qwix.QtProvider([rule]))
 
 
@@ -115,9 +104,6 @@ ENTRIES = (
     _entry("int8_delayed", "native"),
     *(_entry(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
     *(_entry(string, "native", f"jaxquant {string}", implementation="pallas") for string in ("fp8_block", "mxfp8")),
-    _direct("fp8"),
-    _direct("fp8_current"),
-    _direct("fp8_block", implementation="pallas"),
 )
 
 
@@ -129,8 +115,6 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
       tokens, width, hidden: rows of x, features of x and y, features between the layers.
     """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
-    if entry.takes_float32:
-        return _direct_step(entry, x, hidden)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
         model = maybe_quantize_model(model, entry.config, x)
@@ -150,30 +134,6 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
         return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
 
     return gradients, (params, state, x, key)
-
-
-def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...]]:
-    recipe = QuantConfig.from_any(entry.config).recipe()
-    assert recipe is not None
-    width = x.shape[1]
-    sizes = {"first": (width, hidden), "second": (hidden, width)}
-    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
-    own = jax.eval_shape(lambda: initial_state(recipe))
-    bins = jax.eval_shape(lambda: delayed.widen_bins(delayed.empty_bins()))
-    state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in sizes}
-
-    def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
-        def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            def dense(name: str, x: jax.Array, n: int) -> jax.Array:
-                given = {"state": state[name], "key": jax.random.fold_in(key, n), "preferred_element_type": x.dtype}
-                given["implementation"] = entry.config.get("implementation")
-                return dot_general(x, params[name], (((1,), (0,)), ((), ())), recipe=recipe, **given)
-
-            return jnp.mean(jnp.square(dense("second", nn.silu(dense("first", x, 0)), 1).astype(jnp.float32)))
-
-        return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
-
-    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def measure(

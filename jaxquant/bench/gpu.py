@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxquant.bench import few_rows, gemms, layer_audits, published
+from jaxquant.bench import gemms, layer_audits, published
 from jaxquant.bench.compare_libraries import ENTRIES, Entry, step
 from jaxquant.bench.gpu_kernels import compare_kernels
 from jaxquant.bench.layer_audits import LLAMA
@@ -243,31 +242,14 @@ def kernels(part: Part) -> None:
         raise ValueError(f"{wrong} cases differ from their references")
 
 
-def rows_of_decoding(part: Part) -> None:
-    """Time one, four and eight rows against a weight in every weight format."""
-    k, n = (256, 256) if part.is_small else (few_rows.K, few_rows.N)
-    chip, rows = target_of(part.kind), committed("few-rows.json")
-    known = {(row["chip"], row["rows"], row["weight"]): row["us"] for row in rows}
-    formats = list(itertools.islice(few_rows.products(k, n), 2 if part.is_small else None))
-
-    def made(program: Callable[..., Any], weight: Any, count: int) -> Prepared:
-        return prepare(program, (weight, jax.ShapeDtypeStruct((count, k), jnp.bfloat16)))
-
-    for count in few_rows.ROWS[: 1 if part.is_small else None]:
-        rows = {f"{count} × {name}": functools.partial(made, *each, count) for name, *each in formats}
-        predicted = {f"{count} × {name}": {"us": known.get((chip, count, name))} for name, *_ in formats}
-        part.time_in_turns(rows, calls=10, base=f"{count} × bf16", predicted=predicted)
-
-
 PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "dots": (dots, 35),
     "mlp": (mlp, 105),
     "gemm-set": (gemm_set, 70),
     "layer": (layer_step, 45),
     "kernels": (kernels, 30),
-    "few rows": (rows_of_decoding, 25),
 }
-"""Parts in order, with seconds for each, 310 in total; the limit of a run leaves ten more."""
+"""Parts in order, with seconds for each, 285 in total; the limit of a run leaves 35 more."""
 
 
 def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[], Row]) -> int:

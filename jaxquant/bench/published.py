@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant.aot.chips import CHIPS, chip
-from jaxquant.aot.plugin import PROGRAM, load_program
 from jaxquant.aot.price import Roofline, estimate
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core import delayed
 from jaxquant.ops.dot_general import dot_general, initial_state
+from jaxquant.training.audit import program as program_of
 
 TOKENS = 15872
 GEMMS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
@@ -186,7 +186,7 @@ def price_step(anchor: StepAnchor, string: str) -> Roofline:
     """
     given, target = devices(chip(anchor.target), anchor.topology), chip(anchor.target)
     quantization = [f"quantization={string}", f"quant_backend={'native' if string else 'auto'}"]
-    step, shapes = load_program(PROGRAM)(anchor.config, [*anchor.overrides, *quantization], given)
+    step, shapes = program_of(anchor.config, [*anchor.overrides, *quantization], given)
     program = read_program(step.lower(*shapes).compile().as_text() or "")
     return estimate(target, program, devices=len(given))
 

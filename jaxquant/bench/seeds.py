@@ -14,8 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxquant.bench.schemes import ROOT, Row, tell
-from jaxquant.bench.steps import QUICKSTART
+from jaxquant.bench.schemes import QUICKSTART, Row, tell
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
 from jaxquant.training.config import TrainConfig
@@ -84,7 +83,7 @@ def train_missing(
     for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of one seed, then of the next
         if (name, seed) in lines or (only and name not in only):
             continue
-        lines[name, seed] = train_run(name, trials[name].fields, seed, steps, ROOT / "runs" / record.stem)
+        lines[name, seed] = train_run(name, trials[name].fields, seed, steps, Path("runs") / record.stem)
         with record.open("a") as file:
             file.write(json.dumps(lines[name, seed]) + "\n")
     return lines
@@ -101,7 +100,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     tell(f"training {name}, seed {seed}")
     folder = runs / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{steps}"
     own = {"run_dir": str(folder), "steps": steps, "seed": seed, "data_seed": seed}
-    quickstart = load_yaml(str(ROOT / QUICKSTART)) | {"health_every": 0, "tensorboard": False}
+    quickstart = load_yaml(QUICKSTART) | {"health_every": 0, "tensorboard": False}
     config: TrainConfig = build(TrainConfig, quickstart | fields | own)
     start = time.perf_counter()
     prepare(config, tell)()
@@ -112,7 +111,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
         raise ValueError(
             f"{name}, seed {seed} was stopped after step {run.last_step}; run the same command again to resume"
         )
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {
         "scheme": name,
         "config": {key: str(value) for key, value in fields.items()},

@@ -21,5 +21,5 @@ def needed() -> Iterator[None]:
         package = str(error.name).partition(".")[0]
         if package not in LIBRARIES:
             raise
-        fix = "run pip install -e '.[train]' in the checkout of jaxquant"
+        fix = "run pip install 'jaxquant[train]' (in a checkout: pip install -e '.[train]')"
         raise ValueError(f"{package} is not installed; {fix}") from None

@@ -1,4 +1,4 @@
-"""Program of ``jaxquant audit`` for a configuration: its training step, on devices that may be absent."""
+"""Training step of a configuration on devices that may be absent, for ``jaxquant audit`` and ``jaxquant coverage``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxquant import state as quantization_state
-from jaxquant.training.__main__ import read_config
 from jaxquant.training.sharding import BATCH
+from jaxquant.training.start import read_config
 from jaxquant.training.step import build
 from jaxquant.training.tokenizer import open_tokenizer
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import serving
-from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
+from jaxquant.config.quant_config import KV_ELEMENTS, NO_KV_QUANT, QuantConfig
 from jaxquant.core.paths import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
@@ -25,6 +25,9 @@ from jaxquant.training.model import DecoderConfig
 from jaxquant.training.step import Model, decoder_of, make_model, token_losses
 from jaxquant.training.sums import check_files
 from jaxquant.training.tokenizer import Tokenizer
+
+KV_CACHES = ("none", *KV_ELEMENTS)
+"""Values of ``--kv-cache``; ``none`` keeps the cache in float."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, lookup
 from jaxquant.config.rules import Rule
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.training.__main__ import read_config
 from jaxquant.training.config import TrainConfig
+from jaxquant.training.start import read_config
 
 MAPPING = {"fwd": "fp8_current", "dlhs": "quartet2", "drhs": None}
 TEXT = "{fwd: fp8_current, dlhs: quartet2, drhs: null}"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.training import report
-from jaxquant.training.__main__ import main
 
 PATHS = ("self_attention/query", "self_attention/out", "mlp/wi_0")
 

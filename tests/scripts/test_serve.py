@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxquant.training import cli
-from jaxquant.training.__main__ import main
+from jaxquant.cli import main
+from jaxquant.training import commands
 from jaxquant.training.config import TrainConfig
 from tests.train.conftest import CI_CONFIG, train
 
@@ -120,7 +120,7 @@ def test_a_reader_that_leaves_early_is_no_traceback(run, monkeypatch):
     def leave(*arguments, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli.Printer, "on_done", leave)
+    monkeypatch.setattr(commands.Printer, "on_done", leave)
     redirected = []
     monkeypatch.setattr(os, "dup2", lambda *files: redirected.append(files))
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
-from jaxquant.training.__main__ import main, read_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.model import Decoder
+from jaxquant.training.start import read_config
 from jaxquant.training.step import model_config
 from tests.train.conftest import ROOT
 
@@ -56,7 +57,7 @@ def test_run_dir_is_named_after_config_and_quantization():
 )
 def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, capsys):
     words = ["dataset=text", f"dataset_path={corpus}", f"run_dir={tmp_path / 'run'}", word]
-    assert main([str(ROOT / "configs/models/ci.yml"), *words]) == 2
+    assert main(["train", str(ROOT / "configs/models/ci.yml"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

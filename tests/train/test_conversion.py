@@ -20,10 +20,10 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.cli import main
 from jaxquant.core.paths import tree_bytes
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.training.__main__ import main
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import Conversion, convert_run, converted_shapes, served_config
 from jaxquant.training.model import Decoder

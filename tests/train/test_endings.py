@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.core.typed import to_mapping
 from jaxquant.training import sums
-from jaxquant.training.__main__ import main
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.loop import Halted, StopRequest
 from jaxquant.training.metrics import Metrics
@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
     copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     fields = to_mapping(tiny) | {"run_dir": str(copy), "steps": STEPS + 3}
-    words = [str(CI_CONFIG), *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
+    words = ["train", str(CI_CONFIG), *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
 
     def fail(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))

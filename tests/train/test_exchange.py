@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 
 from jaxquant import serving
+from jaxquant.cli import main
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
-from jaxquant.training.__main__ import main
 from jaxquant.training.conversion import convert_run, open_parameters
 from jaxquant.training.exporting import export_run, open_source
 from jaxquant.training.importing import import_to_run, import_to_serve
