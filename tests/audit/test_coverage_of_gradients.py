@@ -226,8 +226,7 @@ class Gated(nn.Module):
     @nn.compact
     def __call__(self, x):
         up, gate, down = (self.param(name, nn.initializers.ones, (32, 32)) for name in ("up", "gate", "down"))
-        h = nn.gelu(x @ gate)
-        h = h * (x @ up)
+        h = nn.gelu(x @ gate) * (x @ up)
         return h @ down
 
 

@@ -34,8 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def pages_with(language: str) -> list[Any]:
-    pages = [page for page in PAGES if page.is_file() and blocks(page, language)]
-    return [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in pages]
+    return [pytest.param(p, id=p.relative_to(ROOT).as_posix()) for p in PAGES if p.is_file() and blocks(p, language)]
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
@@ -53,8 +52,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if page.name == "README.md":
         loss, *coverage = printed.getvalue().splitlines()
         assert float(loss.removeprefix("loss ")) < 0.1  # of about 1 in the first step
-        (shown,) = blocks(page, "text")
-        assert [line.rstrip() for line in shown.splitlines()[1:]] == coverage
+        assert [line.rstrip() for line in blocks(page, "text")[0].splitlines()[1:]] == coverage
 
 
 def test_every_public_name_has_one_entry_on_an_api_page():
@@ -75,9 +73,8 @@ def test_the_examples_of_an_api_page_run(page: str, tmp_path: Path, monkeypatch:
             exec(compile(text.strip("`").removeprefix("python"), heading, "exec"), scope)
 
 
-@pytest.mark.parametrize("name", pages.OPTIONS)
-def test_every_option_has_a_text_in_its_table(name: str):
-    assert pages.options(name)  # raises an error for a field without a text
+def test_every_option_has_a_text_in_its_table():
+    assert all(map(pages.options, pages.OPTIONS))  # raises an error for a field without a text
 
 
 def strings_table() -> str:
@@ -87,9 +84,8 @@ def strings_table() -> str:
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
     lines = ["| `quantization` | numerics | `auto` | other backends | tensors with one scale |", "| --- " * 5 + "|"]
     for row, names in groups.values():
-        others = ", ".join(row.backends[1:])
-        whole = ", ".join(poisoned_tensors(row.recipe)) if row.recipe else ""
-        lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} | {whole} |")
+        words = names, [row.summary], [row.auto], row.backends[1:], poisoned_tensors(row.recipe) if row.recipe else ()
+        lines.append(f"| {' | '.join(map(', '.join, words))} |")
     return "\n".join(lines)
 
 

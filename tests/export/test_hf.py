@@ -17,17 +17,7 @@ from jaxquant.export import hf
 from jaxquant.export.hf import read_quantization
 from jaxquant.ops.dot_general import dot_general
 from jaxquant.ops.operand import quantize_kernel
-from tests.export.hf_published import (
-    CT_DYNAMIC,
-    DEEPSEEK,
-    FBGEMM,
-    FP8,
-    GLM_NVFP4,
-    QUARK,
-    compressed,
-    config,
-    scheme,
-)
+from tests.export.hf_published import CT_DYNAMIC, DEEPSEEK, FBGEMM, FP8, GLM_NVFP4, QUARK, compressed, config, scheme
 from tests.numerics import dot_bound
 
 

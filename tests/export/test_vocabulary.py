@@ -104,11 +104,7 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"pre": "tekken"},
-            NotImplementedError,
-            "tokenizer.ggml.pre 'tekken' is not supported; supported are llama",
-        ),
+        ({"pre": "tekken"}, NotImplementedError, "tokenizer.ggml.pre 'tekken' is not supported; supported are llama"),
         ({"tokens": ["a"]}, ValueError, "tokenizer.ggml is not a gpt2 tokenizer"),
         ({"model": "llama"}, ValueError, "tokenizer.ggml is not a llama tokenizer (KeyError: 'scores')"),
         ({"model": "llama", "tokens": ["a" * 10**6] * 3, "scores": [0.0] * 3}, ValueError, "has 1000000 characters"),

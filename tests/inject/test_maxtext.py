@@ -236,10 +236,7 @@ def test_qwix_rules_under_maxtexts_names():
 
 @pytest.mark.parametrize(
     ("dtype", "method", "scale"),
-    [
-        (jnp.int8, "fixed,224", 224 / 127.5),
-        (jnp.float8_e4m3fn, "FIXED,-0.6,0.6", 0.6 / 448),
-    ],
+    [(jnp.int8, "fixed,224", 224 / 127.5), (jnp.float8_e4m3fn, "FIXED,-0.6,0.6", 0.6 / 448)],
 )
 def test_static_scales(dtype, method, scale):
     assert maxtext.get_static_scale(dtype, method) == pytest.approx(scale)

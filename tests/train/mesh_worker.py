@@ -122,8 +122,9 @@ def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
 
 def main(dump: str, configs: str) -> None:
     dumps = f"--xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd --xla_dump_hlo_module_re=jit_step"
-    given = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{given} {PATIENT} --xla_force_host_platform_device_count=8 {dumps}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} {PATIENT} --xla_force_host_platform_device_count=8 {dumps}"
+    )
     import jax
 
     from jaxquant.core.typed import build

@@ -57,10 +57,7 @@ def test_what_does_not_fit_is_named():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "quantization", "dtypes"),
-    [
-        (DEEPSEEK, "fp8", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}),
-        (MIXTRAL, "fp8_block", {}),
-    ],
+    [(DEEPSEEK, "fp8", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}), (MIXTRAL, "fp8_block", {})],
 )
 def test_what_is_served_is_what_was_trained(style, quantization, dtypes, tiny: TrainConfig, tmp_path: Any):
     run, out = tmp_path / "run", tmp_path / "out"
