@@ -1,4 +1,4 @@
-"""What a chip that is not here makes of a training step: coverage of what is asked, audit of what is compiled.
+"""Audit of a training step for a chip that is not present: coverage of the traced step, audit of the compiled step.
 
 pip install -e '.[audit-gpu,audit-tpu]'     # the compilers, 1 GB; no accelerator is needed
 python examples/audit.py h200 v6e
@@ -23,7 +23,7 @@ def main(targets: tuple[str, ...] = ("h200",), width: int = 1024, quantization: 
         params = model.init(jax.random.key(0), jax.numpy.zeros(x.shape, x.dtype))
         return jaxquant.state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
 
-    state = jax.eval_shape(create)  # shapes alone: nothing is computed
+    state = jax.eval_shape(create)  # only shapes; nothing is computed
 
     @jax.jit
     def step(state, x):
@@ -34,7 +34,7 @@ def main(targets: tuple[str, ...] = ("h200",), width: int = 1024, quantization: 
         return state.apply_gradients(grads=grads), value
 
     found = jaxquant.coverage(step, state, x)
-    found.check()  # raises where the traced step is not what was asked
+    found.check()  # raises if a matmul is not quantized as requested
     print(found)
     for target in targets:
         print(jaxquant.aot.audit(step, state, x, target=target).to_markdown())

@@ -1,4 +1,4 @@
-"""Train, convert, write, read and serve; and quantize a model that was trained in float.
+"""Train, convert, save, load and serve a quantized model; then quantize a model that was trained in float.
 
 python examples/convert_and_serve.py
 """
@@ -45,7 +45,7 @@ def main(steps: int = 100, width: int = 64) -> float:
     same = jnp.array_equal(out, jax.jit(model.apply)(state.params, x))
     print(f"served from {size} bytes; as trained, bit for bit: {bool(same)}")
 
-    # A model that was trained in float: delayed scaling needs real inputs to take its static scales from.
+    # A model that was trained in float: delayed scaling needs calibration on real inputs for its static scales.
     floats = {"params": state.params["params"]}
     calibrated = jaxquant.calibrate(plain, floats, CONFIG, [x[:32], x[32:]])
     after = jaxquant.convert(plain, calibrated, CONFIG, x)

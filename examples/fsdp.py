@@ -1,4 +1,4 @@
-"""FSDP over eight devices, here of one CPU: each holds an eighth of every kernel, quantized before it is gathered.
+"""FSDP over eight devices (simulated on a CPU): each holds an eighth of every kernel, quantized before the all-gather.
 
 python examples/fsdp.py
 """
@@ -18,7 +18,7 @@ import jaxquant
 
 
 def train(devices: int, steps: int, width: int, quantization: str) -> list[float]:
-    """Train over so many devices and return the losses."""
+    """Train on a number of devices and return the losses."""
     mesh = Mesh(jax.devices()[:devices], ("fsdp",), axis_types=(AxisType.Auto,))
     x = jax.random.normal(jax.random.key(0), (64, width))
     y = jnp.sin(x[:, :8])
@@ -28,7 +28,7 @@ def train(devices: int, steps: int, width: int, quantization: str) -> list[float
         apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-3)
     )
 
-    def sharding(leaf):  # kernels by their rows, everything else whole
+    def sharding(leaf):  # kernels are sharded by rows, everything else is replicated
         is_kernel = leaf.ndim == 2 and leaf.shape[0] % devices == 0
         return NamedSharding(mesh, PartitionSpec("fsdp") if is_kernel else PartitionSpec())
 

@@ -1,4 +1,4 @@
-"""A Flax Linen model in a loop with optax: clipping, weight decay, micro-batches, and fp8 with delayed scaling.
+"""Training loop of a Flax Linen model with optax: clipping, weight decay, micro-batches, fp8 with delayed scaling.
 
 python examples/linen_loop.py
 """
@@ -12,7 +12,7 @@ import jaxquant
 
 
 class Block(nn.Module):
-    """A residual block; it knows nothing of quantization."""
+    """A residual block without quantization code."""
 
     width: int
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks and a head, which stays in float by its name."""
+    """Two blocks and a head, which stays in float because of its name."""
 
     width: int
 
@@ -41,7 +41,8 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
     y = jnp.sin(x.sum(-1, keepdims=True))
     model = jaxquant.maybe_quantize_model(Model(width), {"quantization": quantization}, x[0])
 
-    # Clipping and weight decay see parameters alone; under MultiSteps the quant state changes when the parameters do.
+    # Clipping and weight decay apply only to parameters. With MultiSteps, quant state is updated together with the
+    # parameters.
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     optimizer = jaxquant.state.Optimizer(optax.MultiSteps(inner, every_k_schedule=len(x)))
     variables = model.init(jax.random.key(1), x[0])

@@ -1,4 +1,4 @@
-"""LoRA on a quantized base: the base layers run in int8 and stay as they are, the factors train in float.
+"""LoRA on a quantized base: the base layers run in int8 and are frozen, the low-rank factors train in float.
 
 python examples/lora_on_quantized.py
 """
@@ -12,7 +12,7 @@ import jaxquant
 
 
 class Model(nnx.Module):
-    """Two layers with low-rank factors beside them."""
+    """Two layers with low-rank factors."""
 
     def __init__(self, width: int, rank: int, rngs: nnx.Rngs):
         self.wi = nnx.LoRA(16, rank, width, base_module=nnx.Linear(16, width, rngs=rngs), rngs=rngs)

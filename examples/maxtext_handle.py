@@ -1,4 +1,4 @@
-"""A model that passes quantization to its layers by hand, as MaxText's do: train, convert and serve with one handle.
+"""A model that passes a quantization handle to its layers, as MaxText does: train, convert and serve with one handle.
 
 python examples/maxtext_handle.py
 """
@@ -15,7 +15,7 @@ from jaxquant.compat import maxtext
 
 
 class DenseGeneral(nn.Module):
-    """A layer that takes the handle."""
+    """A layer with the handle as a field."""
 
     features: int
     quant: Any = None
@@ -24,7 +24,7 @@ class DenseGeneral(nn.Module):
     def __call__(self, x):
         shape = (x.shape[-1], self.features)
         if maxtext.in_serve_mode(self.quant):
-            kernel = jnp.zeros(shape, x.dtype)  # the op reads the converted one
+            kernel = jnp.zeros(shape, x.dtype)  # replaced by the converted kernel
         else:
             kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         dot_general = self.quant.dot_general_cls()() if self.quant else jax.lax.dot_general
@@ -51,7 +51,7 @@ def main(steps: int = 100, quantization: str = "int8") -> float:
     state = jaxquant.state.TrainState.create(
         apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-2)
     )
-    quant.check_used()  # a rule that matches no layer is known now
+    quant.check_used()  # raises if a rule matched no layer
 
     @jax.jit
     def step(state, key):

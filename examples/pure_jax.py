@@ -1,4 +1,4 @@
-"""A function of a tree of parameters, no framework: a scanned stack of layers, found by what it computes.
+"""A function of a tree of parameters, without a framework: its layers are stacked and scanned.
 
 python examples/pure_jax.py
 """

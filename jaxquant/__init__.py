@@ -1,6 +1,6 @@
 """Quantized training in JAX: one config string, real low-precision matmuls, forward and backward.
 
-``import jaxquant`` loads nothing else. Each public name, and each subpackage, is loaded when it is first asked for.
+``import jaxquant`` imports no submodule. Each public name and each subpackage is imported on first access.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getattr__`` loads these
+if TYPE_CHECKING:  # only for type checkers and editors; at run time ``__getattr__`` imports these
+    __version__: str
     from jaxquant import aot, audit, compat, ops, optim, serving, state
     from jaxquant.audit.coverage import coverage
     from jaxquant.audit.health import health
@@ -36,7 +37,7 @@ _PUBLIC = {
     "trace.quantize": "quantize",
     "trace.registry": "register_function",
 }
-"""The public names of each module; those that are not here are subpackages."""
+"""Public names of each module; other public names are subpackages."""
 
 _DEFINED_IN = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 
@@ -65,14 +66,16 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # or a type checker would take every name
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """Load a public name or a subpackage.
+        """Import a public name or a subpackage.
 
         Raises:
-          AttributeError: there is no such name.
+          AttributeError: the name does not exist.
         """
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version(__name__)
         if name in _DEFINED_IN:
             value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
             globals()[name] = value

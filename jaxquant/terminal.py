@@ -1,4 +1,4 @@
-"""Output as it is taken: a terminal of any width and any characters, a pipe, nobody any more."""
+"""Output for any destination: terminals of any width and encoding, pipes, and closed pipes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 INTERRUPTED = 130
-"""Exit code of a program that Ctrl-C ended, as a shell has it."""
+"""Exit code after Ctrl-C, as in a shell."""
 _STAND_INS = {"×": "x", "·": "*"}
-"""Replacements of signs in tables, of the same width."""
+"""Replacements, of the same width, for characters in tables."""
 _PIECE = re.compile(r"\s*[^\s/]*/*")
-"""The parts of a cell that are never broken: words, and parts of a path with the slash behind them."""
+"""Parts of a cell that are never broken: words, and parts of a path including the slash after them."""
 
 
 def accept_all_characters() -> None:
-    """Write what the output cannot encode as an escape, and the signs of tables as others; every command calls this."""
+    """Escape characters that the terminal cannot encode and replace the signs in tables. Called by every command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="jaxquant")
@@ -38,12 +38,12 @@ def run(
     """Run a command and return its exit code.
 
     Args:
-      work: the command, which returns its own exit code.
-      also: errors to tell in a sentence, beside those of bad input and of the file system.
-      interrupted: what to say on Ctrl-C.
+      work: function that runs the command and returns its exit code.
+      also: exceptions that are shown as a sentence, in addition to bad input and file system errors.
+      interrupted: message on Ctrl-C.
 
     Returns:
-      What the command returns; 1 where nobody reads the output any more, 2 on an error, 130 on Ctrl-C.
+      The exit code of ``work``; 1 if stdout was closed, 2 after an error, 130 after Ctrl-C.
     """
     accept_all_characters()
     try:
@@ -70,10 +70,10 @@ codecs.register_error("jaxquant", _stand_in)
 
 
 def close_output() -> None:
-    """Let what is still written go nowhere, once nobody reads standard output."""
+    """Discard further output after stdout is closed."""
     try:
         number = sys.stdout.fileno()
-    except (OSError, ValueError):  # it is no file
+    except (OSError, ValueError):  # stdout is not a file
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
@@ -81,20 +81,20 @@ def close_output() -> None:
 
 
 def columns() -> int | None:
-    """Return how wide a table may be: COLUMNS, else the terminal's columns, else None, as in a pipe."""
+    """Return the maximum width of a table: COLUMNS, otherwise the terminal's columns, otherwise None, as in a pipe."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return None
 
 
 def table(lines: Sequence[Sequence[str]], right: Collection[str] = ()) -> str:
-    """Format cells as a table; wrap them so that its lines fit the terminal, but only after blanks and slashes.
+    """Format cells as a table, and wrap them only after blanks and slashes so that lines fit the terminal.
 
-    The widest column is made narrower first. A terminal that is too narrow for the words gets lines that are too long.
+    The widest column is made narrower first. A terminal that is narrower than the words gets lines that are too long.
 
     Args:
       lines: cells, the header first.
-      right: names of the columns that are aligned to the right, such as figures.
+      right: names of the columns that are aligned to the right, such as numbers.
     """
     room, cells = columns(), list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in cells]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains a small decoder on the Python standard library's sources: unquantized, in int8, and in fp8 with delayed scaling.
 # Prints a table of held-out loss, gap and step time, and writes runs/demo/report.html. Then it converts the int8 run to a
-# quantized checkpoint, compares the two, and completes a Python function from it. Under 8 minutes on two cores.
-# Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Run it again to see the
-# report again: runs that are complete are not trained again, runs that were cut short go on where they stopped.
+# quantized checkpoint, compares the two, and completes a Python function with it. Takes under 8 minutes on two cores.
+# Creates a virtual environment with pinned packages; needs only Python 3.11+ and pip. If you run it again, complete
+# runs are not trained again, and interrupted runs resume.
 # Start over: rm -r runs/demo
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -24,7 +24,7 @@ train() {
   shift
   echo "== $name"
   python -m train configs/quickstart.yml "run_dir=runs/demo/$name" "$@" ||
-    fail "training '$name' failed; if its folder is of another configuration, rm -r runs/demo/$name and run again"
+    fail "training '$name' failed; if its folder has another configuration, rm -r runs/demo/$name and run again"
 }
 
 train unquantized
@@ -40,7 +40,7 @@ if [[ ! -e runs/demo/int8-served ]]; then
 fi
 python -m train evaluate runs/demo/int8 runs/demo/int8-served
 echo
-echo "== completing a function, drawn from the likeliest characters (--top-p 0.6); the first line is the prompt's"
+echo "== completing a function, sampled from the most likely characters (--top-p 0.6); the first line is the prompt"
 prompt=$'def __init__(self, name, value):\n        self.name = name\n        self.'
 python -m train serve runs/demo/int8-served --max-new-tokens 120 --temperature 0.6 --top-p 0.6 --seed 1 --prompt "$prompt"
 echo

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the documentation into build/docs; every warning is an error. Nothing is fetched while it is built.
+# Builds the documentation in build/docs; warnings are errors. The build downloads nothing.
 #   scripts/docs.sh            build
-#   scripts/docs.sh serve      build, serve on http://localhost:8000 and build again on every change
+#   scripts/docs.sh serve      build, serve on http://localhost:8000 and rebuild on every change
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -12,7 +12,7 @@ fi
 
 setup_venv
 cd "$root"
-export NO_MKDOCS_2_WARNING=1  # a notice of the theme's authors about another version
+export NO_MKDOCS_2_WARNING=1  # hides a notice of the theme about another version
 if [[ "${1:-build}" == serve ]]; then
   exec python -m mkdocs serve
 fi

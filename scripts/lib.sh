@@ -1,5 +1,5 @@
-# Shared by the scripts of this folder: find a Python, make a virtual environment, install the pinned packages.
-# Source it from a script that has set -euo pipefail.
+# Functions for the scripts in this folder: find a Python, create a virtual environment, install the pinned packages.
+# Source this file from a script with set -euo pipefail.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -8,11 +8,11 @@ fail() {
   exit 1
 }
 
-# Prints the interpreter to use: $PYTHON where it is set, else the first of the usual names that is 3.11 or newer.
+# Prints the interpreter to use: $PYTHON if it is set, otherwise the first of the usual names that is 3.11 or newer.
 find_python() {
   local candidate
   if [[ -n "${PYTHON:-}" ]]; then
-    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not an executable; give a name or a path of Python 3.11+"
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not an executable; set it to a name or path of Python 3.11+"
     is_new_enough "$PYTHON" ||
       fail "PYTHON=$PYTHON does not run as Python 3.11 or newer, got: $("$PYTHON" --version 2>&1 | head -n 1)"
     echo "$PYTHON"
@@ -31,9 +31,9 @@ is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-# Makes .venv (or, where PYTHON is set, .venv-MAJOR.MINOR) with the pinned packages and puts it first on PATH. Does nothing
-# more when they are already there: a stamp remembers pins, package metadata and interpreter. With "audit" the compilers of
-# absent chips too (1 GB), which a second stamp remembers, so that a call without it leaves them alone.
+# Creates .venv (or .venv-MAJOR.MINOR if PYTHON is set) with the pinned packages and puts it first on PATH. Installs
+# nothing if a stamp file matches the pins, package metadata and interpreter. "audit" also installs the compilers of absent
+# chips (1 GB); they have a separate stamp, so a call without it does not remove them.
 setup_venv() {
   local with="${1:-}" base version pins venv stamp wanted
   base="$(find_python)"
@@ -50,11 +50,11 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
   if [[ ! -x "$venv/bin/python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
     echo "Installing pinned packages for Python $version in ${venv#"$root"/} (a few minutes the first time) ..."
     "$base" -m pip --version >/dev/null 2>&1 || fail "$base has no pip; install it, then run again"
-    # Without ensurepip, which some systems leave out of their Python: the pip of the base interpreter puts a pinned pip in.
+    # Without ensurepip, which some systems omit: the pip of the base interpreter installs a pinned pip.
     "$base" -m venv --clear --without-pip "$venv" || fail "$base cannot make a virtual environment in $venv"
     "$base" -m pip --python "$venv/bin/python" install --quiet --constraint "$pins" pip setuptools ||
       fail "installing pip and setuptools in $venv failed; the lines above say why"
-    # PYTHONWARNINGS: setuptools warns that an editable install looks into this folder, which is what it is for.
+    # PYTHONWARNINGS: setuptools warns that an editable install uses this folder, which is intended.
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
       --editable "$root[train,parquet,docs,dev]" ||
       fail "the pinned install failed; the lines above say why"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Count the lines of code of every room: blanks, comments and docstrings apart.
+"""Count the lines of code of every room, without blank lines, comments and docstrings.
 
-scripts/lines.py           the rooms of the working tree, beside their budgets in pyproject.toml
-scripts/lines.py FOLDER    of another checkout
+scripts/lines.py           rooms of the working tree, next to their budgets in pyproject.toml
+scripts/lines.py FOLDER    rooms of another checkout
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(source: str) -> int:
-    """Count the lines of a Python file that hold code."""
+    """Return the number of lines of a Python file that hold code."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         first = node.body[0] if isinstance(node, _DOCUMENTED) and node.body else None
@@ -41,7 +41,7 @@ def room_of(path: str) -> str:
 
 
 def count(root: Path = ROOT) -> dict[str, int]:
-    """Count the code of every room of a checkout, from the files that git tracks."""
+    """Return the lines of code of every room of a checkout, from the files that git tracks."""
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=root, check=True, capture_output=True, text=True).stdout
     rooms: collections.Counter[str] = collections.Counter()
     for path in tracked.splitlines():
@@ -51,13 +51,13 @@ def count(root: Path = ROOT) -> dict[str, int]:
 
 
 def budgets(root: Path = ROOT) -> dict[str, int]:
-    """Return the most lines that a room may have, from pyproject.toml."""
+    """Return the maximum number of lines of each room, from pyproject.toml."""
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["house"]["lines"]
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Count the lines of code of every room.")
-    parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="a checkout; default: this")
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="checkout; default: this")
     root = parser.parse_args(words).root
     rooms, most = count(root), budgets()
     for room, lines in rooms.items():

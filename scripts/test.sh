@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests: scripts/test.sh [--all] [pytest arguments]
-#   (nothing)   the quick suite: every test but slow ones and those that compile for absent chips, and of a test's cases
-#               one in three
-#   --all       formatting, lint, types, the import contract, the docs and the whole suite, as CI does
-# Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Another Python, in an
-# environment of its own: PYTHON=python3.12 scripts/test.sh
+#   (nothing)   the quick suite: no slow tests, no compilation for absent chips, and one in three of a test's cases
+#   --all       formatting, lint, types, import contract, docs and the whole suite, as in CI
+# Creates a virtual environment with pinned packages; needs only Python 3.11+ and pip. To use another Python in a separate
+# environment: PYTHON=python3.12 scripts/test.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -13,7 +12,7 @@ if [[ "${1:-}" == --all ]]; then
   all=true
   shift
 elif [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-  sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 0
 fi
 
@@ -34,7 +33,7 @@ step() {
   fi
 }
 
-# A worker takes whole files, so that what a file shares is made once; the longest come first (tests/conftest.py).
+# A worker runs whole files, so that the fixtures of a file are created once; the longest come first (tests/conftest.py).
 tests=(python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15)
 if $all; then
   step "lint" ruff check .

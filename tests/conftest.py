@@ -21,10 +21,10 @@ UNCACHED = ("audit", "aot")
 """Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
 LITTLE = ("audit", "backends", "docs", "inject", "must_hold", "serving", "state", "trace", "train")
 """Folders that compile with little optimization: what they are about is not what a compiler makes of a program."""
-FAST_TO_COMPILE: dict[str, Any] = {}
-"""XLA's options that take half the compile time away and change no more than a program's speed."""
-if jax.__version_info__ < (0, 11):
-    FAST_TO_COMPILE |= {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+FLAGS = os.environ.get("XLA_FLAGS", "")
+_FAST = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+FAST_TO_COMPILE: dict[str, Any] = _FAST if jax.__version_info__ < (0, 11) else {}
+"""XLA options that halve the compile time; they change last bits. Newer versions of XLA do not have the first one."""
 LONGEST = (
     *("train/test_processes.py", "aot/test_compile.py", "test_gallery.py", "ops/test_sharding.py"),
     *("train/test_mesh.py", "aot/test_h200.py", "train/test_conversion.py", "inject/test_linen.py"),
@@ -52,16 +52,12 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         "jax_persistent_cache_min_compile_time_secs": 0.02,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: jax.config.values[name] for name in options}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in options.items():
             patch.setenv(name.upper(), str(value))
             jax.config.update(name, value)
         reset_cache()
         yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    reset_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,9 +83,8 @@ def optimize_little(is_little: bool) -> bool:
     before = jax.config.values["jax_disable_most_optimizations"]
     if before != is_little:
         jax.devices()  # this process has read XLA_FLAGS
-        flags = [f"--{name}={str(value).lower()}" for name, value in FAST_TO_COMPILE.items()]
-        others = [each for each in os.environ.get("XLA_FLAGS", "").split() if each not in flags]
-        os.environ["XLA_FLAGS"] = " ".join(others + flags * is_little)
+        flags = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST_TO_COMPILE.items())
+        os.environ["XLA_FLAGS"] = f"{FLAGS} {flags}" if is_little else FLAGS
         jax.config.update("jax_disable_most_optimizations", is_little)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_little))
         jax.clear_caches()

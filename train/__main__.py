@@ -1,8 +1,9 @@
-"""``python -m train`` in a checkout: the training program, ``jaxquant.training``."""
+"""``python -m train`` in a checkout: ``jaxquant train CONFIG``, or a command of ``jaxquant``."""
 
 import sys
 
-from jaxquant.training.__main__ import main
+from jaxquant.cli import main, program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    words = sys.argv[1:]
+    sys.exit(main(words if words and words[0] in program.commands else ["train", *words]))

@@ -1,16 +1,16 @@
-"""Run jaxquant with the newest MaxText and Keras, in a new environment that has Tunix and Tokamax too.
+"""Run jaxquant with the newest MaxText and Keras, in a new environment that also has Tunix and Tokamax.
 
     python3.12 validation/ecosystem.py [--parts fields,keras,dense,...] [--cases REGEX]
 
-It makes the environment in ``build/ecosystem``, unless it is there, and writes ``validation/ecosystem.md``; a part that
-is not named keeps the table that it has there. The parts:
+The environment is created in ``build/ecosystem`` if it does not exist. The report is ``validation/ecosystem.md``, which
+keeps its tables of parts that are not named. The parts:
 
-- ``fields``: the handle has what MaxText reads of its own; every string of MaxText's enum; every field of its config
-  that is about quantization, set to something else than its default.
+- ``fields``: the attributes that MaxText reads from the handle; every string of MaxText's enum; every field of its
+  config that is about quantization, set to a value other than its default.
 - ``keras``: a Keras model, trained through ``stateless_call``.
-- ``dense``, ``experts``: MaxText's models at tiny shapes on synthetic data, by its own pre-training, with its own
-  quantization and with jaxquant in place of the functions in ``NAMES``.
-- ``models``: further decoders of MaxText's under int8, by jaxquant.
+- ``dense``, ``experts``: MaxText's models at tiny shapes on synthetic data, with its own pre-training, with its own
+  quantization and with jaxquant instead of the functions in ``NAMES``.
+- ``models``: other decoders of MaxText under int8, with jaxquant.
 
 A row of the last three has the loss of the first and the last step, the matmuls with parameters that the traced step
 runs in 8 bits or fewer, and the amax histories that have an entry for every step.
@@ -42,12 +42,12 @@ REPORT = ROOT / "validation/ecosystem.md"
 ENVIRONMENT = ROOT / "build/ecosystem"
 STEPS = 3
 SHOWN = ("maxtext", "google-tunix", "tokamax", "keras", "jax", "flax", "qwix", "aqtp", "safetensors")
-"""The packages whose versions the report names."""
+"""Packages whose versions are in the report."""
 IMPORTED = """
 omegaconf pydantic jinja2 tensorflow-cpu transformers pillow sympy sentencepiece tiktoken datasets grain pathwaysutils
 drjax gcsfs google-cloud-storage cloud-tpu-diagnostics ml-goodput-measurement tensorboardX
 """
-"""Packages that MaxText imports; its wheel requires none."""
+"""Packages that MaxText imports, although its wheel does not require them."""
 NAMES = (
     "configure_kv_quant",
     "configure_quantization",
@@ -62,7 +62,7 @@ NAMES = (
     "maybe_quantize_model",
     "remove_quantized_params",
 )
-"""MaxText's functions that are replaced by those of jaxquant with the same name."""
+"""Functions of MaxText that are replaced by functions of jaxquant with the same name."""
 TINY = {
     "run_name": "tiny",
     "dataset_type": "synthetic",
@@ -89,7 +89,7 @@ RAGGED = {"sparse_matmul": True, "megablox": False}
 """``jax.lax.ragged_dot``; megablox has no kernel on a CPU."""
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS | RAGGED}
 STRINGS = ("", "int8", "fp8", "te_fp8_currentscaling")
-"""The strings that every kind is trained under; MaxText's name of ``fp8_current`` is the last."""
+"""Strings for every kind of model; the last is MaxText's name of ``fp8_current``."""
 SMALL = {"override_model_config": True, "base_moe_mlp_dim": 64, "sliding_window_size": 8, **RAGGED}
 FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
 DECODERS: dict[str, dict[str, Any]] = {
@@ -115,11 +115,11 @@ DECODERS: dict[str, dict[str, Any]] = {
         "gdn_chunk_size": 8,
     },
 }
-"""MaxText's model names, at sizes of a test."""
+"""MaxText's model names, at test sizes."""
 VALUES = {"kv_quant_axis": "dkv", "kv_quant_dtype": "int4", "weight_dtype": "float8_e4m3fn", "weight_block_size": 128}
-"""Values that ``fields`` gives to a field, if its type does not determine one."""
+"""Values that ``fields`` sets, for fields whose type does not determine one."""
 NEEDED = {"kv_quant": "quantize_kvcache", "logits_proj": "quantize_logits_proj"}
-"""The switch without which a field has no effect, by the start of the field's name."""
+"""Switch that a field needs to have an effect, by the beginning of the field's name."""
 
 
 @dataclasses.dataclass
@@ -127,10 +127,10 @@ class Outcome:
     """Results of a run; only ``error`` if it raised.
 
     Attributes:
-      losses: of every step, as MaxText's metrics have them.
+      losses: loss of every step, from MaxText's metrics.
       matmuls: dtypes of every matmul with a parameter in the train step.
-      histories: how many amax histories have an entry for every step, and how many there are.
-      error: its type and message.
+      histories: number of amax histories with an entry for every step, and number of all histories.
+      error: type and message of the exception.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -149,7 +149,7 @@ class Outcome:
 
 
 def table(head: str, rows: list[list[str]]) -> str:
-    """Format rows in Markdown; a head is its cells, separated by ``|``."""
+    """Return rows in Markdown; ``head`` has the cells of the heading, separated by ``|``."""
     lines = [[cell.strip() for cell in head.split("|")]]
     lines += [["---"] * len(lines[0]), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -160,7 +160,7 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 @contextlib.contextmanager
 def shimmed() -> Iterator[None]:
-    """Replace MaxText's functions by jaxquant's within a context."""
+    """Replace MaxText's functions with jaxquant's in a context."""
     from maxtext.layers import quantizations
 
     from jaxquant.compat import maxtext as ours
@@ -176,11 +176,11 @@ def shimmed() -> Iterator[None]:
 
 
 class Watched:
-    """A jitted train step that notes the dtypes of its matmuls when ``train_loop`` lowers it.
+    """A jitted train step that records the dtypes of its matmuls when ``train_loop`` lowers it.
 
     Args:
-      jitted: what ``jit_train_and_eval_step`` made.
-      seen: where they are noted.
+      jitted: result of ``jit_train_and_eval_step``.
+      seen: outcome to record them in.
     """
 
     def __init__(self, jitted: Any, seen: Outcome) -> None:
@@ -190,7 +190,7 @@ class Watched:
         return self.jitted(*args)
 
     def lower(self, *args: Any) -> Any:
-        """Lower the step, as a jitted function does."""
+        """Lower the step, with the signature of a jitted function."""
         from jaxquant.audit.coverage import of_trace
 
         rows = of_trace(self.jitted.trace(*args)).rows
@@ -200,7 +200,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched_step(seen: Outcome) -> Iterator[None]:
-    """Watch the train step of ``train_loop``."""
+    """Record the matmuls of the train step of ``train_loop``."""
     from maxtext.utils import train_utils
 
     make = train_utils.jit_train_and_eval_step
@@ -217,7 +217,7 @@ def watched_step(seen: Outcome) -> Iterator[None]:
 
 
 def histories(state: Any, steps: int) -> tuple[int, int]:
-    """Count the amax histories with an entry for every step, and all of them; stacked layers count one by one."""
+    """Return the number of amax histories with an entry for every step, and of all histories, one per stacked layer."""
     import jax
     import numpy as np
 
@@ -228,7 +228,7 @@ def histories(state: Any, steps: int) -> tuple[int, int]:
 
 
 def run(fields: dict[str, Any], steps: int) -> Outcome:
-    """Train MaxText's model by its train loop, with whatever its module of quantization has."""
+    """Train MaxText's model with its train loop and the current functions of its quantization module."""
     import maxtext
     from maxtext.trainers.pre_train import train
 
@@ -241,7 +241,7 @@ def run(fields: dict[str, Any], steps: int) -> Outcome:
         try:
             with watched_step(seen):
                 state = train.train_loop(*train.initialize(argv))
-        except (Exception, SystemExit) as error:  # a report of what is refused, and of what breaks, is what this is for
+        except (Exception, SystemExit) as error:  # refusals and failures are results of this script
             traceback.print_exc()
             error = error.__context__ or error if isinstance(error, SystemExit) else error
             return Outcome(error=f"{type(error).__name__}: {error}")
@@ -251,7 +251,7 @@ def run(fields: dict[str, Any], steps: int) -> Outcome:
 
 
 def trained(kind: str, asked: argparse.Namespace) -> str:
-    """Train a kind of model under every string, by MaxText and by jaxquant."""
+    """Train a kind of model under every string, with MaxText and with jaxquant."""
     rows = []
     for string in STRINGS:
         for by, shim in (("MaxText", contextlib.nullcontext), ("jaxquant", shimmed)):
@@ -265,7 +265,7 @@ def trained(kind: str, asked: argparse.Namespace) -> str:
 
 
 def decoders(asked: argparse.Namespace) -> str:
-    """Train further decoders under int8, by jaxquant."""
+    """Train other decoders under int8, with jaxquant."""
     rows = []
     for name, fields in DECODERS.items():
         if re.search(asked.cases, name):
@@ -280,7 +280,7 @@ def decoders(asked: argparse.Namespace) -> str:
 
 
 def verdict(read: Callable[..., Any], name: str, kept: dict[str, Any], value: Any) -> str:
-    """Return how a config with a field set to a value is answered: honoured, refused, named in a warning, or SILENT."""
+    """Return the effect of setting a field: honoured, refused, named in a warning, or SILENT."""
     default = read(**kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -390,11 +390,11 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
 
 
 def make_environment(folder: pathlib.Path) -> pathlib.Path:
-    """Return the Python of an environment with the newest releases and this checkout, made unless it is there."""
+    """Return the Python of an environment with the newest releases and this checkout, after creating it if needed."""
     python = folder / "bin/python"
     if not python.exists():
         if sys.version_info < (3, 12):
-            raise SystemExit("MaxText needs Python 3.12 or later: run this script by python3.12")
+            raise SystemExit("MaxText needs Python 3.12 or later: run this script with python3.12")
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         packages = [*(name for name in SHOWN if name != "safetensors"), *IMPORTED.split(), "-e", ROOT]
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", *packages], check=True)
@@ -402,14 +402,14 @@ def make_environment(folder: pathlib.Path) -> pathlib.Path:
 
 
 def write_report(name: str, made: str, command: str) -> None:
-    """Write a part that was made; other parts, and rows of this one that were left out by ``--cases``, stay."""
+    """Write a part of the report; other parts, and rows of this part that ``--cases`` excludes, are kept."""
     text = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
     found = dict(re.findall(r"^## (.+)\n\n((?:(?!^## )[\s\S])*)", text, re.MULTILINE))
     versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in SHOWN)
     title = PARTS[name][0]
     if name in ("dense", "experts", "models"):
         head, rule, *rows = made.splitlines()
-        keep = 1 if name == "models" else 2  # the cells that name a row
+        keep = 1 if name == "models" else 2  # cells that identify a row
         kept = [line for line in found.get(title, "").splitlines() if line.startswith("|")][2:]
         merged = {tuple(line.split("|")[1 : 1 + keep]): line for line in kept + rows}
         made = "\n".join([head, rule, *merged.values()])
@@ -426,7 +426,7 @@ def write_report(name: str, made: str, command: str) -> None:
 
 
 def main() -> int:
-    """Make the environment, run the parts in it and write the report."""
+    """Create the environment, run the parts in it and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--cases", default="", help="regex for the rows of dense, experts and models")
@@ -436,7 +436,7 @@ def main() -> int:
         return subprocess.run([python, *sys.argv], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)  # losses of a few steps, not times, are compared
+    jax.config.update("jax_disable_most_optimizations", True)  # the run compares losses of a few steps, not times
     for name in asked.parts.split(","):
         write_report(name, PARTS[name][1](asked), " ".join(["python validation/ecosystem.py", *sys.argv[1:]]))
     print(REPORT.read_text(encoding="utf-8"))

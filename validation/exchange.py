@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Load what the exporters write with the libraries that it is for, and compare logits, weights, text and perplexity.
+"""Load exported checkpoints with the libraries of their formats, and compare logits, weights, text and perplexity.
 
-transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. They are the extra ``exchange``
-(``pip install -e '.[exchange]'``: torch, and a compiler for llama.cpp); the suite does not run this. Figures go to
-benchmarks/results/exchange.md.
+The libraries are transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. They are in the
+extra ``exchange`` (``pip install -e '.[exchange]'``: torch, and a compiler for llama.cpp); the test suite does not run
+this. Figures are written to benchmarks/results/exchange.md.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ Inputs = Callable[[str, jax.Array], jax.Array]
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 128
 LOGIT_BOUND = 2e-3
-"""Of |Δ| over the logits' root mean square, for float32 on both sides."""
+"""Bound on |Δ| over the logits' root mean square, with float32 on both sides."""
 F16_BOUND = 2e-2
-"""The same where llama.cpp rounds activations to float16."""
+"""The same if llama.cpp rounds activations to float16."""
 PERPLEXITY_BOUND = 0.005
 PACKAGES = ("jax", "torch", "transformers", "compressed-tensors", "llama-cpp-python")
 
 
 def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
-    """Return a function from tokens [n] to logits [n, V] of the decoder with a model's decoded weights, in float32.
+    """Return a function from tokens [n] to logits [n, V]: our decoder with a model's decoded weights, in float32.
 
     Args:
-      source: the model.
-      inputs: what a linear layer, by its name in the checkpoint, makes of its input [..., K]; None leaves it as it is.
+      source: model to run.
+      inputs: function from the name of a linear layer in the checkpoint and its input [..., K] to the input to use;
+        None leaves inputs unchanged.
     """
     config = imported_config(source.shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
     decoder = Decoder(model_config(config, source.shape.vocab_size))
@@ -73,14 +74,14 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
         module = modules.get("/".join(context.module.path))
         if inputs is None or module not in linears or context.method_name != "__call__":
             return call(*args, **kwargs)
-        rows = args[0].reshape(*args[0].shape[:2], -1)  # heads side by side, as in the checkpoint
+        rows = args[0].reshape(*args[0].shape[:2], -1)  # heads concatenated, as in the checkpoint
         return call(inputs(module, rows).reshape(args[0].shape), **kwargs)
 
     def forward(tokens: jax.Array) -> Any:
         with nn.intercept_methods(intercept):
             return decoder.apply({"params": params}, tokens)
 
-    # Rounded inputs one operation at a time: a compiler turns a division by a constant into a multiplication.
+    # Rounded inputs run without jit: the compiler would turn a division by a constant into a multiplication.
     run = jax.jit(forward) if inputs is None else forward
 
     def logits(tokens: np.ndarray) -> np.ndarray:
@@ -92,10 +93,10 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
 
 
 def rounded_inputs(folder: HfFolder) -> Inputs | None:
-    """Return what compressed-tensors makes of inputs when it runs a folder: ``scale · round(x / scale)``.
+    """Return compressed-tensors' rounding of inputs for a folder: ``scale · round(x / scale)``; None if there is none.
 
     The scale is the stored one, ``amax / largest`` of each token, or of each 16 neighbours rounded to e4m3 below the
-    stored scale of the tensor. None where the folder's config quantizes no inputs.
+    stored scale of the tensor.
 
     Source: ``calculate_qparams`` and ``_quantize_dequantize`` of compressed-tensors.
     """
@@ -131,15 +132,16 @@ def rounded_inputs(folder: HfFolder) -> Inputs | None:
 
 
 def load_transformers(folder: Path) -> tuple[Logits, Callable[[str], np.ndarray]]:
-    """Return the same of transformers, which decompresses a quantized folder and quantizes inputs as it says.
+    """Return transformers' logits function, which decompresses a quantized folder and quantizes inputs by its config.
 
-    The second function returns the weight of a linear layer as transformers holds it then.
+    The second function returns the weight of a linear layer after decompression.
     """
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # compressed-tensors decompresses at the first call, some formats to bfloat16, which float32 inputs do not go with.
+    # compressed-tensors decompresses at the first call, some formats to bfloat16, which does not work with float32
+    # inputs.
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.zeros((1, 2), dtype=torch.int64))
     model = model.to(torch.float32)
@@ -152,7 +154,7 @@ def load_transformers(folder: Path) -> tuple[Logits, Callable[[str], np.ndarray]
 
 
 def llama_cpp_logits(path: Path) -> Logits:
-    """Return the same of llama.cpp."""
+    """Return the logits function of llama.cpp."""
     import llama_cpp
 
     model = llama_cpp.Llama(
@@ -184,11 +186,11 @@ def relative(theirs: np.ndarray, ours: np.ndarray) -> float:
 
 
 def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
-    """Count the weights that a library holds which are not what the training forward multiplied, bit for bit.
+    """Return the number of weights in a library that are not bit-equal to the training forward pass, as text.
 
     Args:
-      source: the run, quantized as it was trained.
-      weight: of the library, by the name of a linear layer.
+      source: run, quantized as it was trained.
+      weight: function from the name of a linear layer to the library's weight.
     """
     total, differ = 0, {"float32": 0, "bfloat16": 0}
     for module in source.shape.linears():
@@ -203,7 +205,7 @@ def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
 
 
 def quantizers() -> list[str]:
-    """Compare elements and scales of N(0, 1) under the strings of weights with those of compressed-tensors."""
+    """Compare elements and scales of N(0, 1) with those of compressed-tensors, for all weight formats."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
@@ -246,7 +248,7 @@ def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.n
     files, (theirs, weight) = HfFolder(folder), load_transformers(folder)
     inputs = rounded_inputs(files) if name.startswith("ct_") else None
     decoded = files.source()
-    if name.startswith("ct_nvfp4"):  # which compressed-tensors decompresses to bfloat16
+    if name.startswith("ct_nvfp4"):  # compressed-tensors decompresses it to bfloat16
         decoded = dataclasses.replace(decoded, read=lambda tensor: _bfloat16(files.source(), tensor))
     ours = our_logits(decoded, inputs)
     delta = max(relative(theirs(text), ours(text)) for text in texts)
@@ -281,12 +283,12 @@ def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; 0 where every format is within its bound, 1 where one is not, 2 where nothing could be compared."""
+    """Compare; return 0 if every format is within its bound, 1 if not, 2 if nothing could be compared."""
     parser = argparse.ArgumentParser(prog="validation/exchange.py", description=__doc__.splitlines()[0])
-    parser.add_argument("run", metavar="RUN", help="folder of a run whose contractions are multiples of 256")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are loaded here")
+    parser.add_argument("run", metavar="RUN", help="folder of a run whose contraction sizes are multiples of 256")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are installed")
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")
-    parser.add_argument("--quantizers", action="store_true", help="compare quantizers with compressed-tensors', too")
+    parser.add_argument("--quantizers", action="store_true", help="also compare quantizers with compressed-tensors")
     words = parser.parse_args(arguments)
     terminal.accept_all_characters()
     loaded = [name for name in FORMATS if name.startswith(("hf", "ct_", "fp8_block", "gguf_"))]

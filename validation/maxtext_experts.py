@@ -1,14 +1,14 @@
-"""Split MaxText's sparse experts over eight devices, quantized by jaxquant, and compare them with one device's.
+"""Shard MaxText's sparse experts over eight devices, quantized by jaxquant, and compare them with one device.
 
     python validation/maxtext_experts.py CHECKOUT
 
-MaxText's own ``RoutedMoE`` with ``sparse_matmul`` and ``jax.lax.ragged_dot``, on eight devices that a CPU simulates:
-experts over four with rows exchanged (its default) or gathered (``use_ring_of_experts``, which needs its megablox: the
-registry says what that computes), and weights over eight (FSDP). XLA has no ``ragged_all_to_all`` on CPUs: a program of
-``all_gather`` with its meaning takes its place. What a row says: how many of the experts' nine matmuls, forward and
-backward, are in low precision; how far output, quant state of the next step and gradients (of parameters and input) are
-from one device's, and one device's gradients from float's: the largest difference of an array in norm. It needs what
-``maxtext_tests.py`` needs.
+This runs MaxText's own ``RoutedMoE`` with ``sparse_matmul`` and ``jax.lax.ragged_dot``, on eight simulated CPU devices:
+experts over four with rows exchanged (its default) or gathered (``use_ring_of_experts``, which needs its megablox,
+registered here with an equivalent function), and weights over eight (FSDP). XLA has no ``ragged_all_to_all`` on CPUs;
+an equivalent program with ``all_gather`` replaces it. A row has the number of the experts' nine matmuls, forward and
+backward, that are in low precision, and the largest difference in norm of output, quant state of the next step and
+gradients (of parameters and input) from one device, and of one device's gradients from float. The requirements are
+those of ``maxtext_tests.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH, LENGTH, EMBEDDING, HIDDEN = 16, 32, 64, 64
 
 
 def exchange(operand: Any, output: Any, starts: Any, sizes: Any, places: Any, received: Any, *, axis_name: str) -> Any:
-    """Compute ``jax.lax.ragged_all_to_all`` of operands that every device has gathered."""
+    """Return the result of ``jax.lax.ragged_all_to_all``, computed with ``jax.lax.all_gather``."""
     import jax
     import jax.numpy as jnp
 
@@ -59,7 +59,7 @@ def exchange(operand: Any, output: Any, starts: Any, sizes: Any, places: Any, re
 
 
 def gmm_name() -> str:
-    """Return what the report calls the function with a derivative of its own around MaxText's grouped kernel."""
+    """Return the report's name of the function with a custom derivative around MaxText's grouped kernel."""
     from maxtext.kernels.megablox import ops
 
     lines, first = inspect.getsourcelines(ops.gmm)
@@ -68,14 +68,14 @@ def gmm_name() -> str:
 
 
 def grouped(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Any:
-    """Compute what it does: a matmul of the groups that this device has weights of, from the first row on."""
+    """Return the equivalent matmul: over the groups whose weights are on this device, from the first row on."""
     import jax
 
     return jax.lax.ragged_dot(lhs, rhs, jax.lax.dynamic_slice_in_dim(sizes, offset, rhs.shape[0]))
 
 
 def step(config: Any, mesh: Any, string: str) -> tuple[dict[str, Any], int]:
-    """Return a layer's output, gradients and next state on a mesh, and how many of its matmuls are in 8 bits."""
+    """Return a layer's output, gradients and next state on a mesh, and the number of its matmuls in 8 bits."""
     import jax
     import jax.numpy as jnp
     from flax import linen, nnx

@@ -2,10 +2,10 @@
 
     python validation/maxtext_tests.py CHECKOUT [pytest arguments]
 
-The checkout stays as it is. The shim replaces names alone: what ``maxtext.layers.quantizations`` exports and jaxquant
-has under the same name. It needs Python 3.12 and what MaxText imports: jax, flax, aqtp, qwix, pydantic, omegaconf,
-jinja2, tensorflow-cpu, transformers, pillow, sympy, tokamax, sentencepiece, tiktoken, datasets, grain, pathwaysutils,
-drjax, gcsfs, google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboardX, pytest.
+The checkout is not changed. The shim only replaces names: exports of ``maxtext.layers.quantizations`` that jaxquant has
+under the same name. It needs Python 3.12 and the packages that MaxText imports: jax, flax, aqtp, qwix, pydantic,
+omegaconf, jinja2, tensorflow-cpu, transformers, pillow, sympy, tokamax, sentencepiece, tiktoken, datasets, grain,
+pathwaysutils, drjax, gcsfs, google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboardX, pytest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TESTS = "tests/unit/quantizations_test.py"
 
 
 def read_yamls(checkout: pathlib.Path) -> int:
-    """Read every shipped YAML as MaxText merges it, over its base configs; print those that are refused."""
+    """Read every shipped YAML as MaxText merges it, over its base configs; print the refused ones."""
     import yaml
 
     import jaxquant
@@ -49,7 +49,7 @@ def read_yamls(checkout: pathlib.Path) -> int:
         count += 1
         try:
             jaxquant.QuantConfig.from_any(types.SimpleNamespace(**(everything | own)))
-        except Exception as error:  # the report of a refusal is what this is for
+        except Exception as error:  # refusals are results of this script
             refused += 1
             print(f"refused {path.relative_to(checkout)}: {type(error).__name__}: {error}")
     print(f"{count - refused} of {count} YAMLs are read")
@@ -71,7 +71,7 @@ def main() -> int:
     from absl import flags
 
     flags.FLAGS(sys.argv[:1])
-    # Its conftest skips by chip; the tests run on CPUs too.
+    # MaxText's conftest skips tests by chip; they also run on CPUs.
     options = f"--noconftest -c {os.devnull} --rootdir {checkout} -p no:cacheprovider -q -rA --tb=line".split()
     with shimmed():
         return pytest.main([*options, *others, TESTS]) or refused

@@ -1,17 +1,17 @@
-"""Quantize public models, unedited, train each for some steps and print the tables.
+"""Quantize public models without changes, train each for some steps and print the tables.
 
     python validation/public_models.py [--models lm1b,...] [--out FILE.md] NAME=FOLDER...
 
 NAME=FOLDER are checkouts: flax, nanodo, big_vision, vmoe, vision_transformer, bonsai. A model without its checkout is
-left out. The environment has what the models import: dm-haiku, equinox, einops, ml_collections, clu, absl-py, scipy,
-tensorflow-cpu, pillow, tqdm, qwix; ``hf_bert`` and ``hf_gpt2`` need transformers 4.46.3. Every model runs in its own
-process (``validation/public/run.py``).
+skipped. The environment needs the models' imports: dm-haiku, equinox, einops, ml_collections, clu, absl-py, scipy,
+tensorflow-cpu, pillow, tqdm, qwix; ``hf_bert`` and ``hf_gpt2`` need transformers 4.46.3. Every model runs in a
+subprocess (``validation/public/run.py``).
 
-What a row of the first table says of ``jaxquant.quantize(loss, ...)``: how many matmuls with parameters are quantized,
-which share of the step's FLOPs has operands of 8 bits, and why the other matmuls are not; the loss after the steps
-beside that of the float model, on the same batches; whether every amax history has moved; what ``Coverage.check``
-says; whether converted parameters give the trained bits. The second one is of the model that ``maybe_quantize_model``
-returns, in its framework's own training loop.
+A row of the first table is for ``jaxquant.quantize(loss, ...)``: the number of quantized matmuls with parameters, the
+share of the step's FLOPs with 8-bit operands, and the reasons for the other matmuls; the final loss next to the float
+model's, on the same batches; whether every amax history has changed; the result of ``Coverage.check``; whether
+converted parameters give the same bits. The second table is for the model that ``maybe_quantize_model`` returns, in its
+framework's own training loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 def rows_of(name: str, checkouts: list[str]) -> Iterator[dict[str, Any]]:
-    """Run a model; return its rows as they come, or one that says why there is none."""
+    """Run a model; yield its rows as they arrive, or one row with the reason for a failure."""
     errors: list[str] = []
     command = [sys.executable, "-m", "validation.public.run", name, *checkouts]
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ
@@ -79,7 +79,7 @@ def rows_of(name: str, checkouts: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def write_functions(rows: list[dict[str, Any]]) -> str:
-    """Write the table of ``jaxquant.quantize``."""
+    """Return the table of ``jaxquant.quantize``."""
     lines = [
         "| model | recipe | matmuls quantized | FLOPs | float, and why | loss (float) | state | check() | served |"
     ]
@@ -101,7 +101,7 @@ def write_functions(rows: list[dict[str, Any]]) -> str:
 
 
 def write_faces(rows: list[dict[str, Any]]) -> str:
-    """Write the table of ``maybe_quantize_model``."""
+    """Return the table of ``maybe_quantize_model``."""
     lines = ["| model | recipe | matmuls quantized | FLOPs | float | loss | check() |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
@@ -120,11 +120,11 @@ def write_faces(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Read the arguments; run the models."""
+    """Parse the arguments and run the models."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkouts", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--out", type=pathlib.Path, help="file of the tables")
+    parser.add_argument("--out", type=pathlib.Path, help="file for the tables")
     options = parser.parse_args()
     terminal.accept_all_characters()
     folders = dict(each.split("=", 1) for each in options.checkouts)
@@ -132,7 +132,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in options.models.split(","):
         if missing := [each for each in MODELS[name] if each not in folders]:
-            print(f"{name}: left out, no checkout of {missing[0]}")
+            print(f"{name}: skipped, no checkout of {missing[0]}")
             continue
         for row in rows_of(name, checkouts):
             print(name, row["recipe"], row.get("error", "done"), flush=True)

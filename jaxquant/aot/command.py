@@ -1,126 +1,152 @@
-"""``python -m jaxquant audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a step.
+"""The work of ``jaxquant audit`` and ``jaxquant coverage``.
 
-The chip need not be here. The training step is compiled as configured and with ``quantization=`` laid over it; both are
-printed side by side, and written as JSON and markdown. ``--strings fp8 int8`` does so for several config strings, with
-one compilation of the unquantized step.
+An audit compiles the training step as configured and with ``quantization=`` added, for a chip that need not be in this
+machine. It prints the two side by side, and writes JSON and markdown. Several config strings share one compilation of
+the unquantized step.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.markdown import Markdown
 
 from jaxquant import terminal
 from jaxquant.aot import report
-from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.compile import audit_program
 from jaxquant.aot.memory import largest_batch
-from jaxquant.aot.plugin import add_program
+from jaxquant.aot.plugin import load_program
+from jaxquant.audit.coverage import coverage
+from jaxquant.config.loader import load_yaml, parse_overrides
+from jaxquant.config.quant_config import QuantConfig
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
-NAME = "python -m jaxquant audit"
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=NAME, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
-    parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
-    parser.add_argument(
-        "--topology", default="", help="number of GPUs, as 64, or TPU slice, as 8x8 (default: smallest)"
-    )
-    parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
-    add_program(parser)
-    parser.add_argument(
-        "--largest-batch",
-        type=int,
-        metavar="N",
-        help="find the largest batch_size, a multiple of N, that fits, by compiling a few (default: do not)",
-    )
-    parser.add_argument("--strings", nargs="+", default=[], metavar="S", help="config strings to lay over the file")
-    return parser.parse_intermixed_args(arguments)
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to audit.
+
+    Attributes:
+      config: path of a YAML file.
+      overrides: ``key=value`` words that replace its fields.
+      target: chip.
+      topology: number of GPUs or TPU slice; "" for the smallest.
+      out: folder for JSON and markdown; "" to write no files.
+      step: function that builds the step, as ``MODULE:FUNCTION``.
+    """
+
+    config: str
+    overrides: Sequence[str]
+    target: str
+    topology: str
+    out: str
+    step: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.target}-{self.topology}" if self.topology else self.target
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command.
+def print_coverage(config: str, overrides: Sequence[str], step: str, check: bool, as_json: bool) -> int:
+    """Print the coverage of a training step.
 
     Args:
-      arguments: words after ``audit``.
+      config: path of a YAML file.
+      overrides: ``key=value`` words that replace its fields.
+      step: function that builds the step, as ``MODULE:FUNCTION``.
+      check: whether to check that every layer runs as its recipe defines.
+      as_json: whether to print JSON.
 
     Returns:
-      0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
+      0 on success, 1 if the check finds a difference.
     """
-    options = _parse(arguments)
+    fields = load_yaml(config) | parse_overrides(overrides)
+    known = {field.name for field in dataclasses.fields(QuantConfig)}
+    quantization = QuantConfig.from_any({name: value for name, value in fields.items() if name in known})
+    function, shapes = load_program(step)(config, overrides, jax.devices())
+    found = coverage(function, *shapes, config=quantization)
+    print(found.to_json() if as_json else found)
+    try:
+        if check:
+            found.check()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
-    def run() -> int:
-        if options.largest_batch is not None:
-            return max([_print_largest(*step, options) for step in _steps(options)])
-        return max(_print_audit(found, options) for found in audits(options))  # every one is printed
 
-    return terminal.run(run, also=(ModuleNotFoundError, RuntimeError), interrupted="interrupted")
+def print_audits(request: Request, strings: Sequence[str]) -> int:
+    """Audit a step, or one step for each config string; every report is printed.
 
-
-def audits(options: argparse.Namespace) -> Iterator[report.Audit]:
-    """Audit the steps of a command line, quantized ones beside the unquantized one, which is compiled once.
-
-    Args:
-      options: the parsed command line.
+    Returns:
+      0 on success, 1 if an 8-bit matmul fell back or a step does not fit.
     """
+    return max(_print_audit(audit, request) for audit in _audits(request, strings))
 
-    plain, is_asked, stem = None, False, Path(options.config).stem
-    for name, overrides in _steps(options):
-        found = _compiled(options, overrides, name)
-        if found.outcome.asked and not is_asked:
-            is_asked = True
+
+def print_largest_batches(request: Request, strings: Sequence[str], unit: int) -> int:
+    """Find the largest batch size that fits, a multiple of ``unit``.
+
+    Returns:
+      0 on success, 1 if no batch fits.
+    """
+    return max([_print_largest(*step, request, unit) for step in _steps(request, strings)])
+
+
+def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
+    """Yield the audits of the quantized steps; the unquantized step is compiled once and comes first."""
+    plain, is_compiled, stem = None, False, Path(request.config).stem
+    for name, overrides in _steps(request, strings):
+        audit = _compiled(request, overrides, name)
+        if audit.outcome.asked and not is_compiled:
+            is_compiled = True
             try:
-                plain = _compiled(options, [*options.overrides, *UNQUANTIZED], f"{stem} unquantized")
+                plain = _compiled(request, [*request.overrides, *UNQUANTIZED], f"{stem} unquantized")
             except (ValueError, TypeError, NotImplementedError) as error:
                 print(f"no unquantized step to compare with: {error}", file=sys.stderr)
             else:
                 yield plain
-        found.unquantized = plain if found.outcome.asked else None
-        yield found
+        audit.unquantized = plain if audit.outcome.asked else None
+        yield audit
 
 
-def _steps(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Return the name of each step to compile, and the words to lay over the file."""
-    stem = Path(options.config).stem
-    given = [word.partition("=")[2] for word in options.overrides if word.startswith("quantization=")]
-    steps = [(each, [*options.overrides, f"quantization={each}"]) for each in options.strings]
+def _steps(request: Request, strings: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the name of each step to compile and the words that replace fields of the file."""
+    stem = Path(request.config).stem
+    given = [word.partition("=")[2] for word in request.overrides if word.startswith("quantization=")]
+    steps = [(each, [*request.overrides, f"quantization={each}"]) for each in strings]
     return [
-        (f"{stem} {string}".strip(), words) for string, words in steps or [("".join(given[-1:]), options.overrides)]
+        (f"{stem} {string}".strip(), words) for string, words in steps or [("".join(given[-1:]), [*request.overrides])]
     ]
 
 
-def _compiled(options: argparse.Namespace, overrides: Sequence[str], name: str) -> report.Audit:
-    where = {"target": options.target, "topology": options.topology}
-    return audit_program(options.program, options.config, overrides, name=name, **where)
+def _compiled(request: Request, overrides: Sequence[str], name: str) -> report.Audit:
+    chips = {"target": request.target, "topology": request.topology}
+    return audit_program(request.step, request.config, overrides, name=name, **chips)
 
 
-def _print_largest(name: str, overrides: list[str], options: argparse.Namespace) -> int:
-    unit, slice_ = options.largest_batch, f"-{options.topology}" if options.topology else ""
-    if unit < 1:
-        raise ValueError(f"--largest-batch {unit} must be 1 or more")
-    size, rows = largest_batch(lambda n: _compiled(options, [*overrides, f"batch_size={n}"], name), unit)
+def _print_largest(name: str, overrides: list[str], request: Request, unit: int) -> int:
+    size, rows = largest_batch(lambda n: _compiled(request, [*overrides, f"batch_size={n}"], name), unit)
     told = f"The largest batch_size that fits is {size}." if size else f"batch_size {unit} does not fit."
     sizes = ("arguments", "outputs", "temporaries", "peak", "capacity")
     shown = [row | {key: f"{row[key] / 1e9:,.2f} GB" if key in row else "–" for key in sizes} for row in rows]
-    lines = [f"# {name} on {options.target}{slice_}", "", told, "", *report.table(shown), ""]
-    stem = f"batch-{name.replace(' ', '-')}-{options.target}{slice_}"
-    print_and_write("\n".join(lines), json.dumps(rows, indent=1) + "\n", options.out, stem)
+    lines = [f"# {name} on {request.place}", "", told, "", *report.table(shown), ""]
+    stem = f"batch-{name.replace(' ', '-')}-{request.place}"
+    print_and_write("\n".join(lines), json.dumps(rows, indent=1) + "\n", request.out, stem)
     return 0 if size else 1
 
 
-def _print_audit(found: report.Audit, options: argparse.Namespace) -> int:
-    stem = f"audit-{found.name.replace(' ', '-')}-{options.target}{f'-{options.topology}' if options.topology else ''}"
-    print_and_write(found.to_markdown(), found.to_json(), options.out, stem)
-    return 0 if found.fits and not found.outcome.fell_back else 1
+def _print_audit(audit: report.Audit, request: Request) -> int:
+    stem = f"audit-{audit.name.replace(' ', '-')}-{request.place}"
+    print_and_write(audit.to_markdown(), audit.to_json(), request.out, stem)
+    return 0 if audit.fits and not audit.outcome.fell_back else 1
 
 
 def print_and_write(text: str, data: str, folder: str, stem: str) -> int:

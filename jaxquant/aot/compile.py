@@ -113,12 +113,12 @@ def audit_program(
 def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
     """Run a worker process on a request and an exported step, and return its audit."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered, step = (Path(folder) / name for name in ("request.json", "answer.json", "step"))
-        asked.write_text(json.dumps(request | {"exported": str(step)}))
+        request_path, answer_path, step = (Path(folder) / name for name in ("request.json", "answer.json", "step"))
+        request_path.write_text(json.dumps(request | {"exported": str(step)}))
         step.write_bytes(exported)
-        command = [sys.executable, "-m", "jaxquant.aot.worker", str(asked), str(answered)]
+        command = [sys.executable, "-m", "jaxquant.aot.worker", str(request_path), str(answer_path)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-        answer = json.loads(answered.read_text()) if answered.is_file() else None
+        answer = json.loads(answer_path.read_text()) if answer_path.is_file() else None
     if done.returncode or answer is None:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's own stack trace follows

@@ -105,7 +105,7 @@ _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
 def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Splash attention, which skips masked blocks. The program's text does not contain the mask; causal is assumed."""
+    """Splash attention, which skips masked blocks. The program does not contain the mask; a causal one is assumed."""
     found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", path)
     kind = found[1] if found else "fwd"
     query, key = [array for array in operands if array.dtype in ("bf16", "f32", "f16") and len(array.shape) >= 3][:2]

@@ -41,11 +41,11 @@ class Outcome:
     removed: list[str]
 
 
-NEARLY = 1.01
+TOLERANCE = 1.01
 """Ratio below which two amounts of work count as equal: compilers pad, and a device's share is rounded down."""
 
 
-def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
+def compare(requested: Program, emitted: Program, devices: int = 1) -> Outcome:
     """Compare a traced step with its compiled program.
 
     Matmuls are matched by path, which a compiler may lose. A missing matmul was merged if an 8-bit matmul of the same
@@ -54,12 +54,12 @@ def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
     traced work is of all ``devices``, the compiled work of one.
 
     Args:
-      asked: traced step.
+      requested: traced step.
       emitted: compiled step.
       devices: number of devices of the program.
     """
     wanted: dict[str, list[int]] = {}
-    for matmul in asked.matmuls:
+    for matmul in requested.matmuls:
         if matmul.bits <= 8:
             wanted.setdefault(matmul.path, []).append(matmul.times * matmul.flops // devices)
     wide = [matmul for matmul in emitted.matmuls if matmul.bits > 8]
@@ -70,12 +70,12 @@ def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
         if matmul.bits <= 8:
             made[matmul.path] += matmul.times * matmul.flops
     spare = {path: work - sum(wanted.get(path, ())) for path, work in made.items()}
-    unexplained = _unexplained(asked, [matmul for matmul in wide if matmul.path not in wanted], devices)
+    unexplained = _unexplained(requested, [matmul for matmul in wide if matmul.path not in wanted], devices)
     merged, removed = [], []
     for path, works in wanted.items():
-        for work in [] if path in lost else _gone(works, made.get(path, 0)):
-            host = next((p for p in spare if layer(p)[1] == layer(path)[1] and spare[p] * NEARLY >= work), None)
-            wider = next((each for each in unexplained if each[1] * NEARLY >= work), None)
+        for work in [] if path in lost else _missing_works(works, made.get(path, 0)):
+            host = next((p for p in spare if layer(p)[1] == layer(path)[1] and spare[p] * TOLERANCE >= work), None)
+            wider = next((each for each in unexplained if each[1] * TOLERANCE >= work), None)
             if host is not None:
                 spare[host] -= work
                 merged.append(f"{path} → {layer(host)[0]}")
@@ -87,25 +87,25 @@ def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
     return Outcome({path: len(works) for path, works in wanted.items()}, fell_back, merged, removed)
 
 
-def _gone(works: list[int], made: int) -> list[int]:
+def _missing_works(works: list[int], made: int) -> list[int]:
     """Return the works of a path's matmuls that are missing in the compiled work of the path, largest first."""
     missing, gone = sum(works) - made, []
     for work in sorted(works, reverse=True):
-        if work <= missing * NEARLY:
+        if work <= missing * TOLERANCE:
             missing -= work
             gone.append(work)
     return gone or ([missing] if missing > 0 else [])
 
 
-def _unexplained(asked: Program, wide: list[Matmul], devices: int) -> list[list[Any]]:
+def _unexplained(requested: Program, wide: list[Matmul], devices: int) -> list[list[Any]]:
     """Return (matmul, work) for each wide matmul that no traced wide matmul explains, by path or by work."""
-    traced = [matmul for matmul in asked.matmuls if matmul.bits > 8]
+    traced = [matmul for matmul in requested.matmuls if matmul.bits > 8]
     known, kept = {matmul.path for matmul in traced}, {matmul.path for matmul in wide}
     works = [matmul.times * matmul.flops // devices for matmul in traced if matmul.path not in kept]
     found = []
     for matmul in (each for each in wide if each.path not in known):
         work = matmul.times * matmul.flops
-        same = next((each for each in works if each <= work * NEARLY and work <= each * NEARLY), None)
+        same = next((each for each in works if each <= work * TOLERANCE and work <= each * TOLERANCE), None)
         if same is None:
             found.append([matmul, work])
         else:

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
-
-PROGRAM = "jaxquant.training.audit:program"
-"""Program of ``jaxquant.training``, by name: this package must not import it."""
-
-
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the function that builds a step."""
-    parser.add_argument(
-        "--program",
-        default=PROGRAM,
-        metavar="MODULE:FUNCTION",
-        help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
-    )
 
 
 def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
@@ -32,6 +20,8 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
       ValueError: the module does not have the function.
     """
     module, _, function = program.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # an installed command does not look in the current folder
     build = getattr(importlib.import_module(module), function, None)
     if build is None:
         raise ValueError(

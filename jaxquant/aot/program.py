@@ -18,7 +18,7 @@ from jaxquant.aot.kernels import Kernel
 from jaxquant.aot.links import members
 
 BIG = 1e6
-"""Bytes above which a fusion or copy counts as big."""
+"""Number of bytes above which a fusion or copy counts as big."""
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -205,9 +205,9 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         if instruction.opcode in _PREFETCHES:
             program.prefetched += times * _prefetched(computation, instruction)
             continue
-        opened = list(_opened(module, computation, instruction, path))
-        matmuls = [_matmul(*each, times) for each in opened if _is_matmul(*each[1:])]
-        sent = [each for each in opened if _kind(each[1]) in COLLECTIVES]
+        unfused = list(_with_fused(module, computation, instruction, path))
+        matmuls = [_matmul(*each, times) for each in unfused if _is_matmul(*each[1:])]
+        sent = [each for each in unfused if _kind(each[1]) in COLLECTIVES]
         collectives = [_collective(*each, times, is_fused=each[1] is not instruction) for each in sent]
         program.collectives += collectives
         target = instruction.target
@@ -239,7 +239,7 @@ def _join(prefix: str | None, name: str) -> str:
     return "/".join(filter(None, (prefix, name)))
 
 
-def _opened(
+def _with_fused(
     module: Module, computation: Computation, instruction: Instruction, path: str
 ) -> Iterator[tuple[Computation, Instruction, str]]:
     """Yield an instruction with its computation and path, and for a fusion also all instructions in it."""
@@ -247,7 +247,7 @@ def _opened(
     for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
         for each in inner.values():
-            yield from _opened(module, inner, each, each.op_name or path)
+            yield from _with_fused(module, inner, each, each.op_name or path)
 
 
 def _is_matmul(instruction: Instruction, path: str) -> bool:

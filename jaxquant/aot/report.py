@@ -131,18 +131,18 @@ def _matmul_rows(program: Program) -> list[Row]:
     return rows
 
 
-def _added_up(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
+def _totals(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
     """Return (key, times, total size) for each key of runs (key, times, size of one)."""
     times, sizes = collections.Counter[Any](), collections.Counter[Any]()
-    for what, n, size in runs:
-        times[what] += n
-        sizes[what] += n * size
-    return ((what, times[what], sizes[what]) for what in times)
+    for key, n, size in runs:
+        times[key] += n
+        sizes[key] += n * size
+    return ((key, times[key], sizes[key]) for key in times)
 
 
 def _kernel_rows(program: Program) -> list[Row]:
     """Return a row for each kind of custom call that multiplies, with totals."""
-    found = _added_up((each.name, each.times, each.flops) for each in program.kernels)
+    found = _totals((each.name, each.times, each.flops) for each in program.kernels)
     return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, n, flops in found]
 
 
@@ -165,7 +165,7 @@ def memory_rows(audit: Audit) -> list[Row]:
 
 def _collective_rows(program: Program) -> list[Row]:
     """Return a row for each kind and dtype of collectives, with totals."""
-    found = _added_up(((each.kind, each.dtype), each.times, each.bytes) for each in program.collectives)
+    found = _totals(((each.kind, each.dtype), each.times, each.bytes) for each in program.collectives)
     rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), n, size in found)
     return sorted(rows, key=lambda row: -row["bytes"])
 
@@ -250,16 +250,16 @@ def verdict(audit: Audit) -> str:
     """Return a sentence on whether the requested 8-bit matmuls run in 8 bits."""
     if audit.refusal:
         return f"The compiler for {audit.target} refuses this step: {audit.refusal}"
-    asked = sum(audit.outcome.asked.values())
-    if not asked:
+    total = sum(audit.outcome.asked.values())
+    if not total:
         return "No matmul was requested in 8 bits."
     if audit.outcome.fell_back:
         return (
-            f"FELL BACK: {len(audit.outcome.fell_back)} of {asked} matmuls requested in 8 bits do not run in 8 bits: "
+            f"FELL BACK: {len(audit.outcome.fell_back)} of {total} matmuls requested in 8 bits do not run in 8 bits: "
             + "; ".join(audit.outcome.fell_back)
         )
     removed, merged = len(audit.outcome.removed), len(audit.outcome.merged)
-    share = f"{asked - removed} of {asked}" if removed else f"All {asked}"
+    share = f"{total - removed} of {total}" if removed else f"All {total}"
     ends = [f"{merged} inside another"] if merged else []
     ends += [f"{removed} unused and removed"] if removed else []
     return f"{share} matmuls requested in 8 bits run in 8 bits{': ' if ends else ''}{', '.join(ends)}."

@@ -115,7 +115,7 @@ def _assume_cudnn(chip: Chip) -> None:
     These functions query the first local device and the loaded library. Only this process compiles for the chip.
     """
     try:
-        asks = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     except ModuleNotFoundError:
         return
     capability = f"{chip.gpu[3]}.0" if chip.gpu else ""
@@ -124,5 +124,5 @@ def _assume_cudnn(chip: Chip) -> None:
         ("check_compute_capability", lambda wanted: float(capability) >= float(wanted)),
         ("is_cuda_compute_capability_equal", lambda wanted: capability == str(wanted)),
     ):
-        if hasattr(asks, name):
-            setattr(asks, name, answer)
+        if hasattr(module, name):
+            setattr(module, name, answer)

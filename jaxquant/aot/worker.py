@@ -52,33 +52,33 @@ def main(request_path: str, answer_path: str) -> int:
 
 def _answer(request: dict[str, Any]) -> report.Audit:
     target = chip(request["target"])
-    given = devices(target, request["topology"])
+    absent = devices(target, request["topology"])
     if "program" in request:
-        step, shapes = load_program(request["program"])(request["config"], request["overrides"], given)
+        step, shapes = load_program(request["program"])(request["config"], request["overrides"], absent)
         request["parts"] = part_names(step, shapes)
     else:
-        step, shapes, given = _exported(request, given)
-    return compile_step(step, shapes, target, len(given), request)
+        step, shapes, absent = _exported(request, absent)
+    return compile_step(step, shapes, target, len(absent), request)
 
 
-def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
+def _exported(request: dict[str, Any], absent: list[Any]) -> tuple[Any, Any, list[Any]]:
     """Return an exported function and its shapes on absent devices. Its inputs are one flat tuple."""
     exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
     count = exported.nr_devices
-    if count > len(given):
+    if count > len(absent):
         raise ValueError(
             f"the step needs {count} devices, but topology {request['topology']!r} of {request['target']} has "
-            f"{len(given)}; use a larger topology"
+            f"{len(absent)}; use a larger topology"
         )
     names, sizes, kinds = zip(*(request["mesh"] or [("devices", count, "Auto")]), strict=True)
-    mesh = Mesh(np.array(given[:count]).reshape(sizes), names, axis_types=tuple(AxisType[kind] for kind in kinds))
+    mesh = Mesh(np.array(absent[:count]).reshape(sizes), names, axis_types=tuple(AxisType[kind] for kind in kinds))
     shardings = exported.in_shardings_jax(mesh)
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or replicated)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    return jax.jit(exported.call, donate_argnums=tuple(request["donated"])), shapes, given[:count]
+    return jax.jit(exported.call, donate_argnums=tuple(request["donated"])), shapes, absent[:count]
 
 
 def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict[str, Any]) -> report.Audit:
@@ -98,8 +98,8 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     began = time.perf_counter()
     with on_device_of(shapes), collect_choices() as choices:
         lowered = step.lower(*shapes)
-    asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
-    made, memory, figures, refusal = asked, {}, {}, ""
+    requested = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
+    made, memory, figures, refusal = requested, {}, {}, ""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -120,7 +120,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         fits=not refusal and memory["peak"] <= memory["capacity"],
         refusal=refusal,
         memory=memory,
-        outcome=compare(asked, made, 1 if refusal else count),
+        outcome=compare(requested, made, 1 if refusal else count),
         compile_seconds=round(time.perf_counter() - began, 1),
         choices=request.get("choices", choices),
         parts=parts(request["parts"], shapes, count) if "parts" in request else [],

@@ -1,1 +1,1 @@
-"""Inspect what a function runs: coverage of its matmuls, health of its layers, bytes that it saves."""
+"""Audits of a function: coverage of its matmuls, health of its layers, bytes saved for the backward pass."""

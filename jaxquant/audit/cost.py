@@ -1,4 +1,4 @@
-"""Costs of a function other than time: the bytes that it saves for the backward pass."""
+"""Memory cost of a function: the bytes that it saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxquant.state import frozen
 
 
 def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Count the bytes that a function's forward pass keeps for its backward pass, by dtype name.
+    """Return the number of bytes that the forward pass saves for the backward pass, by dtype name.
 
-    Arguments that are kept as they are (parameters, inputs, quant state) are not counted: they are alive anyway. Nor
-    are constants, such as quant state that the function closes over.
+    Arguments that are saved unchanged (parameters, inputs, quant state) are not counted, because they stay alive
+    anyway. Constants, such as quant state that the function closes over, are not counted either.
 
     Args:
-      function: differentiable in all its arguments; gradients are taken with respect to every one.
+      function: function that is differentiable in all its arguments; the gradient is taken with respect to all of them.
       args: trees of arrays or ``jax.ShapeDtypeStruct``.
     """
 

@@ -1,4 +1,4 @@
-"""coverage: every contraction that a function runs, with the dtypes that it really has, and why the float ones are."""
+"""Coverage: every contraction that a function runs, with its actual dtypes and the reason for float."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from jaxquant.trace.report import Row as LayerRow
 
 
 def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = None, **kwargs: Any) -> Coverage:
-    """List every contraction that a function runs, forward and backward, without running it.
+    """Return every contraction that a function runs, forward and backward, without running it.
 
-    The function is traced and all that it calls is looked into: jitted functions, scans, branches, rematerialized
-    blocks, shards, Pallas kernels. What is listed is what the program asks for, without what no output and no side
-    effect needs; a compiler may still fall back to another dtype. What a function changes in its arguments, an NNX
-    model or a dictionary, counts among its outputs.
+    The function is traced, including all that it calls: jitted functions, scans, branches, rematerialized blocks,
+    shards, Pallas kernels. The rows describe the traced program, without operations that no output and no side effect
+    needs; a compiler may still use another dtype. Arguments that the function changes, such as an NNX model or a
+    dictionary, count as outputs.
 
     Args:
-      fn: any function of arrays, such as a training step; jitted or not, quantized by whatever library. NNX models
-        and optimizers are arguments of it, or it is a model itself.
-      args, kwargs: its arguments, arrays or ``jax.ShapeDtypeStruct``.
-      config: anything that ``QuantConfig.from_any`` takes, for reasons and for ``Coverage.check`` of a function that
-        another library quantized, or to compare a quantized model with another config. Without it each layer that
-        jaxquant quantized is compared with what was decided when it was traced, and ``check`` refuses a function that
-        has only float matmuls.
+      fn: any function of arrays, such as a training step; jitted or not, quantized by any library. NNX models and
+        optimizers are arguments of it, or it is itself an NNX model.
+      args, kwargs: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
+      config: any value that ``QuantConfig.from_any`` accepts, to get reasons and ``Coverage.check`` for a function that
+        another library quantized, or to compare a quantized model with another config. Without a config, each layer
+        that jaxquant quantized is compared with its decision at trace time, and ``check`` raises if all matmuls are
+        float.
 
     Raises:
-      TypeError: fn cannot be called, or is a Linen model that is not bound.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      TypeError: fn is not callable, or is a Linen model that is not bound.
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     if not callable(fn) or (isinstance(fn, nn.Module) and fn.scope is None):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; pass model.apply")
@@ -55,10 +55,10 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
 
 
 def of_trace(traced: Any) -> Coverage:
-    """List the contractions of a function that is traced already, and may be float; otherwise as ``coverage``.
+    """Return the contractions of a traced function, which may be float; otherwise like ``coverage``.
 
     Args:
-      traced: ``jax.jit(fn).trace(*args)``.
+      traced: result of ``jax.jit(fn).trace(*args)``.
     """
     return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), None, may_be_float=True)
 
@@ -79,7 +79,7 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: boo
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
-    """Collect what is multiplied with the parameters of each layer in the forward pass."""
+    """Collect the forward contractions with the parameters of each layer."""
     sites: dict[str, list[Site]] = {}
     for each in dict.fromkeys(each.forward for each in labeled):
         if each is not None and each.site is not None and each.site.side is not None:
@@ -88,18 +88,18 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 
 
 def _nothing_seen(rows: Sequence[Row], decide: _Decider, may_be_float: bool) -> Iterator[str]:
-    """Yield a fault if no contraction is quantized, though the config or the caller wants one."""
+    """Yield a fault if no contraction is quantized although the config or the caller requires one."""
     if any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
         return
     if decide.resolver is not None:
-        what = "none of them is of a layer to quantize" if rows else "it has no matmul"
+        what = "no matmul belongs to a layer to quantize" if rows else "it has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
     elif rows and not may_be_float:
-        yield "no matmul of this function is quantized; give the quantized one"
+        yield "no matmul of this function is quantized; pass the quantized function"
 
 
 _Layers = dict[str, list[LabeledContraction]]
-"""The contractions of every layer to quantize, forward and backward, by its path."""
+"""Contractions of every layer to quantize, forward and backward, by its path."""
 
 
 def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
@@ -113,10 +113,10 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 
 
 def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
-    """Return the gradients in dtypes that a layer wants, if no scope and no operand shows their layer.
+    """Return the gradients with dtypes that a layer needs, if no scope and no operand identifies their layer.
 
-    A rematerialized op of another library, or of the user, has such gradients: its activations are computed again. The
-    scopes of jaxquant's own layers name theirs.
+    A rematerialized op of another library or of the user has such gradients, because its activations are recomputed.
+    The scopes of jaxquant's own layers contain the layer's name.
     """
     foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
     pairs = [found.wanted[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]
@@ -127,12 +127,12 @@ def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _De
 def _missing(
     layers: _Layers, labeled: Sequence[LabeledContraction], unnamed: int, observed: Set[Value]
 ) -> Iterator[str]:
-    """List the backward matmuls of layers to quantize that are not there, for models that are differentiated.
+    """Yield the missing backward matmuls of layers to quantize, for models that are differentiated.
 
     Args:
-      layers, labeled: contractions of the layers to quantize, and all.
+      layers, labeled: contractions of the layers to quantize, and all contractions.
       unnamed: number of gradients without a layer; each may be one that a layer lacks.
-      observed: what uses of quant state observed, which makes no operand depend on another layer.
+      observed: observations of quant state, through which operands do not count as dependent on another layer.
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -149,14 +149,14 @@ def _missing(
 
 
 def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
-    """Return the gradients that a layer needs: also that of its input, if the input is computed from ``results``."""
+    """Return the gradients that a layer needs; the input gradient only if the input is computed from ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     made_of = ancestors((each.operands[0][0] for each in forward), observed.__contains__)
     is_wanted = not results.isdisjoint(made_of)
     return ("dlhs", "drhs") if is_wanted else ("drhs",)
 
 
-# -- what a config makes of a contraction ------------------------------------------------------------------------------
+# -- decisions about contractions -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Decision:
 
 @dataclasses.dataclass(frozen=True)
 class _Decider:
-    """Decides what a contraction should be: by the rules of a config, or without one as it was decided in the trace."""
+    """Function that returns the decision for a contraction: from the rules of a config, or else from its trace."""
 
     resolver: Resolver | None
     has_config: bool
@@ -177,9 +177,9 @@ class _Decider:
     backend: Backend
 
     def report(self, each: LabeledContraction) -> LayerRow | None:
-        """Return what was decided about a contraction when it was traced; None if nothing was, or with a config."""
+        """Return the decision from the trace of a contraction, or None if there is none or a config is given."""
         site, dtypes = (each.forward or each).site, (each.forward or each).dtypes
-        is_no_layer = site is not None and site.side is None and not dtypes.is_low  # as a product of parameters
+        is_no_layer = site is not None and site.side is None and not dtypes.is_low  # e.g. a product of parameters
         return None if self.has_config or is_no_layer else each.layers.get(each.path)
 
     def __call__(self, each: LabeledContraction) -> _Decision | None:
@@ -198,14 +198,15 @@ class _Decider:
         if recipe is not None and decision.rule is None:
             excluded = self.floats.get(each.path, "")
             if not excluded and not forward.dtypes.rhs.is_quantized:
-                # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
+                # It may have been quantized in a smaller trace than the whole step, in which it counted as a normal
+                # layer.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)
         wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
         return _Decision(wanted, _reason(recipe and recipe.name, reason))
 
     def _exclusion(self, forward: LabeledContraction, recipe: Recipe) -> str:
-        """Return why a layer stays in float for what it is, "" where it does not."""
+        """Return the structural reason for which a layer stays in float, or ""."""
         if any(value.dtype.startswith("complex") for value, _ in forward.operands):
             return NOT_FLOAT
         sites = self.sites[forward.path]
@@ -218,7 +219,7 @@ def _reason(recipe: str | None, reason: str) -> str:
 
 
 def _is_layer(forward: LabeledContraction) -> bool:
-    """Whether rules decide over a forward contraction: floats, contracted with what parameters are made of."""
+    """Whether rules apply to a forward contraction: its operands are float, and one is computed from parameters."""
     if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
@@ -229,7 +230,7 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row
     (lhs, left), (rhs, right) = each.operands
     wanted, reason, fault = _judge(each, decide, is_unnamed=is_unnamed)
     if fault:
-        reason = fault = f"{fault} and {left.dtype} × {right.dtype} is there"
+        reason = fault = f"{fault}, but {left.dtype} × {right.dtype} was found"
     return Row(
         path=each.path,
         matmul=each.matmul,
@@ -252,35 +253,35 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row
 
 
 def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> tuple[tuple[str, ...], str, str]:
-    """Return the operand dtypes that are wanted, the reason for those that are there, and a fault, "" for none."""
+    """Return the expected operand dtypes, the reason for the actual ones, and a fault or ""."""
     dtypes, decision = each.dtypes, decide(each)
     widened, why = _widened(each, dtypes)
     if decision is not None:
         choices = [decision.wanted[name] for name in (("dlhs", "drhs") if each.matmul == "bwd" else (each.matmul,))]
         wanted, found = choices[0], dtypes.elements or widened
         is_right = any(_fits(found, choice) for choice in choices)
-        fault = "" if is_right else f"{' × '.join(wanted) or 'float'} is wanted ({decision.reason})"
+        fault = "" if is_right else f"{' × '.join(wanted) or 'float'} is expected ({decision.reason})"
         if not dtypes.is_low and not wanted and any(decision.wanted.values()):
-            return wanted, f"{each.matmul} stays float in {decision.reason}", fault
+            return wanted, f"{each.matmul} stays in float for {decision.reason}", fault
         return wanted, why or decision.reason, fault
     if not dtypes.is_low:
         return (), why or _float_reason(each, decide), ""
     if not decide.has_config:
         return (), "", ""
-    return (), "no layer that the config knows", "" if is_unnamed else "float is wanted (no linear layer of the model)"
+    return (), "not a layer of the config", "" if is_unnamed else "float is expected (not a linear layer of the model)"
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether operands have the dtypes that are wanted; a wider integer holds the values of a narrower one."""
+    """Whether operands have the expected dtypes; a wider integer holds the values of a narrower one."""
     if not wanted or not found:
         return not wanted and not found
     return all(map(_holds, found, wanted))
 
 
 def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str, ...], str]:
-    """Return what both operands hold in a wider type where there is no matmul of it, and why; () and "" for others.
+    """Return the original dtypes and the reason if both operands are held in a wider type, else () and "".
 
-    Convolutions have operands of one type (``ops.conv``), and tiles are dequantized (``ops.contract``).
+    Convolutions need operands of one type (``ops.conv``), and tiles are dequantized (``ops.contract``).
     """
     left, right = dtypes.lhs.rounded_to, dtypes.rhs.rounded_to
     if not left or not right:
@@ -288,10 +289,10 @@ def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str,
     held = " and ".join(sorted({left, right}))
     if each.contraction.operation == "conv_general_dilated":
         is_wide = {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right
-        why = f"a convolution multiplies {held} as bfloat16: its operands have one type"
+        why = f"a convolution multiplies {held} as bfloat16, because its operands must have one type"
     else:
         is_wide = any(origin.is_emulated for origin in each.origins)
-        why = f"tiles of {held} are dequantized: no matmul has their scales"
+        why = f"tiles of {held} are dequantized, because no matmul supports their scales"
     return ((left, right), why) if is_wide else ((), "")
 
 
@@ -304,11 +305,11 @@ def _holds(found: str, wanted: str) -> bool:
 
 def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
     if each.matmul == "update":
-        return "computed from gradients: of the optimizer"
+        return "computed from gradients, in the optimizer"
     forward = each.forward or each
     site = forward.site
     if site is not None and any(name.rpartition("/")[2] == "embedding" for name in site.names):
-        return "embeddings stay float"
+        return "embeddings stay in float"
     if site is not None and site.side is None and site.reason:
         return site.reason
     if site is None and not forward.given:

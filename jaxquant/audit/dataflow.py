@@ -1,8 +1,8 @@
-"""A traced function as one graph of values, with every function, loop and branch in it opened.
+"""Graph of values of a traced function, in which every nested function, loop and branch is opened.
 
-Where an operand of a matmul comes from (a parameter, a division by a scale, a reduction) crosses the borders of jitted
-functions, scans and rematerialized blocks. Here each variable of each of them becomes a ``Value`` that knows the values
-that it was computed from, and each contraction becomes a ``Contraction`` that knows its place.
+An operand of a matmul may come from values (a parameter, a division by a scale, a reduction) outside its jitted
+function, scan or rematerialized block. In the graph, each variable of each jaxpr becomes a ``Value`` that refers to the
+values it was computed from, and each contraction becomes a ``Contraction`` with its place.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from jaxquant.trace.registry import CUSTOM
 from jaxquant.trace.report import Decided
 
 _CALLS = JITS | REMATS | CUSTOM | {"composite"}
-"""Primitives whose one inner program takes their operands and gives their results, in order."""
+"""Primitives with one inner program whose operands and results are those of the primitive, in order."""
 
 _HIDDEN = tuple(os.path.dirname(folder) + os.sep for folder in (jax.__file__, os.path.dirname(__file__)))
-"""Folders whose code asks for nothing on its own."""
+"""Folders whose frames are skipped in tracebacks."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """One array of the program.
+    """Array of the program.
 
     Attributes:
-      operation: name of the primitive that made it; "argument" and "constant" have none, and a loop adds its own:
-        "scan_slice" (one step's part of an input), "scan_carry" (made from the first value and the last step's),
-        "scan_stack" (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
-      inputs: what it was computed from.
-      shape, dtype: dtype by name.
-      position: which of the primitive's results it is, or which argument.
-      name: of an argument, its path in the arguments' tree.
-      params: of the primitive.
-      conditions: what decides over it, a branch's index or a loop's test, and the contractions inside of what made it
-        where how they do is not known. No operand comes from these, so they are no ``inputs``.
+      operation: name of the primitive that computed it, or "argument" or "constant". Loops add "scan_slice" (one step's
+        part of an input), "scan_carry" (computed from the initial value and the last step's value) and "scan_stack"
+        (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
+      inputs: values that it was computed from.
+      shape, dtype: shape, and dtype name.
+      position: index among the results of the primitive, or among the arguments.
+      name: path in the arguments' tree, for an argument.
+      params: params of the primitive.
+      conditions: values that select it (branch index, loop test), and contractions inside the primitive that computed
+        it if the dependence on them is unknown. They are not ``inputs``, because no operand comes from them.
     """
 
     operation: str
@@ -64,16 +64,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a program occurs.
+    """Place of a program.
 
     Attributes:
-      scopes: parts of the name scopes from the outside in.
+      scopes: parts of the name scopes, outermost first.
       is_backward: whether it is part of a backward pass.
-      times: how often one call of the function runs it, over all shards of a ``shard_map`` and programs of a kernel;
-        the body of a ``while`` counts once and so does every branch of a ``cond``.
-      context: index of the equation at each level of nesting, as ``trace.analysis`` counts.
-      kernel: the primitive of the kernel that it is in, or "".
-      decided: decisions about the layers of the quantized model that it is part of, or None.
+      times: number of executions in one call of the function, over all shards of a ``shard_map`` and programs of a
+        kernel; the body of a ``while`` and every branch of a ``cond`` count once.
+      context: index of the equation at each level of nesting, as in ``trace.analysis``.
+      kernel: primitive of the enclosing kernel, or "".
+      decided: decisions about the layers of the enclosing quantized model, or None.
     """
 
     scopes: tuple[str, ...] = ()
@@ -104,17 +104,17 @@ class Place:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Contraction:
-    """One matmul or convolution of the program.
+    """Matmul or convolution of the program.
 
     Attributes:
-      operation: primitive, one of ``CONTRACTIONS``, or "pallas_call" for one inside a kernel.
-      lhs, rhs, out: operands and result; inside a kernel these are of one block.
-      place: where it occurs.
-      flops: multiplications and additions of one time.
+      operation: primitive, one of ``CONTRACTIONS``, or "pallas_call" inside a kernel.
+      lhs, rhs, out: operands and result; blocks of them inside a kernel.
+      place: place in the program.
+      flops: multiplications and additions of one execution.
       is_outer: whether it contracts no axis.
-      source: file, line and function that asked for it.
-      is_read: whether an output or a side effect needs it. A function that returns gradients alone may want no result
-        of a forward matmul.
+      source: file, line and function that called it.
+      is_read: whether an output or a side effect needs it. A function that returns only gradients may not need the
+        result of a forward matmul.
     """
 
     operation: str
@@ -131,15 +131,15 @@ class Contraction:
 def ancestors(
     values: Iterable[Value], stop: Callable[[Value], bool] = lambda _: False, *, with_conditions: bool = False
 ) -> dict[Value, None]:
-    """Collect values and all that they were computed from.
+    """Return values and all values that they were computed from.
 
     Args:
-      values: where to start.
-      stop: whether to look no further than a value.
-      with_conditions: whether what decides over a value counts, too.
+      values: start of the search.
+      stop: predicate; the search does not continue past a value for which it is true.
+      with_conditions: whether to follow ``conditions``, too.
 
     Returns:
-      The values that were reached, those given included, in the order of the search.
+      All values that were reached, including the start, in the order of the search.
     """
     visited: dict[Value, None] = {}
     queue = list(values)
@@ -154,33 +154,33 @@ def ancestors(
 
 
 def _value(operation: str, inputs: tuple[Value, ...], aval: Any, position: int = 0, params: Any = None) -> Value:
-    # Tokens and references have no shape or dtype of their own.
+    # Tokens and references have no shape or dtype.
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", "")
     return Value(operation, inputs, tuple(shape), str(dtype), position, params=params or {})
 
 
 def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    """Make of each value what an operation makes of it alone."""
+    """Return the results of an operation that maps each value separately."""
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
 class Graph:
-    """A program as values: run on ``Value`` in place of arrays.
+    """Program as a graph of ``Value`` objects.
 
     Args:
-      closed: a ``ClosedJaxpr``.
-      names: a path for every input of it.
+      closed: ``ClosedJaxpr`` of the program.
+      names: path of each input.
 
     Attributes:
-      contractions: in the order of the program.
-      inputs, outputs: its arguments and results.
-      observed: what uses of quant state observed, the results of ``core.delayed.observe``.
+      contractions: contractions in the order of the program.
+      inputs, outputs: arguments and results of the program.
+      observed: new observations of quant state, the results of ``core.delayed.observe``.
     """
 
     def __init__(self, closed: Any, names: Sequence[tuple[str, ...]]) -> None:
         self.contractions: list[Contraction] = []
         self.observed: set[Value] = set()
-        self._read_by_effects: list[Value] = []  # what equations with side effects read and make
+        self._read_by_effects: list[Value] = []  # inputs and outputs of equations with side effects
         self.inputs = [_value("argument", (), var.aval, i) for i, var in enumerate(closed.jaxpr.invars)]
         for value, name in zip(self.inputs, names, strict=True):
             value.name = name
@@ -228,9 +228,9 @@ class Graph:
         return outs
 
     def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
-        """Note the contractions of programs of which is not known where their operands come from, as in a kernel.
+        """Record the contractions of nested programs whose operands have unknown origins, as in a kernel.
 
-        They are needed where the results are. What a kernel multiplies, it multiplies block by block.
+        They are needed if the results are needed. A kernel multiplies block by block.
         """
         if eqn.primitive.name == "pallas_call":
             place = place.repeated(_programs_of(eqn), "pallas_call")
@@ -238,7 +238,7 @@ class Graph:
         for program in inner:
             avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
             self._run(program, [_value("unknown", (), aval) for aval in avals], place)
-        del self._read_by_effects[effects:]  # those of the equation itself tell
+        del self._read_by_effects[effects:]  # the effects of the equation itself decide
         for out in outs:
             out.conditions = tuple(each.out for each in self.contractions[count:])
 
@@ -262,7 +262,7 @@ class Graph:
         return self._close(carried, results, eqn.outvars)
 
     def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
-        """Tie a loop's carry to what its last step made of it, and return the loop's results."""
+        """Connect a loop's carry with the results of its last step, and return the loop's results."""
         for value, result in zip(carried, results, strict=False):
             value.inputs = (*value.inputs, result)
         count = len(carried)
@@ -292,9 +292,10 @@ class Graph:
 
 
 def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """Return the branches of a cond that may run, each with its number: of one a platform, that of this process.
+    """Return the branches of a cond that may run, each with its number; of platform branches, only this process's.
 
-    A kernel of ours stands for its reference, the branch of all other platforms: the same matmul of whole operands.
+    For jaxquant's own kernels this is the reference, the branch of all other platforms: the same matmul of whole
+    operands.
     """
     platforms = params.get("branches_platforms")
     if platforms is None:
@@ -316,7 +317,7 @@ def _has_own_kernel(jaxpr: Any) -> bool:
 
 
 def _asked_at(eqn: Any) -> str:
-    """Return the file, line and function that asked for an equation, outside of jax and of this package."""
+    """Return the file, line and function that called an operation, outside of jax and of this package."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith(_HIDDEN):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({frame.function_name})"

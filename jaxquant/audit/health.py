@@ -1,4 +1,4 @@
-"""Health: what quantization does to the input, kernel and output gradient of every linear layer.
+"""Health: the effect of quantization on the input, kernel and output gradient of every linear layer.
 
 Data flow of one call of a health monitor:
 
@@ -6,10 +6,10 @@ Data flow of one call of a health monitor:
     layer's output ── tap (the identity) ──► loss                       │
     its gradient ── quantized by the layer's recipe ──► record ─────────┴──► cotangent of the layer's probe
 
-A probe is a zero vector beside the quant state of a layer, with the axes that state has: the scans that slice the
-weight, and its batch axes. The engine evaluates the traced program with the taps in it, float layers too. The tensors
-are those of the running model, and their statistics come from ``core.quantize`` with the recipe's numbers and, for
-delayed scaling, with the scale that the quant state gives in this step.
+A probe is a zero vector next to the quant state of a layer. Its leading axes are those of the state: the scans that
+slice the weight, and the batch axes of the weight. The engine evaluates the traced program with the taps, for float
+layers too. The tensors are those of the running model. Their statistics come from ``core.quantize`` with the parameters
+of the recipe and, for delayed scaling, with this step's scale from the quant state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxquant.core.quant_state import HEALTH, HISTORY, PROBE, SCALE, TENSORS, La
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
-from jaxquant.inject.faces import quantized_with
+from jaxquant.inject.faces import face_of
 from jaxquant.inject.linen import Face
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import align
@@ -53,21 +53,21 @@ from jaxquant.trace.rewrite import Rewriter
 
 Array = jax.Array
 _READ = (SCALE, HISTORY)
-"""The quant state of a tensor from which its scale is computed."""
+"""Fields of a tensor's quant state that determine its scale."""
 _FORMATS = {"sqnr": "{:.1f}"} | dict.fromkeys(("saturated", "flushed", "nonfinite"), "{:.2%}")
-"""How a statistic is printed, where it is not ``{:.4g}``."""
+"""Formats of printed statistics; the others have ``{:.4g}``."""
 _FLOAT = Recipe("float", fwd=MatmulSpec())
-"""The recipe of a float layer, for the length of a call."""
+"""Recipe of float layers during a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthRow:
-    """One linear layer, or one of those that a scan or a batch axis stacks.
+    """One linear layer, or one of the layers that a scan or a batch axis stacks.
 
     Attributes:
       path: "/"-joined path of the layer.
-      index: position along the stacked axes, () where there are none.
-      dtypes: element type by tensor (``input``, ``kernel``, ``output_grad``), None for one that stays float.
+      index: position along the stacked axes, or ().
+      dtypes: element type by tensor (``input``, ``kernel``, ``output_grad``), None for a tensor that stays in float.
     """
 
     path: str
@@ -122,20 +122,21 @@ jax.tree_util.register_pytree_node(
 
 
 class Monitor:
-    """Measure amax, scale, saturation, flushing and SQNR of every linear layer's tensors.
+    """Monitor that measures amax, scale, saturation, flushing and SQNR of every linear layer's tensors.
 
     A monitor runs a loss forward and backward once, without gradients of the parameters, and returns {statistic:
-    float32 [rows, 3]}, which prints as a table; columns are ``input``, ``kernel``, ``output_grad``, and
-    ``audit.statistics.read`` has the formulas. Jit it together with what prepares its arguments.
+    float32 [rows, 3]}, which prints as a table. Columns are ``input``, ``kernel``, ``output_grad``;
+    ``audit.statistics.read`` has the formulas. Jit the monitor together with the code that prepares its arguments.
 
-    ``input`` and ``kernel`` are what the forward matmul quantizes, ``output_grad`` what the matmul of the activation's
-    gradient does: where the recipe multiplies the kernel's per-channel scale into the output gradient first, all but
-    its amax are of the product. A recipe that rounds stochastically is measured with one draw of the noise, not that of
-    the step. A layer used more than once counts all its uses together. Of float layers, ragged matmuls and convolutions
-    only amax and nonfinite are known, and a layer that no gradient reaches has NaN.
+    ``input`` and ``kernel`` are the tensors that the forward matmul quantizes; ``output_grad`` is the tensor that the
+    matmul of the activation's gradient quantizes. If the recipe first multiplies the output gradient by the kernel's
+    per-channel scale, all statistics except its amax describe the product. A recipe with stochastic rounding is
+    measured with one draw of noise, which differs from the noise of the step. All uses of a layer count together. For
+    float layers, ragged matmuls and convolutions, only amax and nonfinite are known; a layer that no gradient reaches
+    has NaN.
 
     Attributes:
-      rows: the layers, in the order of the forward pass.
+      rows: layers, in the order of the forward pass.
     """
 
     def __init__(self, engine: Engine, analysis: Analysis, run: Callable[..., Array]) -> None:
@@ -161,14 +162,14 @@ class Monitor:
                 return self._run(params, *args)
 
         probes = [jnp.zeros((*contract.leading_axes(site), len(TENSORS) * WIDTH)) for site in self._sites.values()]
-        with frozen():  # it measures, and records nothing
+        with frozen():  # measures without recording observations
             found = jax.grad(tapped)(probes)
         records = jnp.concatenate([each.reshape(-1, len(TENSORS), WIDTH) for each in found])
         return Health(read(records[self._order]), self.rows)
 
     @property
     def shards(self) -> int:
-        """Blocks into which recipes cut a batch: a part of a batch must be a multiple of it."""
+        """Number of shards into which recipes split a batch; the size of a partial batch must be a multiple of it."""
         return math.lcm(*(site.recipe.drhs.shards for site in self._sites.values() if site.recipe))
 
 
@@ -215,7 +216,7 @@ def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params
 
 
 def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any, **example_kwargs: Any) -> Monitor:
-    face = quantized_with(model)
+    face = face_of(model)
     is_float = face is None
     face = face or Face(QuantConfig())
 
@@ -236,7 +237,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-    """Order the rows layer by layer where layers are stacked; also return each row's index in stacked order."""
+    """Return the rows, layer by layer if layers are stacked, and each row's index in stacked order."""
     found, block, previous = [], -1, None
     for position, site in enumerate(sites):
         stack = contract.leading_axes(site)
@@ -251,7 +252,7 @@ def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, .
 
 
 def _specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
-    """Return the spec of each tensor, None for a float one."""
+    """Return the spec of each tensor, or None if the tensor stays in float."""
     specs = {name: recipe.specs[operand] if recipe else None for name, (operand, _) in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
@@ -261,7 +262,7 @@ def _specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Taps:
-    """What an engine evaluates in place of the quantized program: the same with a tap behind every layer."""
+    """Evaluator that replaces the quantized program: the same program with a tap after every layer."""
 
     engine: Engine
     probes: Mapping[Key, Array]
@@ -277,8 +278,8 @@ class _Taps:
             if site.is_replaceable and site.recipe is None and site.key in self.probes:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
-            raise ValueError(f"{layer_name(absent[0])} did not run when the health monitor's example was traced")
-        states = decisions.read_states(plan, layers, self.engine.dialect)
+            raise ValueError(f"{layer_name(absent[0])} did not run in the example call of the health monitor")
+        states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 
@@ -286,7 +287,7 @@ class _Taps:
 def _contract(
     backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: LayerState, *rest: Any
 ) -> Array:
-    """Compute a contraction as the quantized function does, or in float, and tap it."""
+    """Compute a contraction like the quantized function, or in float, and tap it."""
     if site.operation == "dot_general":
         return contract.contract(_Tapped(backend), site, eqn, operands, state, *rest)
     own = dict(state)
@@ -295,19 +296,19 @@ def _contract(
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
         out = contract.contract(backend, site, eqn, operands, own, *rest)
-    # Magnitudes alone, in which all groups have the record of the whole.
+    # Only magnitudes: all groups share the record of the whole tensor.
     return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 
 
 class _Tapped(Backend):
-    """A backend whose matmuls are tapped, each expert's by itself where it has scales of its own."""
+    """Backend whose matmuls are tapped, separately for each expert with its own scales."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend.name)
         self._backend = backend
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
-        """Return what computes a contraction, tapped; see ``Backend.runner``."""
+        """Return the backend that computes a contraction, with taps; see ``Backend.runner``."""
         return _Tapped(self._backend.runner(operation, recipe, dtype, is_split))
 
     def contract(self, lhs: Array, rhs: Any, setup: Setup, group_sizes: Array | None = None) -> Array:
@@ -326,7 +327,7 @@ class _Tapped(Backend):
 
 @dataclasses.dataclass(frozen=True)
 class _Tap:
-    """What of a layer's call is fixed while tracing: its recipe, and its axes where tensors are quantized."""
+    """Trace-time constants of a layer's call: its recipe, and its dimension numbers if tensors are quantized."""
 
     recipe: Recipe
     dims: Dimensions = Dimensions((), (), (), (), 0, 0)
@@ -334,17 +335,17 @@ class _Tap:
     def measure(
         self, name: str, x: Array, axes: tuple[Any, Any], state: Mapping[str, Any], original: Array | None = None
     ) -> tuple[Array, QTensor | None]:
-        """Quantize a tensor as the recipe says, with the delayed scale of this step where there is one, and record it.
+        """Quantize a tensor with the recipe, using this step's delayed scale if there is one, and record it.
 
         Args:
-          name: of the tensor.
-          x: the tensor.
-          axes: its contraction and batch axes.
+          name: name of the tensor.
+          x: tensor to quantize.
+          axes: contraction axes and batch axes of the tensor.
           state: quant state of the layer.
-          original: the tensor whose amax is meant, where that is not ``x``.
+          original: tensor whose amax to record, if it is not ``x``.
 
         Returns:
-          The record, and the quantized tensor, None where the recipe leaves it in float.
+          The record, and the quantized tensor, or None if the recipe leaves it in float.
         """
         spec = _specs_of(self.recipe)[name]
         if spec is None:
@@ -364,11 +365,11 @@ class _Tap:
 
 
 def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    """Record activation and weight, and hand on what the output gradient's quantization reads."""
+    """Record activation and weight, and pass on the values that the output gradient's quantization reads."""
     dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
     left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
     right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
-    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # for its scale: what is not read of it, XLA drops
+    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # for its scale; XLA removes the unused parts
     state = {name: state[name] for name in state if name == "output_grad"}
     return _tap(static, out, probe, jnp.concatenate([left, right]), (kept, state))
 
@@ -388,7 +389,7 @@ def _tap_bwd(static, residuals, grad):
     spec, (dims, _), aligned = _specs_of(static.recipe)["output_grad"], static.dims.for_dlhs(), grad
     if kernel is not None and spec is not None:
         aligned, kept = align(grad, kernel, dims, static.recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
-        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
+        if kept is not kernel and kept.scale.size == 1:  # align divided the product by this power of two
             aligned = aligned * kept.scale.reshape(())
     axes = dims.lhs_contract, dims.lhs_batch
     backward, _ = static.measure("output_grad", aligned, axes, state, original=grad)

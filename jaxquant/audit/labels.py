@@ -1,4 +1,4 @@
-"""Labels for contractions: which layer each one belongs to, and which of its three matmuls it is."""
+"""Labels of contractions: the layer that each one belongs to, and its matmul (fwd, dlhs or drhs)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 @dataclasses.dataclass(eq=False)
 class LabeledContraction:
-    """A contraction with its layer and matmul.
+    """Contraction with its layer and matmul.
 
     Attributes:
-      contraction: as found.
-      origins: of its operands, as executed.
-      site: what ``trace.analysis`` says of it, None where it multiplies no parameter.
-      scopes: module scopes and equations around it, without those of transformations and quantized ops.
-      op_label: "dlhs" or "drhs" where the quantized op's own scopes say so.
-      is_backward, is_recomputed: within the backward pass; a forward matmul done again there.
+      contraction: contraction in the graph.
+      origins: origins of its operands, in executed order.
+      site: the contraction in ``trace.analysis``, or None if it multiplies no parameter.
+      scopes: enclosing module scopes and einsum equations, without scopes of transformations and quantized ops.
+      op_label: "dlhs" or "drhs" if the scopes of the quantized op contain it, else "".
+      is_backward, is_recomputed: whether it is in the backward pass; whether it is a forward matmul recomputed there.
       path: "/"-joined module path.
-      matmul: "fwd", "dlhs", "drhs", "bwd" where it cannot be told which of the two, or "update", of an optimizer.
-      swapped: its operands stand in another order than activation · weight, grad · weight, activation · grad.
-      forward: the forward contraction that a backward one belongs to, where it was found; itself for a forward one.
+      matmul: "fwd", "dlhs", "drhs", "bwd" if it is unknown which of the two, or "update" in an optimizer.
+      swapped: whether its operands are in another order than activation · weight, grad · weight, activation · grad.
+      forward: forward contraction of a backward one, if it was found; a forward contraction itself.
     """
 
     contraction: Contraction
@@ -54,12 +54,12 @@ class LabeledContraction:
 
     @property
     def given(self) -> list[int]:
-        """The operands that are an argument or an array captured by the function."""
+        """Indices of the operands that are an argument or an array captured by the function."""
         return [side for side, found in enumerate(self.origins) if found.source.operation in ("argument", "constant")]
 
     @property
     def weight_side(self) -> int | None:
-        """Which operand of a forward contraction is a parameter, or was given: 0, 1, or None where none is."""
+        """Index of the operand of a forward contraction that is a parameter or ``given``, or None."""
         if self.site is not None and self.site.side is not None:
             return self.site.side
         return self.given[-1] if self.given else None
@@ -76,13 +76,13 @@ class LabeledContraction:
 
     @property
     def layers(self) -> Mapping[str, LayerRow]:
-        """The layers, by path, of the quantized model that it is part of."""
+        """Layers by path of the quantized model that it is part of."""
         decided = self.contraction.place.decided or (self.forward and self.forward.contraction.place.decided)
         return decided.layers if decided else {}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Scopes that are modules: without einsum equations, and methods without their names."""
+        """Scopes that are modules: without einsum equations and without method names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
@@ -91,17 +91,18 @@ def label_contractions(
 ) -> tuple[list[LabeledContraction], Reading]:
     """Label the contractions that are read with the path of their layer and with their matmul.
 
-    What multiplies a parameter has the parameter's path, as ``jaxquant.quantize`` spells it, or that of the known layer
-    that it belongs to. Another forward contraction has the path of its name scopes, another backward one that of the
-    forward contraction that it is a gradient of. Which gradient it is, the scopes of the op say, else the operand that
-    both share.
+    A contraction with a parameter gets the parameter's path, as in ``jaxquant.quantize``, or the path of the known
+    layer that the parameter belongs to. Another forward contraction gets the path of its name scopes, and another
+    backward contraction the path of its forward contraction. The scopes of the op, or else the shared operand, show
+    which gradient it is.
 
     Args:
-      closed: jaxpr of a program.
-      names: of its inputs.
-      found: its contractions; a gradient may be that of a forward one that nobody reads.
+      closed: jaxpr of the program.
+      names: paths of its inputs.
+      found: its contractions, including those that are not read; a gradient may belong to a forward one that is not
+        read.
     """
-    labeled = [_open(each) for each in found if SCOPE not in each.place.scopes]  # a rotation is no layer
+    labeled = [_open(each) for each in found if SCOPE not in each.place.scopes]  # Hadamard rotations are not layers
     read = [each for each in labeled if each.contraction.is_read]
     forward = [each for each in sorted(labeled, key=lambda each: not each.contraction.is_read) if not each.is_backward]
     backward = [each for each in read if each.is_backward]
@@ -133,7 +134,7 @@ def _name(path: str) -> Name:
 
 
 def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Mark what an optimizer multiplies, as Muon does: floats made of gradients, without gradients of their own."""
+    """Mark the float contractions of an optimizer such as Muon: from gradients, without their own gradients."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
         is_layer = each.site is not None or each.dtypes.is_low or each.path in each.layers
@@ -144,10 +145,10 @@ def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Find the forward contraction of every backward one: of its path, else of its scopes, else of its operands.
+    """Set the forward contraction of every backward one, found by its path, else its scopes, else its operands.
 
-    What a quantized op says is a weight's gradient multiplies none: a parameter in it made the output's gradient, as
-    that of a sum, and the scopes tell before its path does. They tell, too, where no layer has the path.
+    If the quantized op labels it as the weight's gradient, its parameter comes from the output's gradient, for example
+    of a sum, so its scopes decide before its path does. Scopes also decide if no layer has its path.
 
     Among several, the order of preference is: a shared operand of the same dtype, an operand of the same size, the same
     line of the user's program, and no gradient of this kind yet.
@@ -175,9 +176,9 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return 0 where one can be a gradient of the other, and what they share has the same dtype; 1 where it has not.
+    """Return 0 if one can be a gradient of the other and the shared operand has the same dtype; 1 if the dtype differs.
 
-    Else 2 where the gradient is as large as one of the operands, and 3 where it is not.
+    Otherwise 2 if the gradient has the size of one of the operands, and 3 if not.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
     shared = [pair for pair in _same_source(backward, forward) if sizes[1 - pair[1]] == out]
@@ -186,9 +187,9 @@ def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
 
 
 def _difference(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return 0 where what a backward contraction kept is as large as the operand of a forward one that it may be.
+    """Return 0 if the kept operand of a backward contraction has the size of its candidate in the forward one.
 
-    Else 1 where both have as many columns (rows fill its blocks), and 2 where they have not.
+    Otherwise 1 if both have the same number of columns (rows fill up blocks), and 2 if not.
     """
     pair = forward.contraction.lhs, forward.contraction.rhs
     matmul = "drhs" if backward.contraction.out.size == pair[1].size else "dlhs"
@@ -198,9 +199,9 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
 
 
 def _path(each: LabeledContraction, own: str) -> str:
-    """Return the known layer that the path of a parameter or else a scope belongs to, else that path or the scopes."""
+    """Return the known layer that contains the parameter path or else a scope, else the parameter path or scopes."""
     known = list(map(_name, each.layers))
-    if known == [("",)]:  # a model that is a layer itself
+    if known == [("",)]:  # the model is itself a layer
         return ""
     matches = [layer for layer in known if _name(own)[-len(layer) :] == layer]
     if matches := matches or [layer for layer in known if contains(each.modules, layer)]:
@@ -221,7 +222,7 @@ def _open(contraction: Contraction) -> LabeledContraction:
 
 
 def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """Drop the second of leading scopes that stand twice, as in the backward pass of a rematerialized block."""
+    """Remove a repetition of the leading scopes, which the backward pass of a rematerialized block has."""
     for size in range(1, len(scopes) // 2 + 1):
         while scopes[:size] == scopes[size : 2 * size]:
             scopes = scopes[size:]
@@ -229,7 +230,7 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _collapsed(scopes: Sequence[str]) -> list[str]:
-    """Drop what follows its like: a lifted rematerialization repeats the name of what it lifts in the backward pass."""
+    """Remove consecutive duplicate scopes, which lifted ``nn.remat`` adds in the backward pass."""
     return [scope for scope, _ in itertools.groupby(scopes)]
 
 
@@ -240,9 +241,9 @@ def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[
 
 
 def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContraction | None) -> int:
-    """Return which operand of a backward contraction the forward one kept: by its dtype, else by its size.
+    """Return the index of the operand that the forward pass saved: by its dtype, else by its size.
 
-    If neither tells, the gradient comes first, as in jax and the quantization libraries; but second in the weight's
+    If neither decides, the gradient comes first, as in jax and the quantization libraries, but second in the weight's
     gradient of a grouped matmul or a convolution.
     """
     mine = (each.contraction.lhs, each.contraction.rhs)
@@ -258,20 +259,20 @@ def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContractio
 
 
 def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
-    """Return the matmul and which of its operands is the forward's, activation being lhs and weight rhs.
+    """Return the matmul and the index of the operand from the forward pass; the activation is lhs, the weight rhs.
 
-    Where the side cannot be told it is ``_kept_side``.
+    If the index is ambiguous, it is ``_kept_side``.
     """
-    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
+    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the shared operand of the forward
     shared = _same_source(each, forward)
     side, operand = shared[0] if len(shared) == 1 else (None, None)
-    if each.op_label:  # the op's own lhs and rhs are those of the executed forward matmul
+    if each.op_label:  # the op's lhs and rhs are the operands of the executed forward matmul
         matmul = names[0 if each.op_label == "drhs" else 1]
     elif operand is not None:
         matmul = names[operand]
     elif each.site is not None and each.site.side is not None:
         return "dlhs", each.site.side
-    else:  # without the weight it is of the activation
+    else:  # it does not read the weight, so it is not the gradient of the activation
         is_layer = each.site is None and forward.site is not None and forward.site.side is not None
         matmul = "drhs" if is_layer else "bwd"
     return matmul, _kept_side(each, matmul, forward) if side is None else side

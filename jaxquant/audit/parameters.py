@@ -1,7 +1,7 @@
-"""Parameters: which inputs of a traced function are parameters, and what ``trace.analysis`` makes of it then.
+"""Parameters: inputs of a traced function that are parameters, and the ``trace.analysis`` that follows.
 
-``jaxquant.quantize`` is told what the parameters are. A training step has them among its arguments, beside optimizer
-state, quant state and a batch; which they are follows from what is multiplied with what.
+``jaxquant.quantize`` receives the parameters as an argument. A training step has them among its arguments, next to
+optimizer state, quant state and a batch; here they are inferred from the operands of contractions.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from jaxquant.trace.paths import GENERIC, Name, leaf_names
 from jaxquant.trace.plan import Contraction as Site
 
 COLLECTIONS = frozenset({"params", "state", "model"})
-"""Names of trees that hold a model's parameters; none of them is a part of a path."""
+"""Names of trees that hold a model's parameters; they are not part of a path."""
 _Operands = Iterable[tuple[Origin, Origin]]
-"""Where the operands of contractions come from."""
+"""Origins of the operands of contractions."""
 _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
 
 class Reading(Analysis):
-    """What the analysis of a whole function finds.
+    """Analysis of a whole function.
 
     Args:
-      closed: its jaxpr.
-      names: of its inputs.
-      forward: of its forward contractions, where their operands come from.
-      known: paths of layers that are known.
+      closed: jaxpr of the function.
+      names: paths of its inputs.
+      forward: origins of the operands of its forward contractions.
+      known: paths of known layers.
     """
 
     def __init__(self, closed: Any, names: Sequence[Name], forward: _Operands, known: list[Name]) -> None:
@@ -53,22 +53,22 @@ class Reading(Analysis):
         super().__init__(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
 
     def site(self, context: tuple[int, ...]) -> Site | None:
-        """Return the contraction of an equation, None for one that multiplies no parameter."""
+        """Return the contraction of an equation, or None if it multiplies no parameter."""
         site = self.found.get(context)
         return site if site is not None and site.leaves else None
 
     def layer(self, site: Site | None) -> str:
-        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it; "" for none."""
+        """Return the path of a contraction's layer, as in ``jaxquant.quantize``, or ""."""
         if site is None:
             return ""
-        leaves = sorted({leaf.index for leaf in site.leaves} - self._state)  # which says nothing of a layer
+        leaves = sorted({leaf.index for leaf in site.leaves} - self._state)  # quant state does not identify a layer
         size = -1 if site.side is None else math.prod(site.shapes[site.side])
         return self.weight_path(leaves, size * math.prod(length for _, length in site.stack))
 
 
 def input_names(args_info: Any) -> list[Name]:
-    """Return the path of every input of a traced function: the argument's position or name, then the leaf's."""
-    names = [name[1:] for name in leaf_names(args_info)]  # the first key tells args from kwargs
+    """Return the path of every input of a traced function: position or name of the argument, then path of the leaf."""
+    names = [name[1:] for name in leaf_names(args_info)]  # the first key separates args from kwargs
     whole = {name[:-1] for name in names if name[-1:] == (_QVALUE,)}
     return [name[:-1] if name[:-1] in whole and name[-1] in _OF_QTENSOR else name for name in names]
 
@@ -92,17 +92,17 @@ def _choose(
 ) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
 
-    An argument that an operand is a multiple of, where the other operand is computed, is a parameter, and so are the
-    other leaves of its tree. What is multiplied with a parameter is data, unless it stands beside it. Where both
-    operands are arguments of which nothing else is known, the parameter is the one in a tree, or with a name such as
-    "kernel"; else the second one.
+    An input is a parameter if an operand is a multiple of it and the other operand is computed; the other leaves of its
+    tree are then parameters, too. An input that is multiplied by a parameter is data, unless it is in the same tree. If
+    both operands are arguments and nothing else is known, the parameter is the one in a tree or with a name such as
+    "kernel", else the second one.
 
     Returns:
-      The indices of the parameters, and how many leading names of each argument are no part of a path.
+      Indices of the parameters, and the number of leading names of each argument that are not part of a path.
     """
     sure, pairs = _meetings(names, forward)
     sure |= {i for i, name in enumerate(names) if any(any(each) and contains(name[1:-1], each) for each in known)}
-    if any(len(names[i]) > 1 for i in sure):  # an array by itself is a batch, beside a tree
+    if any(len(names[i]) > 1 for i in sure):  # a single array is a batch if there is a tree
         sure = {i for i in sure if len(names[i]) > 1}
     roots, data = {names[i][0] for i in sure}, set[Name]()
 
@@ -124,13 +124,13 @@ def _choose(
 
 
 def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
-    """Return the inputs that meet what is computed, or a leaf beside them (factors of a low-rank update); and pairs."""
+    """Return the inputs that multiply a computed value or a sibling leaf (low-rank factors), and other input pairs."""
     sure, pairs = set[int](), []
     for each in forward:
         sources = [argument(operand.source) for operand in each]
         given = [value.position for value in sources if value is not None and value.operation == "argument"]
         given = [index for index in given if not _is_cache(names[index])]
-        if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
+        if sum(value is not None for value in sources) > len(given):  # multiplied by a captured array
             given = [index for index in given if len(names[index]) > 1]
         are_siblings = len({names[index][:-1] for index in given}) == 1 and len(names[given[0]]) > 1
         if len(given) == 2 and not are_siblings:
@@ -147,7 +147,7 @@ def _can_be(dtype: Any, is_sure: bool) -> bool:
 
 
 def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
-    """Count the leading names of an argument that say where in it the parameters ``here`` stand, as in a tuple."""
+    """Return the number of leading names of an argument that locate the parameters ``here``, for example in a tuple."""
     prefix = 1
     for lead, *others in zip(*(name[1:-1] for name in here), strict=False):
         beside = {name[prefix] for name in names if name[0] == root and len(name) > prefix}
@@ -163,5 +163,5 @@ def _is_cache(name: Name) -> bool:
 
 
 def contains(whole: Name, part: Name) -> bool:
-    """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
+    """Whether the names of ``part`` occur consecutively in ``whole``."""
     return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))

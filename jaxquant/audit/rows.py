@@ -1,4 +1,4 @@
-"""The result of coverage: a row for every contraction, as a table, as JSON, and with checks."""
+"""Result of coverage: a row for every contraction, as a table or JSON, with checks."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _BACKWARD = ("dlhs", "drhs", "bwd")
 class Row:
     """One contraction.
 
-    Operands stand as in a recipe, whatever order the program has: activation and weight in ``fwd``, output gradient and
-    weight in ``dlhs``, activation and output gradient in ``drhs``.
+    Operands are in the order of a recipe, regardless of the order in the program: activation and weight in ``fwd``,
+    output gradient and weight in ``dlhs``, activation and output gradient in ``drhs``.
 
     Attributes:
-      path: "/"-joined path of the parameter, as rules spell it, or of the name scopes around it; "" for a contraction
-        that has neither, and for a parameter that is a whole argument.
-      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of which it cannot be told, or "update" for one of an
-        optimizer, as Muon's.
+      path: "/"-joined path of the parameter, as in rules, or of its name scopes; "" if the contraction has neither, and
+        for a parameter that is a whole argument.
+      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of unknown side, or "update" in an optimizer such as
+        Muon.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
-      dtypes: of both operands; ``str`` of it spells them as ``trace.report.Row`` does.
+      dtypes: dtypes of both operands; ``str`` of it has the spelling of ``trace.report.Row``.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
-        itself, delayed: from quant state, static: a constant) of an operand that was quantized, else "".
-      times: how often one call of the function runs it; see ``dataflow.Contraction``.
-      flops: of one time.
-      is_recomputed: a forward matmul that the backward pass does again.
-      wanted: operand dtypes that the config asks for, () for float or where no config says.
-      reason: why it has these dtypes.
-      fault: "" or what is wrong with them.
-      source: file, line and function that asked for it.
-      has_parameter: whether it multiplies one, or is the gradient of a matmul that does.
+        itself, delayed: from quant state, static: a constant) of a quantized operand, else "".
+      times: number of executions in one call of the function; see ``dataflow.Place``.
+      flops: FLOPs of one execution.
+      is_recomputed: whether the backward pass recomputes a forward matmul.
+      wanted: operand dtypes that the config selects, () for float or without a config.
+      reason: reason for these dtypes.
+      fault: difference from the expected dtypes, or "".
+      source: file, line and function that called it.
+      has_parameter: whether it multiplies a parameter, or is the gradient of such a matmul.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What to call it: its path, else what it is, or where it was asked for."""
+        """Name for reports: the path, or else a description, or the place in the source."""
         return self.path or ("the model itself" if self.has_parameter else self.source) or "no path"
 
     @property
@@ -80,15 +80,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Coverage(Tabular):
-    """The matmuls of a function; prints as a table with a line for every path, in which "e4m3" is float8_e4m3fn.
+    """Contractions of a function, with faults; prints as a table with a line per path ("e4m3" is float8_e4m3fn).
 
     Attributes:
       rows: every contraction, in the order of the program.
-      missing: backward matmuls of layers to quantize that no contraction was found for, such as "mlp/wi drhs"; only of
-        models that the function differentiates.
-      faults: what is wrong with the function as a whole.
-      state_faults: what is wrong with what becomes of quant state.
-      frozen: layers with a backward pass whose quant state stands still on purpose, under ``state.frozen``.
+      missing: backward matmuls of layers to quantize without a contraction, such as "mlp/wi drhs"; only of models that
+        the function differentiates.
+      faults: faults of the function as a whole.
+      state_faults: faults in the use of quant state.
+      frozen: layers with a backward pass whose quant state is frozen with ``state.frozen``.
     """
 
     rows: tuple[Row, ...]
@@ -99,13 +99,13 @@ class Coverage(Tabular):
     _right = ("times",)
 
     def share(self, *matmuls: str) -> float:
-        """Return the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
+        """Return the share of the FLOPs of these matmuls (default: all) whose operands have at most 8 bits."""
         rows = [row for row in self.rows if not matmuls or row.matmul in matmuls]
         total = sum(row.times * row.flops for row in rows)
         return sum(row.times * row.flops for row in rows if row.is_low) / total if total else 0.0
 
     def summary(self) -> str:
-        """Describe in one line how much of the function runs in low precision."""
+        """Return one line with the share of the function that runs in low precision."""
         low = sum(row.times for row in self.rows if row.is_low)
         text = f"{low} of {sum(row.times for row in self.rows)} matmuls in at most 8 bits"
         if self.rows:
@@ -117,10 +117,10 @@ class Coverage(Tabular):
         return text
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return one entry a path, ready to print: shapes, the dtypes of its three matmuls, scales, times, the reason.
+        """Return one entry per path for display: shapes, the dtypes of its three matmuls, scales, times, reason.
 
-        What has no path stands under the place in the program that asked for it. ``dtypes`` has the dtypes as data:
-        lists of ``MatmulDtypes`` by "fwd", "dlhs" and "drhs".
+        Contractions without a path are grouped by their place in the source. ``dtypes`` holds the dtypes as data: lists
+        of ``MatmulDtypes`` by "fwd", "dlhs" and "drhs".
         """
         paths: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -132,7 +132,7 @@ class Coverage(Tabular):
         return [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
 
     def to_json(self) -> str:
-        """Write everything as JSON: ``summary``, ``missing``, ``layers`` (one a path) and ``rows``."""
+        """Return everything as JSON: ``summary``, ``missing``, ``layers`` (one entry per path) and ``rows``."""
         shares = {"forward": self.share("fwd"), "backward": self.share(*_BACKWARD)}
         return json.dumps(
             {
@@ -149,16 +149,16 @@ class Coverage(Tabular):
         )
 
     def check(self, without: Sequence[str] = ()) -> None:
-        """Raise an error if a layer does not run in the dtypes that its recipe says, or its quant state stands still.
+        """Raise an error if a layer does not run in the dtypes of its recipe, or its quant state does not advance.
 
         Args:
-          without: entries of ``missing`` that are meant to be missing: "mlp/wi drhs" of a frozen layer, "head dlhs" of
-            one behind a ``stop_gradient``.
+          without: entries of ``missing`` that are expected to be missing: "mlp/wi drhs" for a frozen layer, "head dlhs"
+            for a layer after a ``stop_gradient``.
 
         Raises:
-          ValueError: names path, matmul, what was wanted and what was found, of the first such contraction; quant state
-            that a step with gradients leaves as it was without ``state.frozen``, or treats as a weight; one of
-            ``faults``; or ``without`` names what is not missing.
+          ValueError: names path, matmul, expected and found dtypes of the first wrong contraction; a step with
+            gradients does not update quant state without ``state.frozen``, or treats it as a weight; one of ``faults``;
+            or ``without`` names an entry that is not missing.
         """
         if unknown := [name for name in without if name not in self.missing]:
             raise ValueError(
@@ -168,7 +168,7 @@ class Coverage(Tabular):
             raise ValueError(faults[0])
         wrong = [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
         missing = [name for name in self.missing if name not in without]
-        wrong += [f"{name}: the config quantizes it and no contraction of it was found" for name in missing]
+        wrong += [f"{name}: the config quantizes it, but it has no contraction" for name in missing]
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise ValueError(
@@ -184,7 +184,7 @@ def _short(text: str) -> str:
 
 
 def _shapes(rows: Sequence[Row]) -> str:
-    """Spell the shapes of the forward matmuls, or of others where there are none."""
+    """Format the shapes of the forward matmuls, or of the others if there are no forward matmuls."""
     shown = [row for row in rows if row.matmul == "fwd"] or rows
     pairs = dict.fromkeys((row.lhs_shape, row.rhs_shape) for row in shown)
     found = [" · ".join("x".join(map(str, shape)) or "scalar" for shape in pair) for pair in pairs]

@@ -1,4 +1,4 @@
-"""Trace an operand of a matmul back: its parameter, its quantization, how its scale is shared and computed."""
+"""Origins of matmul operands: the parameter, its quantization, and the granularity and scaling of its scale."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxquant.core.rounding import HOLD
 from jaxquant.ops.byte_dot import KEEP
 from jaxquant.ops.contract import DEQUANTIZED_MARK
 
-# Values that hold the elements of their first input, in another place, shape or number.
+# Operations that keep the elements of their first input but change their place, shape or number.
 _MOVES = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "rev", "slice", "dynamic_slice", "pad"}
     | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier", KEEP, HOLD}
     | {"scan_slice", "scan_stack", "scan_result"}
     | {"sharding_constraint", "mesh_cast", "reshard", "shard", "unshard", "pvary", "pcast", "all_gather"}
 )
-# What stands between a division by the scale and the cast: clipping, rounding, noise, a zero point.
+# Operations between the division by the scale and the cast: clipping, rounding, noise, a zero point.
 _ROUNDING = frozenset(
     {"max", "min", "clamp", "round", "floor", "ceil", "add", "sub", "select_n", "nextafter", "integer_pow"}
 )
@@ -28,14 +28,14 @@ _ROUNDING = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known of one operand.
+    """Facts about one operand.
 
     Attributes:
-      source: the value before quantization, casts and changes of shape.
-      dtype: of the operand, and of the elements that a float operand was dequantized from.
-      scale: such as "per tensor, delayed"; "" for a float operand that was never quantized.
-      divisor: the scale itself, None where none was found.
-      is_emulated: whether the op says that no matmul has its scales, and multiplies what they make of it.
+      source: value before quantization, casts and changes of shape.
+      dtype: dtype of the operand, and of the elements that a float operand was dequantized from.
+      scale: granularity and scaling, such as "per tensor, delayed"; "" for a float operand that was never quantized.
+      divisor: scale value, or None if no scale was found.
+      is_emulated: whether the op marks the operand as dequantized because no matmul supports its scales.
     """
 
     source: Value
@@ -46,7 +46,7 @@ class Origin:
 
 
 def origin(value: Value) -> Origin:
-    """Follow an operand back to what it was made from."""
+    """Return the origin of an operand."""
     if value.dtype in ELEMENTS:
         return _quantized(value)
     plain = _moved(value, through_casts=True)
@@ -61,10 +61,10 @@ def origin(value: Value) -> Origin:
 
 
 def argument(value: Value) -> Value | None:
-    """Find the argument or captured array that a value is a multiple of, element by element: a cast or masked kernel.
+    """Return the argument or captured array that a value is an elementwise multiple of, e.g. a cast or masked kernel.
 
-    A loop's carry is followed to the value of its shape that it begins with: a parameter, in a loop of training steps.
-    Sums are not followed: the residual stream of a model starts at its input, and is not that input.
+    A loop's carry is followed to its initial value of the same shape: a parameter, in a loop of training steps. Sums
+    are not followed, because the residual stream of a model starts at its input but is not its input.
     """
     visited: set[int] = set()
     queue = [value]
@@ -83,7 +83,7 @@ def argument(value: Value) -> Value | None:
 
 
 def _moved(value: Value, through_casts: bool = False) -> Value:
-    """Go back through changes of place and shape, and through casts between float types."""
+    """Return the value before changes of place and shape, and before casts between float types."""
     while value.inputs:
         is_cast = value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
         if _codec(value) is not None or not (value.operation in _MOVES or (through_casts and is_cast)):
@@ -101,7 +101,7 @@ def _is_emulated(value: Value) -> bool:
 
 
 def _codec(value: Value) -> str | None:
-    """Return the tensor format that a value was decoded from or will be encoded in, None for any other value."""
+    """Return the tensor format that a value was decoded from or will be encoded in, or None."""
     name = value.params.get("name") if value.operation == "name" else None
     return name.removeprefix(CODEC_MARK) if isinstance(name, str) and name.startswith(CODEC_MARK) else None
 
@@ -120,7 +120,7 @@ def _quantized(value: Value) -> Origin:
     while True:
         value = _moved(value)
         if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
-            value = value.inputs[0]  # int4 as int8 holds the same numbers
+            value = value.inputs[0]  # int4 stored as int8 holds the same numbers
             element = value.dtype
         elif value.operation == "select_n" and value.inputs[1].dtype in ELEMENTS:
             value = value.inputs[1]
@@ -136,12 +136,12 @@ def _quantized(value: Value) -> Origin:
     source = _moved(x, through_casts=True)
     made = _made(scale, source)
     if made == "static" and source.operation == "convert_element_type" and source.inputs[0].dtype == element:
-        return _quantized(source.inputs[0])  # qvalues that went through a float and are rounded to what they were
+        return _quantized(source.inputs[0])  # qvalues that were cast to float and rounded back
     return Origin(source, dtype, f"{_sharing(x, scale)}, {made}", scale)
 
 
 def _dequantized(value: Value) -> Value | None:
-    """Find the low-precision value that a float one is a multiple of."""
+    """Return the low-precision value that a float value is a multiple of, or None."""
     for _ in range(4):  # two scales, a zero point, a cast
         if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
             return value.inputs[0]
@@ -152,7 +152,7 @@ def _dequantized(value: Value) -> Value | None:
 
 
 def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
-    """Find (dividend, scale) behind a rounding, the main operand first; also a product with a reciprocal."""
+    """Yield (dividend, scale) before a rounding, the main operand first. A product with a reciprocal counts, too."""
     value = _moved(value)
     if value.operation in ("div", "mul"):
         first, second = value.inputs
@@ -163,7 +163,7 @@ def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
         if value.size == 1 and value.operation == "div":
             yield first, second
         if first.size == second.size == value.size and not _is_spread(second):
-            yield from _divisions(first)  # in units of an element's own distance to its neighbours, for noise
+            yield from _divisions(first)  # divided by the distance to the next representable value, for noise
     elif value.operation == "clamp":
         yield from _divisions(value.inputs[1])
     elif value.operation in _ROUNDING or (
@@ -181,7 +181,7 @@ def _is_spread(value: Value) -> bool:
 
 
 def _spread(value: Value) -> Value:
-    """Return what a broadcast repeats."""
+    """Return the value that a broadcast repeats."""
     while value.operation in ("broadcast_in_dim", "reshape", "expand_dims", "squeeze", "convert_element_type"):
         if value.inputs[0].dtype in ELEMENTS:
             break
@@ -190,7 +190,7 @@ def _spread(value: Value) -> Value:
 
 
 def _sharing(x: Value, scale: Value) -> str:
-    """Describe who shares a scale: "per tensor", "per tile" or "per channel"."""
+    """Return the granularity of a scale: "per tensor", "per tile" or "per channel"."""
     if _spread(scale).size == 1:
         return "per tensor"
     kept = _varying(scale)
@@ -209,10 +209,10 @@ def _varying(scale: Value) -> set[int]:
 
 
 def _cuts(x: Value) -> Iterator[tuple[int, int]]:
-    """Yield pairs of neighbouring axes of x that a reshape cut out of one axis."""
+    """Yield pairs of adjacent axes of x that a reshape split from one axis."""
     while x.operation == "convert_element_type":
         x = x.inputs[0]
-    place = list(range(len(x.shape)))  # where the axes of what we look at stand in x
+    place = list(range(len(x.shape)))  # positions in x of the axes of the current value
     if x.operation == "transpose":
         place = [x.params["permutation"].index(axis) for axis in place]
         x = x.inputs[0]
@@ -232,7 +232,7 @@ def _cuts(x: Value) -> Iterator[tuple[int, int]]:
 
 
 def _made(scale: Value, source: Value) -> str:
-    """Describe what a scale is computed from: an argument (delayed), else the tensor itself (dynamic), else static."""
+    """Return "delayed" if a scale is computed from another argument, "dynamic" if from the tensor, else "static"."""
     reached = ancestors([scale], lambda value: value is source or value.operation == "argument")
     if any(value.operation == "argument" and value is not source for value in reached):
         return "delayed"

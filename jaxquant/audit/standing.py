@@ -1,4 +1,4 @@
-"""Standing: quant state that a step with gradients leaves as it was, overwrites with a sum, or treats as a weight."""
+"""Standing: quant state that a step with gradients does not update, overwrites with a sum, or treats as a weight."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _PARTS = frozenset(
     | {"dynamic_update_slice", "optimization_barrier", "branch", "shard", "unshard"}
     | {"scan_slice", "scan_stack", "scan_carry", "scan_result"}
 )
-"""What moves numbers and chooses among them."""
+"""Operations that move numbers and choose among them."""
 _LINEAR = _PARTS | {"add", "add_any", "sub", "mul", "div", "reduce_sum", "psum", "psum_invariant"}
 _MOVES = _PARTS | {"sharding_constraint", "reshard", "device_put", "reduce_precision"}
 _ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
 _MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
-"""What makes one number of several, or a multiple."""
+"""Operations that compute one number from several, or a multiple."""
 _SPREADS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
-"""What hands on that something was added up."""
+"""Operations whose results still contain a sum that their inputs contain."""
 
 
 class Standing(NamedTuple):
-    """What becomes of quant state in a step.
+    """Use of quant state in a step.
 
     Attributes:
-      faults: sentences about state that stands still, or is treated as a weight.
-      frozen: paths of layers that are differentiated and whose state stands still on purpose, ``state.frozen``.
+      faults: error messages about state that does not advance or is treated as a weight.
+      frozen: paths of layers that are differentiated and whose state is frozen with ``state.frozen``.
     """
 
     faults: tuple[str, ...]
@@ -49,11 +49,11 @@ class Standing(NamedTuple):
 def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     """Find quant state of layers with a backward pass that does not advance.
 
-    An amax history advances where a result holds it rolled on. It is treated as a weight where a result holds sums or
-    multiples of it, or where what was observed is squared or divided by, as norms and optimizers do. In a step that
-    trains parameters it is lost where sums or multiples of what was observed take its place.
+    An amax history advances if a result contains it shifted by one entry. It is treated as a weight if a result
+    contains sums or multiples of it, or if observations are squared or used as divisors, as norms and optimizers do. In
+    a step that trains parameters it is lost if sums or multiples of the observations replace it.
     """
-    # Tables', and those under the names of flax's own ops.
+    # Histories of the tables, and histories under the names of flax's own ops.
     histories = [each for each in program.inputs if each.name and each.name[-1].endswith(HISTORY)]
     if not histories or not any(each.is_backward for each in labeled):
         return Standing((), ())
@@ -64,29 +64,29 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     faults: list[str] = []
     if touched := next(_summed(reached, histories, program.observed), None):
         faults.append(
-            f"quant state {'/'.join(touched.name)!r} is added to or multiplied, as an optimizer, a decay or an average "
-            "of all variables does; give them parameters alone (jaxquant.state.split), or use "
+            f"quant state {'/'.join(touched.name)!r} is added to or multiplied, as by an optimizer, a decay or an "
+            "average of all variables; apply these to parameters only (jaxquant.state.split), or use "
             "jaxquant.state.TrainState or Optimizer"
         )
     readers = _readers(ancestors(program.outputs))
     if lost := next(_overwritten(program, histories, readers, labeled), None):
         beside = {each.name[-1] for each in program.inputs if each.name[:-1] == lost.name[:-1]}
-        fix = "use jaxquant.state.TrainState or Optimizer, or hand what was observed to jaxquant.state.update"
+        fix = "use jaxquant.state.TrainState or Optimizer, or pass the observations to jaxquant.state.update"
         faults.append(
-            f"quant state {'/'.join(lost.name)!r} is overwritten with the sum of what several uses, micro-batches or "
-            "devices observed of it, or a multiple, as by flax's TrainState; "
-            + (fix if BINS in beside else "amax_init 'flax' is for one use alone")
+            f"quant state {'/'.join(lost.name)!r} is overwritten with the sum or a multiple of the observations of "
+            "several uses, micro-batches or devices, as by flax's TrainState; "
+            + (fix if BINS in beside else "amax_init 'flax' supports only one use")
         )
     if any(_raised(readers, program.observed)):
         faults.append(
-            "what was observed of quant state is squared or divided by, or a function of it taken, as "
-            "optax.global_norm, clipping or an optimizer of all gradients does; give them "
-            "jaxquant.state.split(grads)[0], or use jaxquant.state.TrainState or Optimizer"
+            "observations of quant state are squared, used as a divisor or passed to a function, as by "
+            "optax.global_norm, clipping or an optimizer of all gradients; use jaxquant.state.split(grads)[0] for "
+            "these, or use jaxquant.state.TrainState or Optimizer"
         )
     for path in dict.fromkeys(path for each in histories if each not in rolled for path in layers.get(each, ())):
         faults.append(
-            f"{path}: it is differentiated and its quant state stands still; hand what was observed to "
-            "jaxquant.state.update, TrainState, Optimizer or apply_gradients, or hold jaxquant.state.frozen()"
+            f"{path}: it is differentiated but its quant state does not advance; pass the observations to "
+            "jaxquant.state.update, TrainState, Optimizer or apply_gradients, or use jaxquant.state.frozen()"
         )
     return Standing(tuple(faults), tuple(frozen))
 
@@ -96,7 +96,7 @@ def _is_reduced(value: Value) -> bool:
 
 
 def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, list[str]], list[str]]:
-    """Return, by amax history, the paths of the layers with a backward pass that it scales; and those frozen."""
+    """Return, by amax history, the paths of the layers with a backward pass that it scales, and the frozen layers."""
     layers: dict[Value, list[str]] = {}
     frozen: dict[str, None] = {}
     with_backward = {each.forward for each in labeled if each.is_backward}
@@ -112,13 +112,13 @@ def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, 
 
 
 def _made_of(operand: Origin) -> Iterable[Value]:
-    """Return what the scale of an operand was computed from, as far back as the operand and other contractions."""
+    """Return the values that the scale of an operand was computed from, up to the operand and other contractions."""
     scales = [] if operand.divisor is None else [operand.divisor]
     return ancestors(scales, lambda value: value is operand.source or value.operation in CONTRACTIONS)
 
 
 def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
-    """Yield the histories that sums or multiples of their shape are made of, other than in what was observed."""
+    """Yield the histories from which sums or multiples of their shape are computed, except through observations."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
     made = ancestors(sums, stop=lambda value: _is_reduced(value) or value in observed)
@@ -126,7 +126,7 @@ def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[
 
 
 def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
-    """Return, by value, what is computed from it."""
+    """Return the values computed from each value."""
     readers: dict[Value, list[Value]] = {}
     for value in needed:
         for each in value.inputs:
@@ -137,7 +137,7 @@ def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
 def _spread(
     values: Iterable[Value], readers: Mapping[Value, Sequence[Value]], operations: Set[str] = _LINEAR
 ) -> set[Value]:
-    """Return values and what some operations make of them, linear functions and choices by default."""
+    """Return values and the results of some operations on them, by default linear functions and choices."""
     known = set(values)
     queue = list(known)
     while queue:
@@ -153,9 +153,9 @@ def _overwritten(
     readers: Mapping[Value, Sequence[Value]],
     labeled: Sequence[LabeledContraction],
 ) -> Iterator[Value]:
-    """Yield the histories of a step that trains in whose place stand sums of what was observed, and nothing else.
+    """Yield the histories of a training step that are only replaced by sums of observations.
 
-    Histories that no contraction reads are not in question, such as those of what waits for the end of a large batch.
+    Histories that no contraction reads are ignored, for example while a large batch is accumulated.
     """
     known = _spread(program.observed, readers, _SPREADS)
     forward = ancestors(_operands(each for each in labeled if not each.is_backward))
@@ -173,7 +173,7 @@ def _overwritten(
 
 
 def _made_of_histories(results: Iterable[Value], histories: Sequence[Value]) -> set[Value]:
-    """Return the histories of which results of their shape are made."""
+    """Return the histories from which results of their shape are computed."""
     alike: dict[tuple[int, ...], list[Value]] = {each.shape: [] for each in histories}
     for each in results:
         alike.get(each.shape, []).append(each)
@@ -190,7 +190,7 @@ def _is_lost(value: Value) -> bool:
 
 
 def _is_mixed(value: Value, known: Set[Value]) -> bool:
-    """Whether a value is a sum or a multiple of several numbers of what is known; not where adding only joins parts."""
+    """Whether a value is a sum of several known numbers or a multiple, and not a sum that only joins padded parts."""
     if value.operation not in _ADDS:
         return True
     parts = _below([value], lambda each: each.operation in ("add", "add_any"))
@@ -200,7 +200,7 @@ def _is_mixed(value: Value, known: Set[Value]) -> bool:
 
 
 def _is_trained(result: Value, weights: Set[Value]) -> bool:
-    """Whether a result is a weight of its shape and something added to it, as a trained one is."""
+    """Whether a result is a weight of the same shape with something added to it, like a trained weight."""
     within = _below([result], lambda each: each.operation in _MOVES | _ADDS)
     sums = _below((each for each in within if each.operation in _ADDS), lambda each: each.operation in _MOVES | _ADDS)
     return any(each in weights and each.shape == result.shape for each in sums)
@@ -211,7 +211,7 @@ def _below(values: Iterable[Value], is_open: Callable[[Value], bool]) -> dict[Va
 
 
 def _raised(readers: Mapping[Value, Sequence[Value]], observed: set[Value]) -> Iterator[Value]:
-    """Yield what is squared, divided by or the like of what was observed, sums of it included."""
+    """Yield nonlinear results, such as squares and quotients, of observations or their sums."""
     known = _spread(observed, readers)
     for value in {value for each in known for value in readers.get(each, ())}:
         both = value.operation in ("mul", "div") and all(each in known for each in value.inputs)

@@ -1,9 +1,9 @@
-"""What quantization did to one tensor, as a vector of numbers that may be summed over the uses of a layer.
+"""Statistics of one tensor's quantization, as a vector of numbers that can be summed over the uses of a layer.
 
-A record leaves the backward pass as a cotangent (``audit.health``), and where a layer is used more than once, automatic
-differentiation sums the records. Counts and squares sum to those of all uses together. An amax and a scale would not,
-so each is kept beside a one-hot count over bins, whose highest filled bin is the maximum (as ``core.delayed`` keeps
-amaxes): exact for one use, rounded up by at most 12.5 % for several.
+A record leaves the backward pass as a cotangent (``audit.health``). If a layer is used more than once, automatic
+differentiation sums the records. Sums of counts and squares are the counts and squares of all uses. Sums of amaxes and
+scales are meaningless, so each is stored with a one-hot count over bins, whose highest nonempty bin is the maximum (as
+``core.delayed`` stores amaxes): exact for one use, rounded up by at most 12.5 % for several.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from jaxquant.core.scales import absolute
 
 Array = jax.Array
 STATISTICS = ("amax", "scale", "saturated", "flushed", "sqnr", "nonfinite")
-"""What ``read`` returns of a tensor, in order."""
+"""Statistics that ``read`` returns, in order."""
 
 _SUMS = ("uses", "quantized", "elements", "nonzero", "saturated", "flushed", "nonfinite", "signal", "noise")
 _PEAK = 1 + BINS
 WIDTH = 2 * _PEAK + len(_SUMS)
-"""Numbers in a record."""
+"""Length of a record."""
 
-# scale = amax · (1 / bound) rounds three times, 2⁻²⁴ each; the largest element must not count as saturated for that.
+# scale = amax · (1 / bound) rounds three times, by 2⁻²⁴ each, and the largest element must not count as saturated for
+# this reason.
 _ROUNDING = 1 + 2.0**-22
 
 
@@ -38,16 +39,16 @@ def record(
     tensor: QTensor | None,
     original: Float[Array, "*shape"] | None = None,
 ) -> Float[Array, " WIDTH"]:
-    """Count what became of a tensor's elements.
+    """Return the record of a quantized tensor.
 
     Args:
-      x: what was quantized, any float dtype.
-      spec: how; None for a tensor that stays float, of which amax and non-finite elements alone are counted.
-      tensor: the result; None for a float one.
-      original: the tensor whose amax is meant, where that is not ``x``.
+      x: tensor before quantization, any float dtype.
+      spec: spec of the tensor, or None for a float tensor, for which only amax and non-finite elements are counted.
+      tensor: quantized tensor, or None for a float tensor.
+      original: tensor whose amax to record, if it is not ``x``.
 
     Returns:
-      A float32 vector, for ``read``.
+      A float32 vector for ``read``.
     """
     amax = jnp.max(absolute(x if original is None else original)).astype(jnp.float32)
     values = x.astype(jnp.float32)
@@ -57,8 +58,8 @@ def record(
         assert tensor is not None
         back, nonzero = dequantize(tensor), values != 0
         saturated = jnp.zeros((), bool)
-        if tensor.codec is None:  # a tensor format keeps its scales to itself
-            # A channel of zeros has scale 1, which says nothing of the others.
+        if tensor.codec is None:  # scales of a tensor format are not accessible
+            # A channel of zeros has scale 1, which does not describe the other channels.
             scales = apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks)
             filled = jnp.max(scales)
             scale = jnp.where(filled > 0, filled, 1.0)
@@ -76,22 +77,22 @@ def record(
 
 
 def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"]]:
-    """Turn records, or sums of them, into the statistics of their tensors.
+    """Convert records, or sums of them, to the statistics of their tensors.
 
-    With x the elements, x̂ what their quantized values stand for, and several uses counted together:
+    With x the elements, x̂ their dequantized values, and several uses counted together:
 
-    - ``amax`` = max |x|, infinite where an element is not finite.
-    - ``scale``: the largest of the tensor's scales, those of channels or tiles of zeros aside; 0 for a tensor format.
+    - ``amax`` = max |x|, infinite if an element is not finite.
+    - ``scale``: largest scale of the tensor, except for channels or tiles of zeros; 0 for a tensor format.
     - ``saturated``: share of elements with |x| / scale above the largest value of the element type (integers: its
       bound, qmax + 0.5), which were clipped.
     - ``flushed``: share of the elements x ≠ 0 with x̂ = 0.
     - ``sqnr`` = 10 · log10(Σ x² / Σ (x − x̂)²), in dB.
     - ``nonfinite``: share of elements that are infinite or NaN.
 
-    All but amax and nonfinite are NaN for a float tensor, and all six for one that no backward pass reached.
+    All except amax and nonfinite are NaN for a float tensor, and all six for a tensor that no backward pass reached.
 
     Args:
-      records: float32, of ``record``.
+      records: float32, from ``record``.
     """
     amax, scale = records[..., :_PEAK], records[..., _PEAK : 2 * _PEAK]
     sums = dict(zip(_SUMS, jnp.moveaxis(records[..., 2 * _PEAK :], -1, 0), strict=True))
@@ -111,9 +112,9 @@ def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"
 def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     bound = element(spec.dtype).bound * _ROUNDING
     scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
-    if tensor.zero_point is not None:  # which is rounded by up to half a code
+    if tensor.zero_point is not None:  # it is rounded by up to half a code
         scaled = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
-    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # -qmax - 1 included
+    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # including -qmax - 1
     return (scaled > bound) | (scaled < -bound - has_every_code)
 
 

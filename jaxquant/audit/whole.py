@@ -1,7 +1,7 @@
-"""Trace a function completely: its results, and the changes that it makes to its arguments.
+"""Trace of a function with its results and the changes that it makes to its arguments.
 
-A step that updates an NNX model in place and returns its loss has the update among its outputs here: else nobody would
-read it, and nothing of the backward pass would be in the program.
+A step that updates an NNX model in place and returns its loss has the update among its outputs here. Otherwise nothing
+would read the update, and the program would contain no backward pass.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jaxquant.trace.paths import Name
 
 _JITTED = type(jax.jit(lambda: None))
 _FUNCTION = "model"
-"""The argument that a function is itself, where it is an NNX model or a method of one."""
+"""Name of the argument for the function itself, if it is an NNX model or a method of one."""
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Name]]:
     """Trace a function.
 
     Args:
-      fn: a function, an NNX model, or a method of one; jitted or not.
-      args, kwargs: its arguments; those of a jitted function as it takes them.
+      fn: function, NNX model, or method of one; jitted or not.
+      args, kwargs: arguments of the function.
 
     Returns:
-      The traced function (``jaxpr``), and the path of every input of it.
+      The traced function (``jaxpr``), and the path of each of its inputs.
     """
     while isinstance(fn, functools.partial) and any(map(_has_nodes, (*fn.args, *fn.keywords.values()))):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
@@ -58,7 +58,7 @@ def _has_nodes(tree: Any) -> bool:
 
 
 def _with_changes(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function return the arrays that are in its arguments when it is done, too."""
+    """Return a function that also returns the final arrays in its arguments."""
 
     @functools.wraps(fn)
     def whole(*args: Any, **kwargs: Any) -> Any:

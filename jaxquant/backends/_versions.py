@@ -1,4 +1,4 @@
-"""Check the version of a backend's library against the tested versions in ``config.backends``."""
+"""Check of the version of a backend's library against the tested versions in ``config.backends``."""
 
 from __future__ import annotations
 

@@ -15,21 +15,21 @@ from jaxquant.core.paths import layer_name
 from jaxquant.core.recipe import Recipe
 
 
-def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
+def check_converted(path: str, found: str, reader: str, needed: str) -> None:
     """Raise if a kernel was converted with another recipe.
 
     Args:
       path: path of the layer.
-      has: description of the converted kernel, such as "int8".
-      taker: reader of the kernel, such as a recipe's name in quotes.
-      wanted: description of the kernel that the reader needs, in the words of ``has``.
+      found: description of the converted kernel, such as "int8".
+      reader: reader of the kernel, such as a recipe's name in quotes.
+      needed: description of the kernel that the reader needs, in the words of ``found``.
 
     Raises:
       ValueError: the two descriptions differ.
     """
-    if has != wanted:
+    if found != needed:
         raise ValueError(
-            f"{layer_name(path)} has a converted kernel of {has}, and {taker} takes {wanted}; serve with the recipe "
+            f"{layer_name(path)} has a converted kernel of {found}, and {reader} takes {needed}; serve with the recipe "
             "that it was converted with"
         )
 

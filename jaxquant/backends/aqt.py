@@ -59,7 +59,7 @@ def _dot_converted(recipe: Recipe, lhs: Array, weight: QTensor, numbers: Any) ->
     return _tiled(recipe, lhs, placeholder, numbers, dot)
 
 
-def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
+def _tiled_shape(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
     """Return a shape in which each of the axes is (tiles, tile)."""
     each = enumerate(zip(sizes, counts, strict=True))
     return [part for axis, (size, n) in each for part in ((n, size // n) if axis in axes else (size,))]
@@ -70,8 +70,8 @@ def freeze(recipe: Recipe, weight: QTensor, axes: Sequence[int]) -> aqt_tensor.Q
     qvalue, scale = weight.qvalue, weight.scale.astype(weight.float_dtype())
     axes = () if tile_size(recipe) is None else axes
     return aqt_tensor.QTensor(
-        qvalue=qvalue.reshape(_cut(axes, qvalue.shape, scale.shape)),
-        scale=[scale.reshape(_cut(axes, scale.shape, scale.shape))],
+        qvalue=qvalue.reshape(_tiled_shape(axes, qvalue.shape, scale.shape)),
+        scale=[scale.reshape(_tiled_shape(axes, scale.shape, scale.shape))],
         scale_t=None,
         bias=[],
         dequant_dtype=jnp.dtype(weight.dtype),
@@ -98,7 +98,7 @@ def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
     quantizer = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None).fwd.dg_quantizer.rhs
     quantizer.init_calibration()
     inner = [axis + sum(other <= axis for other in cut) for axis in axes]
-    tensor, _ = quantizer.quant(weight.reshape(_cut(cut, weight.shape, counts)), calibration_axes=inner)
+    tensor, _ = quantizer.quant(weight.reshape(_tiled_shape(cut, weight.shape, counts)), calibration_axes=inner)
     return thaw(tensor, weight.ndim, axes)
 
 

@@ -82,46 +82,46 @@ _refuse = functools.partial(refuse, "AQT")
 # -- supported fields --------------------------------------------------------------------------------------------------
 
 
-def _dtype(asked: FieldValue) -> Gap | None:
-    if asked.value in _FP8 or element(asked.value).kind == "int":
+def _dtype(field: FieldValue) -> Gap | None:
+    if field.value in _FP8 or element(field.value).kind == "int":
         return None
-    return Gap(f"element type {asked.value}", "use quant_backend 'native' or 'qwix'")
+    return Gap(f"element type {field.value}", "use quant_backend 'native' or 'qwix'")
 
 
-def _granularity(asked: FieldValue) -> Gap | None:
-    if asked.value == "per_tile" and not asked.place.startswith("fwd"):
+def _granularity(field: FieldValue) -> Gap | None:
+    if field.value == "per_tile" and not field.place.startswith("fwd"):
         return Gap("tiles in a backward matmul")
-    if asked.value == "per_tile" and asked.spec.tiling != "each_axis":
+    if field.value == "per_tile" and field.spec.tiling != "each_axis":
         return Gap("tiles that nest along several axes", "use tiling 'each_axis', or quant_backend 'native'")
-    return only("per_tensor", "per_tile")(asked)
+    return only("per_tensor", "per_tile")(field)
 
 
-def _calibration(asked: FieldValue) -> Gap | None:
-    method = asked.spec.calibration
+def _calibration(field: FieldValue) -> Gap | None:
+    method = field.spec.calibration
     if method.method == "fixed" and method.is_symmetric:
         return None
     return Gap(f"calibration {method}", "use absmax, a symmetric fixed range, or another quant_backend")
 
 
-def _rounding(asked: FieldValue) -> Gap | None:
-    if asked.value == "stochastic" and asked.spec.dtype in _FP8:
+def _rounding(field: FieldValue) -> Gap | None:
+    if field.value == "stochastic" and field.spec.dtype in _FP8:
         return Gap("stochastic rounding of subnormal fp8 numbers")
-    return only("stochastic")(asked)
+    return only("stochastic")(field)
 
 
-def _scaling(asked: FieldValue) -> Gap | None:
-    return Gap("delayed scaling that trains as a state") if asked.value == "delayed" else Gap()
+def _scaling(field: FieldValue) -> Gap | None:
+    return Gap("delayed scaling that trains as a state") if field.value == "delayed" else Gap()
 
 
-def _shards(asked: FieldValue) -> Gap | None:
-    return Gap("shards in the forward matmul", "use tile_size", "fwd_lhs") if asked.place == "fwd" else None
+def _shards(field: FieldValue) -> Gap | None:
+    return Gap("shards in the forward matmul", "use tile_size", "fwd_lhs") if field.place == "fwd" else None
 
 
 HONOURS: Honours = {
     Recipe: {
         "name": any_value,
-        "delayed": lambda asked: Gap("delayed scaling that trains as a state", place="fwd_rhs"),
-        "sparsity": lambda asked: Gap("N:M sparsity", place="fwd_rhs"),
+        "delayed": lambda field: Gap("delayed scaling that trains as a state", place="fwd_rhs"),
+        "sparsity": lambda field: Gap("N:M sparsity", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": any_value, "shards": _shards},
     TensorSpec: {
@@ -181,7 +181,7 @@ def _quantizer(spec: TensorSpec) -> aqt_quantizer.Quantizer:
 def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_quantizer.Quantizer:
     """Return a quantizer that keeps the forward's qvalues: with a scale of exactly 1, or none if the other is float."""
     if not isinstance(spec, TensorSpec) or spec.granularity == "per_tile":
-        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a spec of its own")
+        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a separate spec")
     if other is None:
         return aqt_quantizer.quantizer_make(None, initialize_calibration=False)
     whole = _quantizer(TensorSpec(spec.dtype))
@@ -189,18 +189,18 @@ def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_qu
     return whole
 
 
-def _accumulator(recipe: Recipe, place: str, asked: str | None, dtypes: Sequence[str | None]) -> Any:
+def _accumulator(recipe: Recipe, place: str, requested: str | None, dtypes: Sequence[str | None]) -> Any:
     """Return the dtype that AQT requests from the matmul.
 
     With two quantized operands, None means the dtype of the result. AQT casts to that dtype right after the matmul, so
     float32 (int32 between integers, which is exact) gives the same numbers.
     """
     kinds = [None if dtype is None else element(dtype).kind for dtype in dtypes]
-    if asked == "int32" and kinds != ["int", "int"]:
+    if requested == "int32" and kinds != ["int", "int"]:
         raise _refuse(recipe, place, f"int32 accumulation of {dtypes[0]} by {dtypes[1]}", "use a float accumulator")
-    if asked is None and None not in kinds:
-        asked = "int32" if kinds == ["int", "int"] else "float32"
-    return None if asked is None else getattr(jnp, asked)
+    if requested is None and None not in kinds:
+        requested = "int32" if kinds == ["int", "int"] else "float32"
+    return None if requested is None else getattr(jnp, requested)
 
 
 def _dot_int8(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
@@ -249,7 +249,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
             source = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             if spec == FORWARD:
                 if theirs == "lhs" or name == "fwd":
-                    raise _refuse(recipe, place, "forward tensor to reuse there", "give it a spec of its own")
+                    raise _refuse(recipe, place, "forward tensor to reuse there", "give it a separate spec")
                 setattr(raw.dg_quantizer, theirs, _reused(recipe, place, source, other))
                 raw.rhs.use_fwd_quant = True
                 spec = None if other is None else source

@@ -103,7 +103,7 @@ class Backend:
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
-        """Return the backend that computes a contraction: this backend, or native if it completes one without the op.
+        """Return the backend that computes a contraction: this one, or the completing one if this lacks the op.
 
         Args:
           operation, recipe, dtype, is_split: arguments of ``unsupported``.
@@ -111,7 +111,7 @@ class Backend:
         return self
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Contract an activation with a weight, as in training, or as in serving if the weight is converted.
+        """Contract an activation with a weight: as in training, or as in serving if the weight is converted.
 
         Args:
           lhs, rhs: activation and weight.
@@ -208,16 +208,16 @@ class LibraryBackend(Backend):
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
         """Return the backend that computes a contraction; see ``Backend.runner``."""
-        is_own = not self.lacks(operation, recipe, dtype, is_split)
+        is_own = not self.missing_in_library(operation, recipe, dtype, is_split)
         return self if self._native is None or is_own else self._native
 
     def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Return the reason why an operation cannot run a recipe; see ``Backend.unsupported``."""
         runner = self.runner(operation, recipe, dtype, is_split)
-        explain = self.lacks if runner is self else runner.unsupported
+        explain = self.missing_in_library if runner is self else runner.unsupported
         return explain(operation, recipe, dtype, is_split)
 
-    def lacks(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
+    def missing_in_library(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Return the reason why the library itself cannot run an operation with a recipe, or "" if it can."""
         if dtype in self.dtype_faults:
             return f"{self.row.title} {self.dtype_faults[dtype]}; {NATIVE_INSTEAD}, or bfloat16"
@@ -227,8 +227,8 @@ class LibraryBackend(Backend):
         """Compute the library's contraction; see ``Backend.contract``."""
         check_library_implementation(self.name, setup.implementation)
         dtype = jnp.promote_types(lhs.dtype, operand_dtype(rhs))
-        self._refuse_dropped(dtype, setup)
-        if why := self.lacks(setup.operation, setup.recipe, dtype.name):
+        self._reject_ignored(dtype, setup)
+        if why := self.missing_in_library(setup.operation, setup.recipe, dtype.name):
             raise NotImplementedError(f"recipe {setup.recipe.name!r}: {why}")
         dims = Dimensions.of(setup.numbers, lhs.ndim, rhs.ndim)
         recipe = with_shards(setup.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
@@ -267,16 +267,16 @@ class LibraryBackend(Backend):
 
         return gradient
 
-    def _refuse_dropped(self, dtype: Any, setup: Setup) -> None:
+    def _reject_ignored(self, dtype: Any, setup: Setup) -> None:
         """Raise for options of a traced contraction that the library ignores, unless they change nothing."""
-        asked = setup.precision if isinstance(setup.precision, tuple) else (setup.precision,)
+        precisions = setup.precision if isinstance(setup.precision, tuple) else (setup.precision,)
         is_other = setup.dtype is not None and jnp.dtype(setup.dtype) != dtype
-        given = {
-            "precision": next((each for each in asked if each not in (None, jax.lax.Precision.DEFAULT)), None),
+        options = {
+            "precision": next((each for each in precisions if each not in (None, jax.lax.Precision.DEFAULT)), None),
             "preferred_element_type": jnp.dtype(setup.dtype).name if is_other else None,
             "out_sharding": setup.out_sharding,
         }
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(
                     f"{name} {value} of this matmul is ignored by {self.row.title}; {NATIVE_INSTEAD}"

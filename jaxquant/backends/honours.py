@@ -23,14 +23,14 @@ class FieldValue:
       recipe: recipe of the field.
       place: operand ("fwd_lhs") or matmul ("fwd") of the field, or "" for the recipe itself.
       owners: dataclasses that contain the field, the recipe first.
-      field: name of the field, dotted below an operand ("calibration.method").
+      name: name of the field, dotted below an operand ("calibration.method").
       value: value of the field.
     """
 
     recipe: Recipe
     place: str
     owners: tuple[Any, ...]
-    field: str
+    name: str
     value: Any
 
     @property
@@ -68,13 +68,13 @@ HonourRule = Callable[[FieldValue], Gap | None]
 Honours = Mapping[type, Mapping[str, HonourRule]]
 
 
-def any_value(asked: FieldValue) -> None:
+def any_value(field: FieldValue) -> None:
     """Rule that supports every value."""
 
 
 def only(*values: Any) -> HonourRule:
     """Return a rule that supports these values and the default."""
-    return lambda asked: None if asked.value in values else Gap()
+    return lambda field: None if field.value in values else Gap()
 
 
 def refuse(title: str, recipe: Recipe, place: str, what: str, instead: str = NATIVE_INSTEAD) -> NotImplementedError:
@@ -102,15 +102,15 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
     Raises:
       NotImplementedError: a field is not supported; the error names recipe, operand, field and an alternative.
     """
-    for asked in _asked(recipe, honours, recipe, "", (), ""):
-        rule = honours[type(asked.owners[-1])].get(asked.field.rpartition(".")[2])
-        lack = Gap() if rule is None else rule(asked)
-        if lack is not None:
-            what = lack.what or f"{asked.field} {asked.value!r}"
-            raise refuse(title, recipe, lack.place or asked.place, what, lack.instead)
+    for field in _nondefault_fields(recipe, honours, recipe, "", (), ""):
+        rule = honours[type(field.owners[-1])].get(field.name.rpartition(".")[2])
+        gap = Gap() if rule is None else rule(field)
+        if gap is not None:
+            what = gap.what or f"{field.name} {field.value!r}"
+            raise refuse(title, recipe, gap.place or field.place, what, gap.instead)
 
 
-def _asked(
+def _nondefault_fields(
     recipe: Recipe, honours: Honours, owner: Any, place: str, owners: tuple[Any, ...], prefix: str
 ) -> Iterator[FieldValue]:
     """Yield the fields with a value other than their default, in every dataclass that the backend lists."""
@@ -121,7 +121,7 @@ def _asked(
             if type(value) in honours:
                 inner = f"{place}_{field.name}".lstrip("_") if isinstance(owner, Recipe | MatmulSpec) else place
                 dotted = f"{prefix}{field.name}." if isinstance(owner, TensorSpec) or prefix else ""
-                yield from _asked(recipe, honours, value, inner, owners, dotted)
+                yield from _nondefault_fields(recipe, honours, value, inner, owners, dotted)
             else:
                 yield FieldValue(recipe, place, owners, prefix + field.name, value)
 

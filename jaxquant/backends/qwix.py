@@ -58,14 +58,14 @@ class _Provider(qwix.QtProvider):
 
     def __init__(self, rule: qwix.QtRule, key: RandomKey | None) -> None:
         super().__init__([rule])
-        self._given = key
+        self._noise_key = key
 
     def _create_dot_general_qt_config(self, rule: qwix.QtRule, op_id: str, lhs: Any, rhs: Any) -> Any:
         if rule.bwd_stochastic_rounding is None:
             return super()._create_dot_general_qt_config(rule, op_id, lhs, rhs)
         plain = dataclasses.replace(rule, bwd_stochastic_rounding=None)
         config = super()._create_dot_general_qt_config(plain, op_id, lhs, rhs)
-        noise = _Noise(operands_key(lhs, rhs) if self._given is None else self._given)
+        noise = _Noise(operands_key(lhs, rhs) if self._noise_key is None else self._noise_key)
         chosen = rule.additional_qt_config or {}
         fields = ("dlhs_stochastic_rounding_noise_fn", "drhs_stochastic_rounding_noise_fn")
         return dataclasses.replace(config, **{name: chosen.get(name, noise) for name in fields})

@@ -19,41 +19,41 @@ _refuse = functools.partial(refuse, "Qwix")
 # -- supported fields --------------------------------------------------------------------------------------------------
 
 
-def _granularity(asked: FieldValue) -> Gap | None:
-    return Gap("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
+def _granularity(field: FieldValue) -> Gap | None:
+    return Gap("tiles along every contraction axis") if field.value == "per_tile" else only("per_tensor")(field)
 
 
-def _calibration(asked: FieldValue) -> Gap | None:
-    method = asked.spec.calibration
-    if method.method == "fixed" and asked.spec.granularity != "per_tensor":
+def _calibration(field: FieldValue) -> Gap | None:
+    method = field.spec.calibration
+    if method.method == "fixed" and field.spec.granularity != "per_tensor":
         return Gap("fixed range per channel")
-    if not method.is_symmetric and (not asked.place.startswith("fwd") or _has_quantized_backward(asked.recipe)):
+    if not method.is_symmetric and (not field.place.startswith("fwd") or _has_quantized_backward(field.recipe)):
         return Gap(f"asymmetric calibration {method} together with a quantized backward matmul")
-    return only("minmax", "rms", "fixed")(asked)
+    return only("minmax", "rms", "fixed")(field)
 
 
-def _scaling(asked: FieldValue) -> Gap | None:
-    return Gap("delayed scaling") if asked.value == "delayed" else Gap()
+def _scaling(field: FieldValue) -> Gap | None:
+    return Gap("delayed scaling") if field.value == "delayed" else Gap()
 
 
-def _rounding(asked: FieldValue) -> Gap | None:
-    if not asked.is_gradient:
+def _rounding(field: FieldValue) -> Gap | None:
+    if not field.is_gradient:
         return Gap("stochastic rounding except of gradients")
-    if element(asked.spec.dtype).kind == "float":
-        return Gap(f"stochastic rounding to {asked.spec.dtype}")
-    return only("stochastic")(asked)
+    if element(field.spec.dtype).kind == "float":
+        return Gap(f"stochastic rounding to {field.spec.dtype}")
+    return only("stochastic")(field)
 
 
-def _accumulator(asked: FieldValue) -> Gap | None:
-    specs = [asked.recipe.resolve(asked.place, side) for side in ("lhs", "rhs")]  # pyright: ignore[reportArgumentType]
+def _accumulator(field: FieldValue) -> Gap | None:
+    specs = [field.recipe.resolve(field.place, side) for side in ("lhs", "rhs")]  # pyright: ignore[reportArgumentType]
     integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
-    if asked.value == "int32" and integers:
+    if field.value == "int32" and integers:
         return None
-    return Gap(f"choice of the accumulator (here {asked.value})", place=f"{asked.place}_lhs")
+    return Gap(f"choice of the accumulator (here {field.value})", place=f"{field.place}_lhs")
 
 
-def _shards(asked: FieldValue) -> Gap | None:
-    return None if asked.place == "drhs" else Gap("shards outside the weight gradient", place=f"{asked.place}_lhs")
+def _shards(field: FieldValue) -> Gap | None:
+    return None if field.place == "drhs" else Gap("shards outside the weight gradient", place=f"{field.place}_lhs")
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -61,7 +61,7 @@ HONOURS: Honours = {
     Recipe: {
         "name": any_value,
         # Qwix's mask ignores the schedule, and its groups are along the output axis.
-        "sparsity": lambda asked: Gap("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
+        "sparsity": lambda field: Gap("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
     TensorSpec: {
@@ -138,7 +138,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
         if not isinstance(grad, TensorSpec):
             extra[f"{name}_grad_qtype"] = None
     if recipe.drhs.shards > 1:
-        rule["bwd_weight_grad_tile_size"] = _Share(recipe.drhs.shards, recipe.name)
+        rule["bwd_weight_grad_tile_size"] = _TileShare(recipe.drhs.shards, recipe.name)
     if recipe.is_stochastic:
         # One noise element for each element of the gradient; by default Qwix draws one for each row.
         rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
@@ -148,13 +148,13 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     return rule | {"additional_qt_config": extra}
 
 
-class _Share(float):
+class _TileShare(float):
     """The share ``1 / count`` of an axis that a tile covers; raises if ``count`` does not divide the axis.
 
     Qwix rounds the tile size that it computes from the share, and would split 8 rows into 4 blocks for a count of 5.
     """
 
-    def __new__(cls, count: int, recipe_name: str) -> _Share:
+    def __new__(cls, count: int, recipe_name: str) -> _TileShare:
         share = super().__new__(cls, 1 / count)
         share.count, share.recipe_name = count, recipe_name
         return share

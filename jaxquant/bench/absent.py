@@ -1,9 +1,8 @@
-"""Commands that compile programs for chips that are not here; each prints a table, and writes it to ``--out``."""
+"""Tables that are compiled for chips that are not in this machine."""
 
 from __future__ import annotations
 
-import argparse
-import functools
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,34 +19,32 @@ from jaxquant.bench import layer_audits, speeds, strings
 from jaxquant.bench.schedules import tpu_dump
 from jaxquant.config.recipes import RECIPES
 
-Options = argparse.Namespace
 Table = tuple[str, Any, str]
-"""Text, rows and the stem of the files' names."""
+"""Text, rows and file stem of a table."""
+TPUS = tuple(name for name, each in CHIPS.items() if each.platform == "tpu")
 
 
-def add_commands(commands: Any) -> None:
-    """Add a parser of each command, whose ``run`` takes the options and returns the exit code.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a command.
 
-    Args:
-      commands: subparsers of ``python -m jaxquant.bench``.
+    Attributes:
+      target: chip.
+      only: names of the rows to compile; all of them if it is empty.
+      tokens: tokens of a step.
+      out: folder of the files, "" to write none.
     """
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--out", default="", metavar="FOLDER", help="to write JSON and markdown to (default: none)")
-    for name, (table, about) in COMMANDS.items():
-        command = commands.add_parser(name, parents=[shared], help=about)
-        chips = [each for each in CHIPS if table is not _kernels or CHIPS[each].platform == "tpu"]
-        default = "v6e" if table is _kernels else "h200"
-        command.add_argument("--target", default=default, choices=chips, help="chip (default: %(default)s)")
-        if table is not _kernels:
-            command.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so")
-        if table in (_libraries, _layers):
-            command.add_argument("--tokens", type=int, default=4096, metavar="N", help="(default: %(default)s)")
-        command.set_defaults(run=functools.partial(_compile, table))
+
+    target: str
+    only: Sequence[str]
+    tokens: int
+    out: str
 
 
-def _compile(table: Callable[[Options], Table], options: Options) -> int:
+def compile_table(name: str, options: Options) -> int:
+    """Compile the rows of a table, print it and write it; returns 0."""
     require_compiler(chip(options.target))
-    text, rows, stem = table(options)
+    text, rows, stem = TABLES[name](options)
     return print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, stem)
 
 
@@ -105,19 +102,19 @@ def _layers(options: Options) -> Table:
     return layer_audits.page(rows), rows, "layer-audits"
 
 
-COMMANDS: dict[str, tuple[Callable[[Options], Table], str]] = {
-    "libraries": (_libraries, "one MLP step of jaxquant, flax, Qwix and AQT"),
-    "published": (_published, "estimates next to published ratios"),
-    "gemm-set": (_gemm_set, "the matmuls of a layer under config strings"),
-    "kernels": (_kernels, "the hand-written kernels of a TPU, by their bundles"),
-    "strings": (_strings, "every config string; adds the chip's column to the table in --out"),
-    "speeds": (_speeds, "the MLP step by config string; the same, and fills jaxquant/config/speeds.py with --out"),
-    "layers": (_layers, "decoder layers; adds rows to the table in --out"),
+TABLES: dict[str, Callable[[Options], Table]] = {
+    "libraries": _libraries,
+    "published": _published,
+    "gemm-set": _gemm_set,
+    "kernels": _kernels,
+    "strings": _strings,
+    "speeds": _speeds,
+    "layers": _layers,
 }
 
 
 def _there(options: Options, stem: str) -> list[dict[str, Any]]:
-    """Return the rows of the table that is there, of all chips."""
+    """Return the rows of an existing table, for all chips."""
     file = Path(options.out or ".") / f"{stem}.json"
     return json.loads(file.read_text()) if options.out and file.exists() else []
 
@@ -127,9 +124,9 @@ def _page(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, shows: bool = False) -> Any:
-    """Run a module in a process of its own, whose environment the compilers of absent chips need.
+    """Run a module in a subprocess with the environment that compilers of absent chips need.
 
-    ``shows``: its progress, and its errors.
+    ``shows``: whether its progress and errors are printed.
     """
     command = [sys.executable, "-m", f"jaxquant.bench.{module}", *words]
     variables, errors = environment() | dict(variables or {}), None if shows else subprocess.PIPE

@@ -1,10 +1,10 @@
-"""One MLP step, quantized by everybody, through one compiler: its matmuls and what moves beside them.
+"""One MLP step, quantized by each library and compiled by the same compiler: its matmuls and memory traffic.
 
 The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2
 and the quant state: six matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights and
-weight gradients. Weights, x and quant state come in, gradients and quant state go out; no optimizer, and the loss
-itself is not asked for. Amax histories have entries. Layers are ``flax.linen.Dense``, quantized as a user would do it.
-What is counted: ``program.read_program``.
+weight gradients. Inputs are weights, x and quant state; outputs are gradients and quant state. There is no optimizer,
+and the loss is not an output. Amax histories have entries. Layers are ``flax.linen.Dense``, quantized as a user would
+do it. ``program.read_program`` counts the matmuls and bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
-from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core import delayed
 from jaxquant.inject.model import maybe_quantize_model
-from jaxquant.ops.dot_general import dot_general, initial_state
 
 
 class Mlp(nn.Module):
-    """Two dense layers without bias; ``op`` is flax's hook for another contraction."""
+    """Two dense layers without bias; ``op`` is flax's argument for another contraction."""
 
     hidden: int
     out: int
@@ -49,17 +46,15 @@ class Mlp(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row: whose quantization, by which options, and the row of a peer to compare it with.
+    """A row of the table: library and options, and the row of another library to compare it with.
 
-    ``takes_float32``: the op itself, given the float32 kernel, where ``flax.linen.Dense`` casts it first. ``keys``:
-    what makes random keys. ``quantize``: of a library that quantizes the model itself.
+    ``keys``: source of random keys. ``quantize``: function of a library that quantizes the model.
     """
 
     name: str
     config: dict[str, Any]
     op: Any = None
     peer: str = ""
-    takes_float32: bool = False
     keys: str = "threefry2x32"
     quantize: Callable[[nn.Module], nn.Module] | None = None
 
@@ -70,14 +65,8 @@ def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
     return Entry(name, {"quantization": string, "quant_backend": backend} | options, peer=peer)
 
 
-def _direct(string: str, **options: Any) -> Entry:
-    config = {"quantization": string, "quant_backend": "native"} | options
-    words = " ".join(str(value) for value in list(options.values())[:1])
-    return Entry(f"jaxquant {string} {words}".strip() + ", float32 kernel", config, takes_float32=True)
-
-
 def int8_of_aqt() -> Any:
-    """Make the op that AQT itself gives a layer of Flax, int8 in all three matmuls."""
+    """Return AQT's own op for a layer of Flax, int8 in all three matmuls."""
     from aqt.jax.v2 import config as aqt_config
     from aqt.jax.v2.flax import aqt_flax
 
@@ -85,12 +74,12 @@ def int8_of_aqt() -> Any:
     return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
 
 
-def by_qwix(model: nn.Module) -> nn.Module:
-    """Return a Linen model as Qwix itself trains it in int8."""
+def by_qwix(model: nn.Module, path: str = ".*") -> nn.Module:
+    """Return a Linen model whose layers at ``path``, a regular expression, are trained by Qwix in int8."""
     import qwix
 
     dtypes = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8")
-    rule = qwix.QtRule(**dtypes, bwd_stochastic_rounding="uniform", channelwise_noise_axes=(0, 1))
+    rule = qwix.QtRule(module_path=path, **dtypes, bwd_stochastic_rounding="uniform", channelwise_noise_axes=(0, 1))
     return qwix.quantize_model(model, qwix.QtProvider([rule]))
 
 
@@ -115,9 +104,6 @@ ENTRIES = (
     _entry("int8_delayed", "native"),
     *(_entry(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
     *(_entry(string, "native", f"jaxquant {string}", implementation="pallas") for string in ("fp8_block", "mxfp8")),
-    _direct("fp8"),
-    _direct("fp8_current"),
-    _direct("fp8_block", implementation="pallas"),
 )
 
 
@@ -125,12 +111,10 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     """Return the measured function of an entry and the shapes of its arguments.
 
     Args:
-      entry: whose layers.
+      entry: entry of the table.
       tokens, width, hidden: rows of x, features of x and y, features between the layers.
     """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
-    if entry.takes_float32:
-        return _direct_step(entry, x, hidden)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
         model = maybe_quantize_model(model, entry.config, x)
@@ -139,11 +123,11 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     key = jax.eval_shape(lambda: jax.random.key(0, impl=entry.keys))
     keys = dict.fromkeys(("params", "quant", "stochastic_rounding"), jax.random.key(0, impl=entry.keys))
     params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
-    state = quant_state.warm(state)  # a step after the first
+    state = quant_state.warm(state)  # as after the first step
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            variables = {"params": params, quant_state.OVERWRITE_WITH_GRADIENT: state}  # flax's ops have their own
+            variables = {"params": params, quant_state.OVERWRITE_WITH_GRADIENT: state}  # also of flax's ops
             y = model.apply(variables, x, rngs=dict.fromkeys(keys, key))
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
@@ -152,39 +136,15 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     return gradients, (params, state, x, key)
 
 
-def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...]]:
-    recipe = QuantConfig.from_any(entry.config).recipe()
-    assert recipe is not None
-    width = x.shape[1]
-    sizes = {"first": (width, hidden), "second": (hidden, width)}
-    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
-    own = jax.eval_shape(lambda: initial_state(recipe))
-    bins = jax.eval_shape(lambda: delayed.widen_bins(delayed.empty_bins()))
-    state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in sizes}
-
-    def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
-        def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            def dense(name: str, x: jax.Array, n: int) -> jax.Array:
-                given = {"state": state[name], "key": jax.random.fold_in(key, n), "preferred_element_type": x.dtype}
-                given["implementation"] = entry.config.get("implementation")
-                return dot_general(x, params[name], (((1,), (0,)), ((), ())), recipe=recipe, **given)
-
-            return jnp.mean(jnp.square(dense("second", nn.silu(dense("first", x, 0)), 1).astype(jnp.float32)))
-
-        return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
-
-    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
-
-
 def measure(
     entry: Entry, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 ) -> tuple[Program, int]:
-    """Compile an entry for a chip that is not here; return what the compiler made of it, and the bytes of temporaries.
+    """Compile an entry for an absent chip; return the compiled program and its bytes of temporaries.
 
     Args:
-      entry: what to compile.
+      entry: entry to compile.
       target: chip, one of ``CHIPS``.
-      tokens, width, hidden: as ``step`` takes them.
+      tokens, width, hidden: same as for ``step``.
     """
     mesh = Mesh(devices(chip(target))[:1], ("x",))
     where = NamedSharding(mesh, PartitionSpec())
@@ -198,15 +158,15 @@ def measure(
 
 
 def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dict[str, Any]]:
-    """Measure the entries whose name holds one of ``names`` (all of them by default), as rows of a table.
+    """Measure the entries whose name contains one of ``names`` (by default all of them), as rows of a table.
 
     Args:
       target: chip, one of ``CHIPS``.
-      names: parts of entries' names, or whole ones after "=".
+      names: parts of entries' names, or full names after "=".
       tokens: rows of x.
 
     Raises:
-      ValueError: no entry is named so.
+      ValueError: no entry has such a name.
     """
     found = []
     for entry in ENTRIES:
@@ -224,7 +184,7 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
 
 
 def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    """Return the difference of a row from its peer's, "" where that was not measured."""
+    """Return the difference of a row from its peer's row, or "" if the peer was not measured."""
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
@@ -234,7 +194,7 @@ def matmuls(program: Program) -> str:
 
 
 def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str, Any]:
-    """Summarize a program with its bytes of temporaries as a row of the table; time as ``price.estimate`` has it."""
+    """Return the table row of a program and its bytes of temporaries; ``price.estimate`` computes the time."""
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
     casts = [kernel for kernel in program.kernels if not kernel.flops]

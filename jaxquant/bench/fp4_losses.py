@@ -1,4 +1,4 @@
-"""FP4 schemes whose held-out losses are compared with float's."""
+"""FP4 schemes whose held-out losses are compared with float."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORD, STEPS = RESULTS / "fp4-losses.jsonl", 300
 
 
 def _without_noise() -> Recipe:
-    """NVFP4 whose output gradient is rounded to nearest."""
+    """Return the NVFP4 recipe with output gradients that are rounded to nearest."""
     recipe = RECIPES["nvfp4"].recipe
     assert recipe is not None
     dlhs, drhs = recipe.dlhs, recipe.drhs

@@ -1,4 +1,4 @@
-"""The GEMM set of one transformer layer, timed with its quantization, forward and both gradients."""
+"""GEMM set of one transformer layer with its quantization, forward and both gradients, for timing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Contender:
     implementation: str = ""
 
     def dense(self, features: int, x: Any) -> nn.Module:
-        """Make a bf16 dense layer without bias that computes in this recipe."""
+        """Return a bf16 dense layer without bias that computes in this recipe."""
         op = fp8_ops.Fp8DirectDotGeneralOp if self.library == "flax" else None
         layer = nn.Dense(features, False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, dot_general_cls=op)
         if self.library in ("jax", "flax"):
@@ -71,7 +71,7 @@ CONTENDERS = (
 
 
 def draw(tokens: int, shapes: Shapes) -> Any:
-    """Return inputs of matmuls, each with rows of as many tokens, and gradients of their results."""
+    """Return inputs of the matmuls with ``tokens`` rows each, and gradients of their results."""
     sides = [[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16) for size in each] for each in shapes]
     return list(zip(*filled(sides), strict=True))
 
@@ -79,15 +79,15 @@ def draw(tokens: int, shapes: Shapes) -> Any:
 def prepare_gemms(
     contender: Contender, shapes: Shapes, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]
 ) -> Prepared:
-    """Compile the GEMMs of a transformer layer with all that quantizes operands.
+    """Compile the GEMMs of a transformer layer, including quantization of operands.
 
-    ``fwd`` is one program with the residuals that it saves, ``bwd`` another one, which makes both gradients and the new
-    quant state from them. Parameters are bf16, and amax histories have entries.
+    ``fwd`` is a program that also returns the saved residuals; ``bwd`` is another one, which computes both gradients
+    and the new quant state from them. Parameters are bf16, and amax histories have entries.
 
     Args:
-      contender: whose GEMMs.
-      shapes: of the weights.
-      inputs, grads: as ``draw`` returns them.
+      contender: library and recipe.
+      shapes: shapes of the weights.
+      inputs, grads: result of ``draw``.
 
     Raises:
       ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError: the contender cannot run here.

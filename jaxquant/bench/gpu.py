@@ -1,15 +1,14 @@
-"""Everything that a GPU is asked in one call of at most 330 seconds, for ``python -m jaxquant.bench gpu``.
+"""All measurements on a GPU in one run of at most 330 seconds, for ``jaxquant bench gpu``.
 
-One process. Each figure is a line of JSON in the file as soon as it is known, so a kill loses nothing measured. The
-rows of a part are compiled one after the other, since XLA times its choices on the device, and then timed in turns. A
-part ends at its share of the limit, and what one part saves, the next ones have.
+All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is known, so a killed
+run keeps its figures. The rows of a part are compiled one after the other, since XLA times its choices on the device,
+and are then timed in turns. Each part has a time limit; the time that it does not use is added to the following parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxquant.bench import few_rows, gemms, layer_audits, published
+from jaxquant.bench import gemms, layer_audits, published
 from jaxquant.bench.compare_libraries import ENTRIES, Entry, step
 from jaxquant.bench.gpu_kernels import compare_kernels
 from jaxquant.bench.layer_audits import LLAMA
@@ -37,21 +36,21 @@ LIMIT = 320
 """Seconds of a run after its imports."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 TINY = dataclasses.replace(LLAMA, emb_dim=64, mlp_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=32)
-"""A decoder layer for a CPU."""
+"""Decoder layer for a CPU."""
 COMPILING = 0.75
-"""Share of a part's time after which it compiles no further row."""
+"""Share of a part's time after which it compiles no more rows."""
 
 
 @dataclasses.dataclass
 class Part:
-    """One part of a run, which writes its figures.
+    """One part of a run, with functions that write its figures.
 
     Attributes:
-      name: of the part.
-      file: of JSON lines.
+      name: name of the part.
+      file: file of JSON lines.
       until: end of its time, by ``time.perf_counter``.
-      is_small: whether sizes are a CPU's.
-      kind: of the device.
+      is_small: whether sizes are for a CPU.
+      kind: kind of the device.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Part:
     kind: str
 
     def write(self, row: str, figures: Row, is_shown: bool = True) -> None:
-        """Write a line of JSON, and show it unless it is one time of many."""
+        """Write a line of JSON, and print it unless ``is_shown`` is False."""
         line = json.dumps({"part": self.name, "row": row} | figures, ensure_ascii=False)
         self.file.write(line + "\n")
         self.file.flush()
@@ -75,14 +74,15 @@ class Part:
         base: str = "",
         predicted: Mapping[str, Row] | None = None,
     ) -> None:
-        """Compile rows and time each once a round; write every time, and medians at the end.
+        """Compile rows and time each once per round; write every time, and the medians at the end.
 
-        ``us`` are medians by call and ``sum us`` that of their sum; ``× base`` is the median over rounds of the base's
-        sum over the row's in that round. A row that does not compile is written with its error.
+        ``us`` are medians by call and ``sum us`` is the median of their sum. ``× base`` is the median over rounds of
+        the base's sum divided by the row's sum in the same round. A row that does not compile is written with its
+        error.
 
         Args:
-          rows: by name, what compiles each.
-          calls: in a row, for one time.
+          rows: functions that compile each row, by name.
+          calls: number of consecutive calls per measurement.
           base: row that ratios refer to; "" for no ratios.
           predicted: figures of the audit by row, written next to the measured ones.
         """
@@ -133,9 +133,9 @@ def _sentence(error: Exception) -> str:
 def dots(part: Part) -> None:
     """Time a copy, and single matmuls by the layout of their operands, by algorithm, and without Triton.
 
-    Each operand has a producer, since XLA chooses layouts of what a program computes. TN contracts the last axis of
-    both operands, NN the last and the first, NT the first of both. "Pinned" operands are row-major, and one that is
-    contracted along its rows is transposed and pinned again before a barrier.
+    Each operand has a producer, since XLA chooses the layouts of computed values. TN contracts the last axis of both
+    operands, NN the last and the first, NT the first of both. "Pinned" operands are row-major; one that is contracted
+    along its rows is transposed and pinned again before a barrier.
     """
     m, k, n, cube, copied = (256, 128, 128, 128, 2**16) if part.is_small else (15872, 4096, 4096, 8192, 2**30)
 
@@ -198,14 +198,14 @@ def mlp(part: Part) -> None:
 
 
 def by_name(contenders: Sequence[gemms.Contender], audits: Sequence[Row]) -> dict[str, Row]:
-    """Return predictions for contenders from rows with a string, its milliseconds and its ratio."""
+    """Return predictions for contenders from rows with a string, its time in milliseconds and its ratio."""
     known = {each["string"]: {"us": 1000 * each["ms"], "× jax": each["× bf16"]} for each in audits}
     ours = [one for one in contenders if one.library in ("jax", "native") and not one.implementation]
     return {one.name: known.get(one.recipe or "bf16", {}) for one in ours}
 
 
 def gemm_set(part: Part) -> None:
-    """Time the GEMMs of a layer with all that quantizes their operands, next to flax's, torch's, Qwix's and AQT's."""
+    """Time the GEMMs of a layer, including quantization of operands, next to flax's, torch's, Qwix's and AQT's."""
     tokens, shapes = (64, [(64, 32)]) if part.is_small else (published.TOKENS, [*published.GEMMS.values()])
     contenders = gemms.CONTENDERS[: 3 if part.is_small else None]
     made = functools.partial(gemms.prepare_gemms, shapes=shapes)
@@ -242,50 +242,33 @@ def kernels(part: Part) -> None:
         raise ValueError(f"{wrong} cases differ from their references")
 
 
-def rows_of_decoding(part: Part) -> None:
-    """Time one, four and eight rows against a weight in every format of a weight."""
-    k, n = (256, 256) if part.is_small else (few_rows.K, few_rows.N)
-    chip, rows = target_of(part.kind), committed("few-rows.json")
-    known = {(row["chip"], row["rows"], row["weight"]): row["us"] for row in rows}
-    formats = list(itertools.islice(few_rows.products(k, n), 2 if part.is_small else None))
-
-    def made(program: Callable[..., Any], weight: Any, count: int) -> Prepared:
-        return prepare(program, (weight, jax.ShapeDtypeStruct((count, k), jnp.bfloat16)))
-
-    for count in few_rows.ROWS[: 1 if part.is_small else None]:
-        rows = {f"{count} × {name}": functools.partial(made, *each, count) for name, *each in formats}
-        predicted = {f"{count} × {name}": {"us": known.get((chip, count, name))} for name, *_ in formats}
-        part.time_in_turns(rows, calls=10, base=f"{count} × bf16", predicted=predicted)
-
-
 PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "dots": (dots, 35),
     "mlp": (mlp, 105),
     "gemm-set": (gemm_set, 70),
     "layer": (layer_step, 45),
     "kernels": (kernels, 30),
-    "few rows": (rows_of_decoding, 25),
 }
-"""Parts in their order, and seconds for each, 310 in all: a run has ten more."""
+"""Parts in order, with seconds for each, 285 in total; the limit of a run leaves 35 more."""
 
 
 def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[], Row]) -> int:
     """Run all parts; append their figures to ``gpu-DEVICE.jsonl``.
 
     Args:
-      folder: of the file.
-      limit: seconds after which the process ends itself, whatever it waits for.
-      is_small: sizes for a CPU.
-      describe: returns date, machine and versions.
+      folder: folder of the file.
+      limit: seconds after which the process exits unconditionally.
+      is_small: whether to use sizes for a CPU.
+      describe: function that returns date, machine and versions.
 
     Returns:
-      The exit code: 1 if a part failed or a kernel is wrong, 130 after Ctrl-C.
+      Exit code: 1 if a part failed or a kernel is wrong, 130 after Ctrl-C.
 
     Raises:
-      ValueError: there is no GPU here, and sizes are not small.
+      ValueError: there is no GPU, and ``is_small`` is False.
     """
     began = time.perf_counter()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch has a part of the memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
     if jax.default_backend() != "gpu" and not is_small:
         raise ValueError(f"gpu needs a GPU, and JAX sees only {jax.default_backend()} here; --small runs on a CPU")
     kind = jax.devices()[0].device_kind

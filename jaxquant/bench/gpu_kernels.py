@@ -1,4 +1,4 @@
-"""Our kernels for GPUs, run on one: their numbers against the references, their time beside XLA's program."""
+"""GPU kernels of jaxquant on a GPU: results compared with the references, times compared with XLA's program."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ BLOCKS = (
     blocks.Case((8, 15872, 4096, 4096), form="grouped", groups=tuple(tile * 8 // 124 for tile in range(124))),
 )
 CASES = tuple(case for each in itertools.zip_longest(CASTS, PRODUCTS, BLOCK_CASTS, BLOCKS) for case in each if case)
-"""Calls of all kernels, by turns, so that few calls are of every kernel."""
+"""Calls of all kernels in alternation, so that any prefix covers every kind of kernel."""
 
 
 Pair = tuple[Row, Sequence[Callable[[], Any]]]
-"""The row of a kernel, and calls of it and of its peer, compiled; none where it was refused."""
+"""Row of a kernel, and calls of it and of its peer, compiled; no calls if the kernel does not run."""
 
 
 def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[Row]:
     """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's program for it.
 
     Operands of matmuls are small integers, so every sum is exact. The peer of a dense product of blocks is XLA's matmul
-    of the dequantized operands in bfloat16, that of a grouped one its reference. `equal` is the share of equal
-    elements; times are medians of ten calls in a row, taken in turns, and `ratio` is XLA's over the kernel's. If the
-    kernel or its compiler refuses a case, the note has the reason.
+    of the dequantized operands in bfloat16; the peer of a grouped product is its reference. `equal` is the share of
+    equal elements; times are medians of ten consecutive calls, taken in turns, and `ratio` is XLA's time over the
+    kernel's. If the kernel or its compiler raises, the note has the reason.
 
     Args:
       cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the products of blocks.
-      rounds: measurements of each.
+      rounds: number of measurements of each.
     """
     make = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
     for case in cases:
@@ -162,7 +162,7 @@ def _refused(row: Row, why: str) -> Pair:
 
 
 def _compared(row: Row, both: Iterable[Any], args: Any, options: Row, peer: Callable[..., Any] | None = None) -> Pair:
-    """Compare two functions of positional arguments and, in the last one, named ones; ``options`` are static."""
+    """Compare two functions; the last of ``args`` is a dict of named arguments, and ``options`` are static."""
     on = lambda function: jax.jit(lambda *args: function(*args[:-1], **args[-1], **options))  # noqa: E731
     kernel, reference = map(on, both)
     try:
@@ -174,7 +174,7 @@ def _compared(row: Row, both: Iterable[Any], args: Any, options: Row, peer: Call
     wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
     equal = sum(int(jnp.sum(a == b)) for a, b in wide) / sum(a.size for a, _ in wide)
     runs = (kernel, peer or reference)
-    jax.block_until_ready(runs[1](*args))  # compiled before it is timed
+    jax.block_until_ready(runs[1](*args))  # compiled before timing
     far = max(float(jnp.max(jnp.abs(a - b))) for a, b in wide)
     note = "" if equal == 1 else f"WRONG: differs from its reference by up to {far:g}"
     return row | {"equal": equal, "note": note}, [functools.partial(run, *args) for run in runs]

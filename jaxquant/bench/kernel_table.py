@@ -1,8 +1,8 @@
-"""What the compilers of absent TPUs make of our kernels, next to XLA's own program for the same numbers.
+"""Hand-written TPU kernels compiled for absent chips, next to XLA's own program for the same result.
 
-A kernel's cycles are the bundles of its final schedule, each as often as it runs; those of XLA's program, where that is
-one matmul, are counted in the same way, and its compiler's own ``estimated_cycles`` stand next to them. Bundles do not
-wait for HBM: the last column is what its bytes take at its full speed.
+A kernel's cycles are the bundles of its final schedule, each multiplied by its number of executions. If XLA's program
+is one matmul, its cycles are counted in the same way, next to the compiler's own ``estimated_cycles``. Bundles do not
+wait for HBM: the last column is the time that the bytes take at full bandwidth.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ Row = dict[str, Any]
 Program = Callable[..., Any]
 
 PRODUCTS = ((4096, 4096, 8192), (8192, 8192, 8192))
-"""M, N and K of the matmuls."""
+"""Sizes M, N and K of the matmuls."""
 CAST = (4096, 8192)
-"""Rows and columns of what is quantized."""
+"""Rows and columns of the quantized matrix."""
 DTYPES = ("int8", "float8_e4m3fn")
 XLA_MATMUL = "fusion"
-"""How XLA calls the one program of a matmul with its scale."""
+"""XLA's name of the program of a matmul with its scale."""
 
 
 class Compiler:
-    """Compiles programs for one chip, each into a folder of its own that the compiler's notes are read from.
+    """Compiler for one chip; each program gets a separate folder, from which the compiler's dumps are read.
 
     Args:
       target: name of the chip.
-      folder: that the environment of this process names.
+      folder: folder that this process's environment names.
     """
 
     def __init__(self, target: str, folder: Path) -> None:
@@ -63,15 +63,15 @@ class Compiler:
         self._where = SingleDeviceSharding(devices(self.chip)[0])
 
     def shape(self, sizes: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
-        """Return a shape on the chip."""
+        """Return an abstract array on the chip."""
         return jax.ShapeDtypeStruct(tuple(sizes), dtype, sharding=self._where)
 
     def compile(self, program: Program, *shapes: jax.ShapeDtypeStruct) -> float:
-        """Compile a program and return its compiler's own cycles, 0 where it has none.
+        """Compile a program and return its compiler's own cycle estimate, or 0 without one.
 
         Args:
-          program: a function of the arrays.
-          shapes: of its arguments.
+          program: function of the arrays.
+          shapes: shapes of its arguments.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
@@ -80,16 +80,16 @@ class Compiler:
         return sum(read_program(text).cycles)
 
     def hbm_cycles(self, size: float) -> float:
-        """Return the cycles in which so many bytes go through one device's share of the HBM."""
+        """Return the cycles that a number of bytes takes in one device's share of the HBM bandwidth."""
         return size / (self.chip.bandwidth / self.chip.devices) * self.chip.clock
 
 
 def rows(target: str, folder: Path) -> list[Row]:
-    """Compile every kernel, and say what came out.
+    """Compile every kernel and return its figures.
 
     Args:
       target: TPU, one of ``CHIPS``.
-      folder: that ``schedules.tpu_dump`` put into the environment of this process.
+      folder: folder that ``schedules.tpu_dump`` put into this process's environment.
     """
     compiler = Compiler(target, folder)
     found = [_product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
@@ -98,7 +98,7 @@ def rows(target: str, folder: Path) -> list[Row]:
 
 
 def _block_casts() -> dict[str, tuple[Cast, ...]]:
-    """Return the casts of an activation, an output gradient and a weight that bfloat16 models make of a recipe."""
+    """Return the casts of an activation, an output gradient and a weight of a recipe in a bfloat16 model."""
     found = {}
     for string in ("fp8_block", "mxfp8"):
         recipe = RECIPES[string].recipe
@@ -125,7 +125,7 @@ def _block_cast(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
     made = read_schedule(compiler.folder, cast_reference.NAME)
     written = sum(each.has_elements + 2 * each.has_values for each in casts)
     tile = cast_tuning.blocks_for(CAST), cast_tuning.TILE
-    # XLA's estimate is of a step: audit-yardstick-v6e.md.
+    # XLA's estimate is for one step: audit-yardstick-v6e.md.
     return _cast_row(compiler, f"block cast of {M}×{N}, {name}", casts[0].spec.dtype, made, *tile, "", written)
 
 
@@ -142,12 +142,12 @@ def _cast_row(
     """Return the row of a cast of a bfloat16 matrix.
 
     Args:
-      compiler: of the chip.
-      kernel, elements: what is cast, and to what.
-      made: the kernel's schedule.
-      blocks, rows: of one program, and of one step of it.
-      estimate: XLA's, in thousand cycles.
-      written: bytes for each element.
+      compiler: compiler of the chip.
+      kernel, elements: name of the kernel, and its element type.
+      made: schedule of the kernel.
+      blocks, rows: block shape of one program, and rows of one step of it.
+      estimate: XLA's estimate, in thousand cycles.
+      written: bytes written per element.
     """
     return {
         "kernel": kernel,
@@ -180,7 +180,7 @@ def _product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row
     made = read_schedule(compiler.folder, matmul_reference.NAME)
     blocks = matmul_tuning.blocks_for(M, N, K)
     depth = math.ceil(K / blocks[2])
-    # Behind two branches: clearing the sums and rescaling them, once a tile of the result.
+    # Inside of two branches: clearing the sums and rescaling them, once per tile of the result.
     once = made.count(1, range(2, 1000))
 
     def xla(lhs: jax.Array, rhs: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""A decoder layer of Llama 3 8B and one of Mixtral 8x7B, compiled for absent chips: what each matmul runs on.
+"""A decoder layer of Llama 3 8B and one of Mixtral 8x7B, compiled for absent chips: the implementation of each matmul.
 
-A step is forward and backward, with attention as ``train`` chooses it: gradients of parameters (float32), input
-(bfloat16) and quant state. The ratio is unquantized time over time, both as the audit prices them; none of these was
-timed (``on-chip.md`` has some that were). Bytes are those that everything but matmuls moves. "why" is why operands are
-wider than 8 bits. More than 8192 tokens are several sequences.
+A step is forward and backward, with the attention that the training program chooses: gradients of parameters (float32),
+input (bfloat16) and quant state. The ratio is unquantized time over quantized time, both estimated by the audit; none
+of these was timed (``on-chip.md`` has some that were). Bytes are those that operations other than matmuls move. "why"
+is the reason why operands are wider than 8 bits. More than 8192 tokens are several sequences.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ LLAMA = DecoderConfig(
     dtype="bfloat16",
 )
 LONGEST = 8192
-"""Tokens of a sequence; more of them are several sequences."""
+"""Tokens of a sequence; a larger number of tokens is several sequences."""
 LAYERS = {"Llama 3 8B": LLAMA, "Mixtral 8x7B": dataclasses.replace(LLAMA, num_experts=8, num_experts_per_tok=2)}
 STRINGS = ("bf16", "fp8", "fp8_block", "fp8_block pallas", "mxfp8", "int8")
-"""Float training, and config strings. A second word names the implementation to ask for."""
+"""Float training, and config strings. A second word is the requested implementation."""
 UNKNOWN = "not known: "
-"""How what a matmul runs on begins where nothing tells it."""
+"""Prefix of the text for a matmul whose implementation is unknown."""
 
 
 def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tuple[Any, tuple[Any, ...]]:
     """Return the measured function of a layer and the shapes of its arguments.
 
     Args:
-      config: the layer.
-      options: of ``QuantConfig``.
-      platform: of the chip.
-      tokens: of one sequence, or of several with ``LONGEST`` each.
+      config: shape of the layer.
+      options: fields of ``QuantConfig``.
+      platform: platform of the chip.
+      tokens: tokens of one sequence, or of several with ``LONGEST`` each.
     """
     batch, length = max(tokens // LONGEST, 1), min(tokens, LONGEST)
     kind = choose("auto", platform, config.head_dim, length, config.dtype)
@@ -83,14 +83,14 @@ def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tup
 
 
 def measure(name: str, string: str, target: str, tokens: int, config: DecoderConfig | None = None) -> Row:
-    """Compile a layer under a config string for a chip; return its row, without what the unquantized one says.
+    """Compile a layer under a config string for a chip; return its row, without comparisons to the unquantized layer.
 
     Args:
       name: one of ``LAYERS``.
       string: one of ``STRINGS``.
       target: chip, one of ``CHIPS``.
-      tokens: as ``step`` takes them.
-      config: the layer; None is that of the name.
+      tokens: same as for ``step``.
+      config: shape of the layer; None selects the shape by name.
     """
     began, where = time.perf_counter(), chip(target)
     quantization, _, asked_for = string.partition(" ")
@@ -100,7 +100,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     function, shapes = step(config or LAYERS[name], options, where.platform, tokens)
     place = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-    with on_device_of(placed):  # which attention's primitive forgets
+    with on_device_of(placed):  # attention's primitive loses it
         traced = jax.jit(function).trace(*placed)
     covered = [row for row in of_trace(traced).rows if row.has_parameter]
     made = implementation.choices_made() if asked_for else []
@@ -127,7 +127,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
 
 
 def _ran(covered: Sequence[Covered], program: Program, merged: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
-    """Return what each matmul of a parameter runs on, and the reason where its operands are wider than 8 bits."""
+    """Yield dtypes and operation of each matmul of a parameter, and the reason if an operand is wider than 8 bits."""
     calls = [(*_place(each.path), f"{each.dtypes} by {each.kind}") for each in program.matmuls]
     calls += [(*_place(each.path), f"{each.dtype} by {each.name}") for each in program.kernels if each.flops]
     hosts = {_place(path): host for path, host in merged.items()}
@@ -142,16 +142,16 @@ def _ran(covered: Sequence[Covered], program: Program, merged: dict[str, str], r
 
 
 def _place(path: str) -> tuple[str, str]:
-    """Return the layer and the matmul that a path of the compiled program names."""
+    """Return the layer and the matmul of a path in the compiled program."""
     name, phase = layer(path)
-    name = name.removeprefix(f"{DecoderLayer.__name__}/")  # which jax 0.12 leaves there
+    name = name.removeprefix(f"{DecoderLayer.__name__}/")  # jax 0.12 keeps it
     words = [word.removeprefix("aqt_") for word in path.split("/")]
     own = next((each for each in ("dlhs", "drhs") if each in words), "fwd" if phase == "forward" else "bwd")
     return "/".join(each for each in name.split("/") if not each.startswith(("jaxquant_", "aqt_", "ragged_dot"))), own
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with the ratio to the unquantized one of their layer and chip, and bytes beside its.
+    """Return rows with the ratio to the unquantized row of the same layer and chip, and with its bytes.
 
     Raises:
       ValueError: a layer was not compiled unquantized for a chip.
@@ -170,7 +170,7 @@ _KEYS = ("layer", "chip", "string")
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Write the page of ``with_ratios``'s rows: figures, and what matmuls run on, those alike together."""
+    """Return the page of ``with_ratios``'s rows: figures, and implementations of matmuls, with equal ones merged."""
     lines = [
         "# What the matmuls of a decoder layer run on",
         "",

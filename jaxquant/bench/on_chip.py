@@ -1,4 +1,4 @@
-"""On the device here: the predictions of its kind, and a layer's numbers next to a CPU's."""
+"""Predictions for the device of this machine, and the comparison of a layer's results with a CPU's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from jaxquant.bench.timing import FAILURES
 from jaxquant.inject.model import maybe_quantize_model
 
 FAR = 0.01
-"""A relative difference that the order of sums does not explain, of operands that are rounded alike."""
+"""Relative difference that is too large to come from the order of sums, if operands are rounded equally."""
 
 
 def priced(kind: str) -> dict[str, Row]:
-    """Return predictions of the MLP step for a kind of device by config string; none if it was not compiled for it."""
+    """Return predictions of the MLP step for a kind of device by config string; empty without a prediction."""
     rows = committed(f"audit-yardstick-{target_of(kind)}.json")
     return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
 
@@ -39,20 +39,20 @@ def committed(name: str) -> Any:
 
 
 def target_of(kind: str) -> str:
-    """Return the name of the chip that a kind of device is, or "" if it is not in the table."""
+    """Return the name of the chip for a kind of device, or "" if it is not in the table."""
     names = [name for name, chip in CHIPS.items() if f"{kind} ".startswith(f"{chip.name} ")]
     return max(names, key=lambda name: len(CHIPS[name].name), default="")
 
 
 def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list[np.ndarray]] | str, str]:
-    """Compute a dense layer of 512 to 256 features for 256 rows, and its gradients for a given one of the result.
+    """Compute a dense layer of 512 to 256 features for 256 rows, and its gradients for a given gradient of the result.
 
     Args:
-      scheme: what quantizes it.
+      scheme: quantization of the layer.
       forms: whether the compiler may leave out roundings ("excess precision"), for each result.
 
     Returns:
-      All of them as float32, a list a form, or the sentence that refuses them; and the matmuls as compiled.
+      All of them as float32, one list per form, or the error message; and the matmuls as compiled.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     x, grad = (jax.random.normal(key, (256, size), jnp.bfloat16) for key, size in ((keys[0], 512), (keys[1], 256)))
@@ -95,14 +95,14 @@ def _compute_on(platform: str) -> None:
 def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
     """Compare a dense layer and its gradients under every config string here with the same on a CPU.
 
-    `difference` is the largest ‖a - b‖ / ‖b‖ among them. Compilers may leave out roundings to bfloat16, and codes of
-    what was not rounded are others here and there; `as written` is the difference without that
-    (`xla_allow_excess_precision=false`, on CPUs always), where devices add in other orders, and GPUs divide to two
-    units in the last place. `matmuls` are those of the program that ran.
+    `difference` is the largest ‖a - b‖ / ‖b‖ among them. Compilers may leave out roundings to bfloat16, and elements
+    that are computed from unrounded values can differ. `as written` is the difference without that
+    (`xla_allow_excess_precision=false`, always on CPUs); then devices only add in other orders, and GPUs divide with an
+    error of up to two units in the last place. `matmuls` are the matmuls of the program that ran.
 
     Args:
-      chosen: schemes.
-      workers: processes of each device.
+      chosen: schemes to compare.
+      workers: number of processes for each device.
     """
     all_schemes = [UNQUANTIZED, *chosen]
     with _pool(jax.default_backend().replace("gpu", "cuda"), workers) as here, _pool("cpu", workers) as cpu:

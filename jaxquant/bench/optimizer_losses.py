@@ -1,4 +1,4 @@
-"""8-bit moments, bfloat16 weights and FP8 residuals whose held-out losses are compared with float32's."""
+"""8-bit moments, bfloat16 weights and FP8 residuals whose held-out losses are compared with float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, tuple[str, Row]] = {
     "Muon, float32": ("Muon, float32", {"optimizer": "muon"}),
     "Muon, int8_linear": ("Muon, float32", {"optimizer": "muon", "optimizer_state": "int8_linear"}),
 }
-"""What is in fewer bits -> what it is compared with, fields of a run."""
+"""Each variant with its base and the fields of its run."""
 TRIALS = {
     f"{name}, {matmuls} matmuls": Trial(f"{base}, {matmuls} matmuls", fields | more)
     for matmuls, more in MATMULS.items()

@@ -1,11 +1,11 @@
-"""What the audit predicts beside what others published: the check of its prices.
+"""Predictions of the audit next to published measurements, as a check of its cost model.
 
-Shares of peak are fitted on TransformerEngine's GEMM set alone (``chips``); every other row is a prediction. A row is a
-program of jaxquant's own for the same chip, shapes and recipe, compiled here and priced by ``price.estimate``; what was
-measured ran other code, so the row also says where the two differ. Whole steps are those of the training program, as
-the audit of a config compiles them.
+Shares of peak are fitted only on TransformerEngine's GEMM set (``chips``); every other row is a prediction. A row is a
+jaxquant program for the same chip, shapes and recipe, compiled here and estimated by ``price.estimate``. The published
+figure was measured with other code, so the row also describes the differences. Whole steps are steps of the training
+program, as the audit of a config compiles them.
 
-``python -m jaxquant.bench published``; ``--only NAME`` for some. ``gemm-set`` instead prices only the GEMM set.
+``jaxquant bench published``; ``--only NAME`` selects rows. ``gemm-set`` only estimates the GEMM set.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant.aot.chips import CHIPS, chip
-from jaxquant.aot.plugin import PROGRAM, load_program
 from jaxquant.aot.price import Roofline, estimate
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core import delayed
 from jaxquant.ops.dot_general import dot_general, initial_state
+from jaxquant.training.audit import program as program_of
 
 TOKENS = 15872
 GEMMS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
-"""TransformerEngine's layer GEMM set: contraction and features of each; hidden 4096, MLP 16384."""
+"""TransformerEngine's GEMM set of a layer: contraction and features of each matmul; hidden 4096, MLP 16384."""
 
 STRINGS = ("fp8", "fp8_current", "fp8_full", "int8", "int8_delayed", "fp8_block")
 """Config strings of the GEMM set."""
@@ -39,15 +39,15 @@ STRINGS = ("fp8", "fp8_current", "fp8_full", "int8", "int8_delayed", "fp8_block"
 
 @dataclasses.dataclass(frozen=True)
 class Anchor:
-    """A published ratio of speeds and what to compile for it.
+    """A published speed ratio and the program to compile for it.
 
     Attributes:
-      name: who measured what.
-      ratio: published, of bf16's time.
-      string: config string of ours that stands for theirs.
-      source: of the figure.
+      name: source and subject of the measurement.
+      ratio: published ratio to bf16's time.
+      string: corresponding config string of jaxquant.
+      source: source of the figure.
       is_fitted: whether shares of peak were fitted on it.
-      differs: how ours and theirs differ.
+      differs: difference between jaxquant's program and the measured one.
     """
 
     name: str
@@ -70,14 +70,14 @@ GEMM_SET = (
 
 @dataclasses.dataclass(frozen=True)
 class StepAnchor:
-    """A published ratio of whole training steps, and the config that stands for them.
+    """A published ratio of whole training steps, and the corresponding config.
 
     Attributes:
-      name, ratio, string, source, differs: as of ``Anchor``.
+      name, ratio, string, source, differs: same as for ``Anchor``.
       target: chip, one of ``CHIPS``.
-      topology: how many of them.
+      topology: number of chips.
       config: YAML file.
-      overrides: fields laid over it.
+      overrides: fields that override the file.
     """
 
     name: str
@@ -96,7 +96,7 @@ _ON_H100 = {
     "target": "h100",
     "topology": "8",
     "config": "configs/models/llama3-8b.yml",
-    # A row of 8192 tokens a chip; theirs keeps the results of some operations, "dots" those of all matmuls.
+    # One row of 8192 tokens per chip. Theirs keeps the results of some operations, "dots" the results of all matmuls.
     "overrides": ("batch_size=8", "sequence_length=8192", "attention=cudnn", "remat_policy=dots"),
 }
 _EAGER = "theirs is PyTorch with torch.compile, FSDP2 and another choice of what is recomputed"
@@ -117,7 +117,7 @@ STEPS = (
 def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
     """Return the forward pass and both gradients of the GEMM set, and the shapes of its arguments.
 
-    All operands lie in memory, as ``maybe_quantize_model`` finds in a layer of one matmul; quant state is warm.
+    All operands are inputs in memory, as in a layer of one matmul with ``maybe_quantize_model``; quant state is warm.
 
     Args:
       string: config string, "" for bf16.
@@ -150,7 +150,7 @@ def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def price_gemms(string: str, target: str) -> Roofline:
-    """Compile the GEMM set for one absent chip and estimate its time.
+    """Compile the GEMM set for an absent chip and estimate its time.
 
     Args:
       string: config string, "" for bf16.
@@ -163,11 +163,11 @@ def price_gemms(string: str, target: str) -> Roofline:
 
 
 def gemm_rows(target: str, strings: Sequence[str]) -> list[dict[str, Any]]:
-    """Price the GEMM set for an absent chip, unquantized and under config strings of the native backend.
+    """Estimate the GEMM set for an absent chip, unquantized and under config strings of the native backend.
 
     Args:
       target: chip, one of ``CHIPS``.
-      strings: config strings; none are ``STRINGS``.
+      strings: config strings; empty selects ``STRINGS``.
     """
     rows = []
     for name in ("bf16", *(strings or STRINGS)):
@@ -181,18 +181,18 @@ def price_step(anchor: StepAnchor, string: str) -> Roofline:
     """Compile a whole training step for absent chips and estimate its time.
 
     Args:
-      anchor: whose config.
+      anchor: anchor with the config.
       string: config string, "" for bf16.
     """
     given, target = devices(chip(anchor.target), anchor.topology), chip(anchor.target)
     quantization = [f"quantization={string}", f"quant_backend={'native' if string else 'auto'}"]
-    step, shapes = load_program(PROGRAM)(anchor.config, [*anchor.overrides, *quantization], given)
+    step, shapes = program_of(anchor.config, [*anchor.overrides, *quantization], given)
     program = read_program(step.lower(*shapes).compile().as_text() or "")
     return estimate(target, program, devices=len(given))
 
 
 def rows(names: list[str] | None = None) -> list[dict[str, Any]]:
-    """Compile and price the anchors whose name holds one of ``names`` (all of them by default).
+    """Compile and estimate the anchors whose name contains one of ``names`` (by default all of them).
 
     Args:
       names: parts of anchors' names.

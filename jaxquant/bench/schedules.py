@@ -1,7 +1,8 @@
-"""What a compiler made of a hand-written kernel: the bundles of a TPU's schedule.
+"""Final schedules of TPU kernels: reader of the bundles that the compiler writes.
 
-A TPU runs one bundle a cycle. The final schedule of a kernel is a text of its bundles, with its loops and branches, and
-another of the slots that each one fills. Both appear in a folder that ``tpu_dump`` names before libtpu starts.
+A TPU runs one bundle per cycle. The final schedule of a kernel is one text with its bundles, loops and branches, and
+another with the slots that each bundle fills. Both are written to the folder that ``tpu_dump`` names before libtpu
+starts.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ _BRANCH = re.compile(r"\bsbr\.rel \(!?%\w+\) target = \$region(\d+)")
 _REGION = re.compile(r"Start region (\d+)")
 _EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 PIPELINE = 2
-"""Turns of a kernel's outer loop in which its body rests, while the first operands come and the last results go."""
+"""Iterations of a kernel's outer loop without its body: first operands are loaded, and last results are stored."""
 
 
 def tpu_dump(folder: Path) -> dict[str, str]:
-    """Return what the environment must hold before libtpu starts, for schedules to be written.
+    """Return the environment variables that make libtpu write schedules; they must be set before libtpu starts.
 
     Args:
-      folder: where to. Everything that is compiled leaves a hundred files there.
+      folder: folder to write to. Every compilation leaves about a hundred files there.
     """
     return {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """What a TPU does in one cycle.
+    """Work of a TPU in one cycle.
 
     Attributes:
-      loops: how many loops it is in.
-      guards: how many branches can pass over it.
-      mxu: slots of the matrix units that it fills.
-      fills, spills: loads and stores of registers that had no room.
+      loops: number of loops around the bundle.
+      guards: number of branches that can skip it.
+      mxu: number of slots of the matrix units that it fills.
+      fills, spills: loads and stores of spilled registers.
     """
 
     loops: int
@@ -49,12 +50,12 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A TPU kernel.
+    """Schedule of a TPU kernel.
 
     Attributes:
-      bundles: in the order of their addresses.
-      mxu: slots of the matrix units that a bundle has.
-      turns: of the loops, from the outermost one, as often as their bodies run.
+      bundles: bundles in the order of their addresses.
+      mxu: slots of the matrix units in a bundle.
+      turns: iterations of the loops, from the outermost one.
     """
 
     bundles: tuple[Bundle, ...]
@@ -62,7 +63,7 @@ class Schedule:
     turns: tuple[int, ...]
 
     def count(self, loops: int, guards: range = range(1000)) -> int:
-        """Count the bundles in so many loops and behind so many branches.
+        """Return the number of bundles in a number of loops and branches.
 
         Args:
           loops: depth of the loop.
@@ -72,12 +73,12 @@ class Schedule:
 
     @property
     def cycles(self) -> int:
-        """Bundles, each as often as its loops turn, as if no branch were taken."""
+        """Number of bundles, each multiplied by the iterations of its loops, as if no branch were taken."""
         return sum(math.prod(self.turns[: each.loops]) for each in self.bundles)
 
     @property
     def mxu_share(self) -> float:
-        """Share of the matrix units' slots that is filled, from the first bundle that fills one to the last."""
+        """Share of filled slots of the matrix units, from the first bundle that fills one to the last."""
         used = [index for index, each in enumerate(self.bundles) if each.mxu]
         if not used:
             return 0.0
@@ -86,20 +87,20 @@ class Schedule:
 
     @property
     def fills_and_spills(self) -> tuple[int, int]:
-        """Loads and stores, as written, of registers that had no room."""
+        """Loads and stores of spilled registers in the schedule."""
         return sum(each.fills for each in self.bundles), sum(each.spills for each in self.bundles)
 
 
 def read_schedule(folder: Path, kernel: str) -> Schedule:
-    """Read the final schedule of a kernel.
+    """Return the final schedule of a kernel.
 
     Args:
-      folder: that libtpu wrote to.
-      kernel: its name, as ``pallas_call`` was given it.
+      folder: folder that libtpu wrote to.
+      kernel: name in ``pallas_call``.
 
     Raises:
       FileNotFoundError: no kernel of that name was compiled.
-      ValueError: the two texts do not have the same number of bundles, or it has loops beside one another.
+      ValueError: the two texts do not have the same number of bundles, or two loops have the same depth.
     """
     text = _only(folder, f"*{kernel}*-final_bundles.txt").read_text()
     bundles = list(_places(text))
@@ -121,9 +122,9 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def _places(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the loops and the branches around each bundle.
+    """Yield the numbers of loops and branches around each bundle.
 
-    A branch to a region that is still to come passes over what lies before its label, ``PF``; one to a region that has
+    A branch to a region that has not begun skips the bundles before its label, ``PF``. A branch to a region that has
     begun closes a loop.
     """
     begun, guards = set[str](), 0
@@ -138,7 +139,7 @@ def _places(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _turns(text: str) -> tuple[int, ...]:
-    """Read how often the loops turn. There is one at each depth at most, which is all that our kernels have."""
+    """Return the iterations of the loops. There is at most one loop at each depth in our kernels."""
     found: dict[int, int] = {}
     for line in text.splitlines():
         if turns := _EXIT.search(line):
@@ -152,7 +153,7 @@ def _turns(text: str) -> tuple[int, ...]:
 
 
 def _slots(text: str) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """Read how many slots of each unit every bundle fills, and how many there are."""
+    """Return the number of slots of each unit that every bundle fills, and the number of slots that there are."""
     lines = [line.strip() for line in text.splitlines()]
     head = next(index for index, line in enumerate(lines) if line.startswith("MXU,"))
     units = [name.strip() for name in lines[head].split(",")]

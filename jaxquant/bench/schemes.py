@@ -1,24 +1,27 @@
-"""What is measured: config strings on their backends, each pair of the table of recipes once."""
+"""Schemes to measure: config strings on their backends, with each pair of the recipe table once."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from jaxquant.config.recipes import RECIPES
 
+QUICKSTART = str(resources.files("jaxquant.training").joinpath("configs/quickstart.yml"))
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout: `intmp` takes its file from there."""
-RESULTS = ROOT / "benchmarks" / "results"
+"""Root of the checkout, for the file of `intmp`."""
+RESULTS = Path("benchmarks/results")
+"""Folder of the committed results, from the root of a checkout."""
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A config string on a backend; ``also`` names the strings that share its row of the table."""
+    """A config string on a backend; ``also`` lists other strings with the same row of the table."""
 
     string: str
     backend: str
@@ -28,7 +31,7 @@ class Scheme:
     def config(self) -> dict[str, Any]:
         if not self.string:
             return {}
-        bits = {"quant_cfg_path": str(ROOT / "configs/intmp/int8_weight_only.json")} if self.string == "intmp" else {}
+        bits = {"quant_cfg_path": "configs/intmp/int8_weight_only.json"} if self.string == "intmp" else {}
         return bits | {"quantization": self.string, "quant_backend": self.backend}
 
     @property
@@ -39,17 +42,15 @@ class Scheme:
 UNQUANTIZED = Scheme("", "")
 
 
-def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> list[Scheme]:
-    """List the pairs of the table of recipes, strings with one row once; ``auto`` is the first backend of a row.
+def schemes(strings: Sequence[str], backends: Sequence[str]) -> list[Scheme]:
+    """Return the pairs of the recipe table, each row once; ``auto`` is the first backend of a row.
 
     Raises:
-      ValueError: an unknown string, or nothing left.
+      ValueError: a string is unknown, or no pair is left.
     """
-    for string in strings or ():
+    for string in strings:
         if not RECIPES.get(string) or not string:
-            raise ValueError(
-                f"--strings {string!r} is not a known recipe; known are {', '.join(filter(None, RECIPES))}"
-            )
+            raise ValueError(f"--string {string!r} is not a known recipe; known are {', '.join(filter(None, RECIPES))}")
     found: list[Scheme] = []
     seen: set[int] = set()
     for string in strings or [name for name in RECIPES if name]:
@@ -62,10 +63,10 @@ def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> li
             if not backends or backend in backends or ("auto" in backends and backend == row.auto):
                 found.append(Scheme(string, backend, also))
     if not found:
-        raise ValueError(f"--strings {strings} and --backends {backends} leave nothing to measure")
+        raise ValueError(f"--string {strings} and --backend {backends} leave nothing to measure")
     return found
 
 
 def tell(text: str) -> None:
-    """Describe how far a measurement is, beside its result."""
+    """Print the progress of a measurement to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Held-out losses of the quickstart model by scheme and seed; each run is a line of JSON, written when it ends."""
+"""Held-out losses of the quickstart model by scheme and seed; each finished run is appended as a line of JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from pathlib import Path
 
 import jax
 
-from jaxquant.bench.schemes import ROOT, Row, tell
-from jaxquant.bench.steps import QUICKSTART
+from jaxquant.bench.schemes import QUICKSTART, Row, tell
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.loop import prepare
 from jaxquant.training.report import load_run
 
-_CURVE = 10  # steps between two training losses of a line
+_CURVE = 10  # steps between two recorded training losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Trial:
     """A scheme to train.
 
     Attributes:
-      base: scheme whose runs of the same seeds it is compared with.
-      fields: of the run's configuration.
+      base: scheme to compare with, by seed.
+      fields: fields of the run's configuration.
       seeds: number of runs.
     """
 
@@ -41,20 +40,20 @@ class Trial:
 
 
 def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str] = ()) -> list[Row]:
-    """Compare held-out losses of the quickstart model under schemes with those of their base.
+    """Compare held-out losses of the quickstart model under schemes with their base.
 
-    A seed is of the initial parameters, the order of the data and the noise; each run is compared with its base's run
-    of the same seed. A run whose line is in the record is not trained again, and one that was interrupted goes on from
-    its checkpoint. Figures after ± are the standard error of the mean over seeds.
+    A seed determines the initial parameters, the order of the data and the noise; each run is compared with the run of
+    its base with the same seed. Runs in the record are not trained again, and an interrupted run resumes from its
+    checkpoint. Figures after ± are the standard error of the mean over seeds.
 
     Args:
-      trials: by scheme.
-      record: JSON lines, one a run.
-      steps: of each run.
-      only: schemes to train; all of them by default. The table has every run of the record.
+      trials: trials by scheme.
+      record: file of JSON lines, one per run.
+      steps: steps of each run.
+      only: schemes to train, by default all. The table has every run of the record.
 
     Raises:
-      ValueError: no run has a base run to compare with.
+      ValueError: no run has a run of its base to compare with.
     """
     losses = {key: line["held_out_loss"] for key, line in train_missing(trials, record, steps, only).items()}
     rows = []
@@ -78,20 +77,20 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
 def train_missing(
     trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str]
 ) -> dict[tuple[str, int], Row]:
-    """Train what the record lacks, and return its lines by scheme and seed; the arguments are those of ``compare``."""
+    """Train the runs that the record lacks; return its lines by scheme and seed. See ``compare`` for the arguments."""
     lines = read_record(record, steps)
     wanted = [(seed, name) for name, trial in trials.items() for seed in range(trial.seeds)]
-    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
+    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of one seed, then of the next
         if (name, seed) in lines or (only and name not in only):
             continue
-        lines[name, seed] = train_run(name, trials[name].fields, seed, steps, ROOT / "runs" / record.stem)
+        lines[name, seed] = train_run(name, trials[name].fields, seed, steps, Path("runs") / record.stem)
         with record.open("a") as file:
             file.write(json.dumps(lines[name, seed]) + "\n")
     return lines
 
 
 def read_record(record: Path, steps: int) -> dict[tuple[str, int], Row]:
-    """Read the lines of runs of so many steps, by scheme and seed."""
+    """Return the lines of runs with this number of steps, by scheme and seed."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
     return {(line["scheme"], line["seed"]): line for line in lines if line["steps"] == steps}
 
@@ -101,7 +100,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     tell(f"training {name}, seed {seed}")
     folder = runs / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{steps}"
     own = {"run_dir": str(folder), "steps": steps, "seed": seed, "data_seed": seed}
-    quickstart = load_yaml(str(ROOT / QUICKSTART)) | {"health_every": 0, "tensorboard": False}
+    quickstart = load_yaml(QUICKSTART) | {"health_every": 0, "tensorboard": False}
     config: TrainConfig = build(TrainConfig, quickstart | fields | own)
     start = time.perf_counter()
     prepare(config, tell)()
@@ -110,9 +109,9 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     run = load_run(folder, folder.name)
     if not run.summary:
         raise ValueError(
-            f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
+            f"{name}, seed {seed} was stopped after step {run.last_step}; run the same command again to resume"
         )
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {
         "scheme": name,
         "config": {key: str(value) for key, value in fields.items()},
@@ -128,7 +127,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
 
 
 def mean(values: Sequence[float], form: str) -> str:
-    """Write the mean of some numbers ± its standard error, which one number has not."""
+    """Return the mean of some numbers ± its standard error as text; a single number has no error."""
     written = format(statistics.mean(values), form)
     if len(values) < 2:
         return written

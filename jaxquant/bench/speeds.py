@@ -1,4 +1,4 @@
-"""Speed of ``compare_libraries``'s MLP step under each config string over bfloat16, at default settings.
+"""Speed of ``compare_libraries``'s MLP step under each config string relative to bfloat16, at default settings.
 
 Both times are estimates of the audit; none was measured (``on-chip.md`` has measurements). The table lists strings that
 quantize both operands of the forward matmul.
@@ -27,11 +27,11 @@ TRAINED = [
 
 
 def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | None]:
-    """Return the speed of each string on a chip; None if it is refused there.
+    """Return the speed of each string on a chip, or None for strings that do not run there.
 
     Args:
       target: chip, one of ``CHIPS``.
-      only: strings; all of them by default.
+      only: strings to measure, by default all.
     """
 
     def seconds(string: str) -> float:
@@ -49,7 +49,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
 
 
 def merged(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> list[Row]:
-    """Return the rows of a table, in the order of the recipe table and of ``CHIPS``, with speeds on a chip."""
+    """Return the rows of a table with the speeds on a chip, in the order of the recipe table and of ``CHIPS``."""
     known = {row["quantization"]: row for row in rows}
     for string, speed in found.items():
         known.setdefault(string, {"quantization": string})[target] = speed
@@ -59,7 +59,7 @@ def merged(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> 
 
 
 def table_text(rows: Sequence[Row]) -> str:
-    """Write the rows as ``jaxquant.config.speeds`` has them."""
+    """Return the source text of the rows for ``jaxquant.config.speeds``."""
     cells = [
         ["string", *list(rows[0])[1:]],
         *(["-" if cell is None else str(cell) for cell in row.values()] for row in rows),
@@ -76,7 +76,7 @@ def fill(rows: Sequence[Row]) -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Write the page of the rows."""
+    """Return the page of the rows."""
     shown = [{name: "–" if cell is None else cell for name, cell in row.items()} for row in rows]
     return "\n".join(["# Speed of config strings", "", (__doc__ or "").strip(), "", *table(shown)]) + "\n"
 

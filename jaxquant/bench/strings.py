@@ -1,4 +1,4 @@
-"""Every config string on the backend of ``auto``, compiled for chips that are not here, or refused by name.
+"""Every config string on the backend of ``auto``, compiled for absent chips, or the reason why it does not run.
 
 The function is ``compare_libraries``'s MLP step at 256 tokens and widths 256 → 512 → 256.
 """
@@ -14,11 +14,11 @@ from jaxquant.bench.compare_libraries import Entry, matmuls, measure
 from jaxquant.config.recipes import RECIPES
 
 STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
-"""Config strings, those of one recipe once."""
+"""Config strings, without strings that repeat a recipe."""
 
 
 def cell(string: str, target: str) -> str:
-    """Return what the matmuls of a string's step became, or the sentence that refuses it.
+    """Return the compiled matmuls of a string's step, or the error message.
 
     Args:
       string: one of ``STRINGS``.
@@ -37,12 +37,12 @@ def cell(string: str, target: str) -> str:
 
 
 def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:
-    """Return the cells of a chip by string; of ``only`` some strings, where given."""
+    """Return the cells of a chip by string, only for the strings in ``only`` if it is not empty."""
     return {string: cell(string, target) for string in STRINGS if not only or string in only}
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
-    """Write the table of strings and chips; refusals stand in full below it."""
+    """Return the table of strings and chips; error messages are below it."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     short = [{key: row.get(key, "").partition(":")[0] for key in columns} for row in rows]
     refused = sorted({cell for row in rows for cell in row.values() if cell.startswith("refused: ")})

@@ -1,4 +1,4 @@
-"""Time what is compared in turns, so that a slow moment of the machine hits all alike."""
+"""Timing of functions in turns, so that a slow period of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxquant.aot.program import read_program
 from jaxquant.bench.schemes import Row
 
 FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
-"""Errors of what cannot run here."""
+"""Errors of programs that cannot run here."""
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep Python from collecting garbage while it is timed."""
+    """Disable Python's garbage collection in a context."""
     gc.collect()
     gc.disable()
     try:
@@ -33,12 +33,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def seconds(run: Callable[[], Any], calls: int = 1) -> float:
-    """Time a call until its arrays are there.
+    """Return the time of a call until its arrays are ready.
 
     Args:
-      run: what is called.
-      calls: of it, one behind the other, so that a device has the next one while the host makes the one after; the
-        time is one call's share.
+      run: function to call.
+      calls: number of consecutive calls, so that the device works while the host dispatches the next one. The result is
+        the time per call.
     """
     began = time.perf_counter()
     for _ in range(calls - 1):
@@ -48,17 +48,17 @@ def seconds(run: Callable[[], Any], calls: int = 1) -> float:
 
 
 def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median over rounds of a time over another's in that round."""
+    """Return the median over rounds of a time divided by another time in the same round."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
 @dataclasses.dataclass
 class Prepared:
-    """One row before it is timed.
+    """One row before timing.
 
     Attributes:
       calls: compiled programs by name, each with its arguments.
-      facts: what is known of them without a time; ``flops`` or ``bytes`` of all calls together give a rate.
+      facts: facts without a time; the ``flops`` or ``bytes`` of all calls together give a rate.
     """
 
     calls: dict[str, Callable[[], Any]]
@@ -69,9 +69,9 @@ def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[s
     """Compile a function, with values for its arguments.
 
     Args:
-      function: what is compiled.
-      shapes: of its arguments, as ``filled`` takes them.
-      options: of the compiler.
+      function: function to compile.
+      shapes: shapes of its arguments, see ``filled``.
+      options: compiler options.
     """
     args = filled(shapes)
     program, facts = compiled(function, *args, options=options)
@@ -79,9 +79,9 @@ def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[s
 
 
 def filled(shapes: Any) -> Any:
-    """Return a tree of values for one of shapes: random matrices, and amax histories that have entries.
+    """Return a tree of values for a tree of shapes: random matrices, and amax histories with entries.
 
-    Keys are one key; observations in bins, and integers of more than a byte, are zeros; vectors are ones.
+    All keys are the same key. Binned observations, and integers of more than one byte, are zeros; vectors are ones.
     """
 
     def value(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -92,7 +92,7 @@ def filled(shapes: Any) -> Any:
             return jnp.zeros(x.shape, x.dtype)
         if x.ndim < 2:
             return jnp.ones(x.shape, x.dtype)
-        drawn = jax.random.normal(jax.random.key(x.size, impl="rbg"), x.shape)  # which compiles fast
+        drawn = jax.random.normal(jax.random.key(x.size, impl="rbg"), x.shape)  # fast to compile
         return ((32 if size == 1 else 0.02) * drawn).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(value, shapes)
@@ -102,13 +102,13 @@ def compiled(function: Callable[..., Any], *args: Any, options: dict[str, Any] |
     """Compile a function for its arguments; return the program, and facts about it.
 
     Args:
-      function: what is compiled.
-      args: its arguments.
-      options: of the compiler.
+      function: function to compile.
+      args: arguments of the function.
+      options: compiler options.
 
     Returns:
-      The program, and seconds to trace and lower it and to compile it, its matmuls by the dtypes of their operands, the
-      library calls or opcodes that they became, and the megabytes that everything else moves.
+      The program, and its facts: seconds to trace and lower it and to compile it, its matmuls by operand dtypes, their
+        library calls or opcodes, and the megabytes that everything else moves.
     """
     began = time.perf_counter()
     lowered = jax.jit(function).lower(*args)

@@ -13,7 +13,7 @@ from jaxquant.bench.timing import Prepared
 def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: bool) -> Prepared:
     """Return the forward and backward GEMMs in e4m3 with e5m2 gradients, per tensor.
 
-    cuBLASLt wants K-major operands, so each operand is stored both ways.
+    cuBLASLt requires K-major operands, so each operand is stored in both layouts.
 
     Args:
       tokens: rows of every activation.
@@ -22,11 +22,11 @@ def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: boo
 
     Raises:
       ImportError: torch is not installed.
-      NotImplementedError: torch sees no GPU with float8.
+      NotImplementedError: torch has no GPU with float8.
     """
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        raise NotImplementedError("torch sees no GPU that multiplies float8")
+        raise NotImplementedError("torch has no GPU that multiplies float8")
     e4m3, e5m2, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones((), device="cuda")
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     pairs: dict[str, list[tuple[Any, Any]]] = {"fwd": [], "bwd": []}

@@ -1,1 +1,1 @@
-"""Other libraries' names, each translated into this package's own."""
+"""Names of other libraries, translated to jaxquant's own."""

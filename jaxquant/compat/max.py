@@ -1,4 +1,4 @@
-"""MAX's names for configs of quantized checkpoints (26.3, and those of 25.6)."""
+"""MAX's names for configs of quantized checkpoints (26.3 and 25.6)."""
 
 from jaxquant.compat.max_config import Float8Config as Float8Config
 from jaxquant.compat.max_config import QuantConfig as QuantConfig
@@ -18,4 +18,4 @@ Float8InputScaleSpec = InputScaleSpec
 Float8WeightScaleSpec = WeightScaleSpec
 Float8ScaleGranularity = ScaleGranularity
 Float8ScaleOrigin = ScaleOrigin
-"""MAX 25.6's names."""
+"""Names in MAX 25.6."""

@@ -24,24 +24,24 @@ _METHODS = {
     QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
     QuantFormat.BLOCKSCALED_FP8: "fp8",
 }
-"""The method of each format, where that is not its own name."""
+"""Method of each format whose method differs from its name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
-    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose fields can be read, too.
+    """Quantized layers of a decoder and their scales; replaces ``Float8Config`` of MAX 25.6 and has its fields, too.
 
     Attributes:
-      input_scale: scales of the inputs; None where the inputs stay in float.
+      input_scale: scales of the inputs, or None if the inputs stay in float.
       weight_scale: scales of the weights.
-      mlp_quantized_layers: numbers of the layers whose gate, up and down projections are quantized.
-      attn_quantized_layers: numbers of the layers whose q, k, v and o projections are.
+      mlp_quantized_layers: indices of the layers whose gate, up and down projections are quantized.
+      attn_quantized_layers: indices of the layers whose q, k, v and o projections are quantized.
       format: family of the checkpoint.
       embedding_output_dtype: dtype name of the embedding and the output head.
-      bias_dtype: dtype name of all biases, or None where there are none.
-      can_use_fused_mlp: whether gate and up may be one matmul, their scales being of one kind.
+      bias_dtype: dtype name of all biases, or None if there are no biases.
+      can_use_fused_mlp: whether gate and up can be one matmul, because their scales are of one kind.
       scales_pre_interleaved: whether block scales are stored in the 5-D order; see ``interleave_scales``.
-      shared_experts_weight_dtype: dtype name of shared experts that are left in float, or None.
+      shared_experts_weight_dtype: dtype name of shared experts that stay in float, or None.
     """
 
     input_scale: InputScaleSpec | None
@@ -55,8 +55,8 @@ class QuantConfig:
     scales_pre_interleaved: bool = False
     shared_experts_weight_dtype: str | None = None
 
-    mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="The older name of the layers.")
-    attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="The older name of the layers.")
+    mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="Older name of the layers.")
+    attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="Older name of the layers.")
     is_nvfp4 = _is(QuantFormat.NVFP4)
     is_mxfp4 = _is(QuantFormat.MXFP4)
     is_fp4 = _is(QuantFormat.NVFP4, QuantFormat.MXFP4)
@@ -67,19 +67,19 @@ class QuantConfig:
 
     @property
     def quant_method(self) -> str:
-        """The method by which 25.6 told checkpoints apart."""
+        """Method that identifies the checkpoint in MAX 25.6."""
         return _METHODS.get(self.format, self.format.value)
 
-    # Whether input scales are stored, and whether they are computed at run time.
+    # is_static: input scales are stored. is_dynamic: they are computed at run time.
     is_static = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_static)
     is_dynamic = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_dynamic)
 
     @property
     def scales_granularity_mnk(self) -> tuple[int, int, int]:
-        """Elements that share a scale along rows of the input, rows of the weight, and the contraction; −1 is all.
+        """Elements that share a scale along rows of the input, rows of the weight, and the contraction; -1 is all.
 
         Raises:
-          ValueError: a granularity that a matmul cannot have, or two that differ along the contraction.
+          ValueError: a matmul does not support the granularity, or the two differ along the contraction.
         """
         if self.input_scale is None:
             raise ValueError("unsupported input scale granularity: inputs are not quantized (weight only)")
@@ -92,14 +92,14 @@ class QuantConfig:
         return m, n, k_input
 
     def quantized_scales_type(self, quantized_shape: tuple[int, int], device: Any = None) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the scales that quantizing an (unpacked) ``[M, K]`` input yields.
+        """Return shape and dtype of the scales of a quantized ``[M, K]`` input, where K counts unpacked elements.
 
         Args:
           quantized_shape: (M, K).
-          device: ignored; MAX asks for it.
+          device: ignored; only for compatibility with MAX.
 
         Raises:
-          ValueError: another scheme than NVFP4, MXFP4 and tiles of 128.
+          ValueError: the scheme is not NVFP4, MXFP4 or tiles of 128.
         """
         rows, depth = quantized_shape
         if self.is_nvfp4:
@@ -127,14 +127,14 @@ def _granularity(scale: InputScaleSpec | WeightScaleSpec, whole_rows: ScaleGranu
 
 
 def fp4_packed_k(in_dim: int, config: QuantConfig | None) -> int:
-    """Return the bytes that hold a row of ``in_dim`` elements of a weight."""
+    """Return the number of bytes in a row of ``in_dim`` elements of a weight."""
     if config is None:
         return in_dim
     return in_dim // 2 if config.is_fp4 else in_dim * 3 // 4 if config.is_mxfp6 else in_dim
 
 
 def interleave_scales(scales: jax.Array) -> jax.Array:
-    """Return block scales ``[M, C]`` in the order that NVIDIA's block-scaled matmuls read.
+    """Return block scales ``[M, C]`` in the order of NVIDIA's block-scaled matmuls.
 
     Scale (r, c) is at ``[r // 128, c // 4, r % 32, r % 128 // 32, c % 4]`` of ``[⌈M/128⌉, ⌈C/4⌉, 32, 4, 4]``; padding
     is 0.
@@ -151,7 +151,7 @@ def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.A
     """Return block scales of ``shape`` from the 5-D order, or from that order flattened to two axes.
 
     Raises:
-      ValueError: a size that does not fit.
+      ValueError: the sizes do not match.
     """
     rows, columns = math.ceil(shape[0] / _SCALE_ROWS), math.ceil(shape[1] / _SCALE_COLUMNS)
     if interleaved.size != rows * columns * _SCALE_ROWS * _SCALE_COLUMNS:

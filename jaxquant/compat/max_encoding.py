@@ -11,7 +11,7 @@ from jaxquant.formats import BlockParameters, Codec, block_parameters, codec
 
 
 class QuantizationEncoding(enum.Enum):
-    """How a quantized weight lies in bytes."""
+    """Byte format of a quantized weight."""
 
     Q4_0 = "Q4_0"
     Q4_K = "Q4_K"
@@ -21,7 +21,7 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def name(self) -> str:
-        """Lower-case, as in ``q4_k``."""
+        """Lower-case name, such as ``q4_k``."""
         return self.value.lower()
 
     @property
@@ -42,7 +42,7 @@ class QuantizationEncoding(enum.Enum):
         """Elements and bytes of a block.
 
         Raises:
-          NotImplementedError: GPTQ, which has no blocks of bytes.
+          NotImplementedError: GPTQ has no blocks of bytes.
         """
         return block_parameters(self._codec.name)
 
@@ -52,29 +52,29 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def block_size(self) -> int:
-        """Bytes of a block."""
+        """Number of bytes in a block."""
         return self._codec.bytes_per_block
 
     def quantize(self, tensor: Float[Array, "... K"]) -> UInt8[Array, "... B"]:
-        """Encode float arrays along the last axis, row by row: K elements become ``K / elements · bytes`` bytes.
+        """Encode float arrays row by row along the last axis: K elements become ``K / elements · bytes`` bytes.
 
         Raises:
-          ValueError: K is no multiple of the block.
-          NotImplementedError: GPTQ.
+          ValueError: K is not a multiple of the block.
+          NotImplementedError: GPTQ has no blocks of bytes.
         """
         return self._codec.encode(jnp.asarray(tensor))["blocks"]
 
     def dequantize(self, data: UInt8[Array, "... B"]) -> Float[Array, "... K"]:
-        """Decode what ``quantize`` encoded to float32.
+        """Decode the result of ``quantize`` to float32.
 
         Raises:
-          ValueError: the last axis is no multiple of the block's bytes.
-          TypeError: not bytes.
-          NotImplementedError: GPTQ.
+          ValueError: the last axis is not a multiple of the block's bytes.
+          TypeError: the data is not uint8.
+          NotImplementedError: GPTQ has no blocks of bytes.
         """
         data, size = jnp.asarray(data), self.block_size
         if data.dtype != jnp.uint8:
             raise TypeError(f"{self.name} blocks are uint8, got {data.dtype.name}; view the bytes as uint8")
         if data.ndim == 0 or data.shape[-1] % size:
-            raise ValueError(f"last axis of shape {data.shape} is no multiple of the {size} bytes of a block")
+            raise ValueError(f"last axis of shape {data.shape} is not a multiple of the {size} bytes of a block")
         return self._codec.decode({"blocks": data})

@@ -1,4 +1,4 @@
-"""MAX's ``parse_quant_config``: from a config and a state dict to a QuantConfig, with MAX's errors."""
+"""MAX's ``parse_quant_config``: conversion of a config and a state dict to a QuantConfig, with MAX's errors."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def parse_quant_config(
     state_dict_name_prefix: str = "",
     ignored_modules_prefix: str = "model.",
 ) -> QuantConfig | None:
-    """Read a checkpoint's quantization as MAX 26.3 does; None where it does not apply to this dtype.
+    """Read a checkpoint's quantization like MAX 26.3. Returns None if it does not apply to this dtype.
 
     Args:
-      huggingface_config: a dict, an object with ``to_dict()``, or one with the config's fields as attributes.
-      state_dict: names to arrays, ``(shape, dtype)``, or a safetensors header's entries.
-      dtype: of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any.
-      state_dict_name_prefix: of the decoder's names in ``state_dict``, such as ``language_model.``.
-      ignored_modules_prefix: of its names in exclusion lists.
+      huggingface_config: dict, object with ``to_dict()``, or object with the config's fields as attributes.
+      state_dict: names to arrays, ``(shape, dtype)``, or the entries of a safetensors header.
+      dtype: dtype of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any dtype.
+      state_dict_name_prefix: prefix of the decoder's names in ``state_dict``, such as ``language_model.``.
+      ignored_modules_prefix: prefix of its names in exclusion lists.
 
     Raises:
-      ValueError: in MAX's words, with the key. Where MAX is silently wrong (``re:`` ignores, ``exclude_modules``,
+      ValueError: the wording is MAX's, with the key. Where MAX is silently wrong (``re:`` ignores, ``exclude_modules``,
         modelopt FP8, group and block strategies, weight-only), the config is read as its authors mean it.
     """
     config = huggingface_config if isinstance(huggingface_config, Mapping) else _as_dict(huggingface_config)
@@ -112,7 +112,7 @@ def _is_mxfp4(section: Section, method: str) -> bool:
 
 
 def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse what MAX's kernels refuse, though it can be read."""
+    """Raise for configs that MAX's kernels reject, although they can be read."""
     if method == "fp8" and section.has("weight_block_size"):
         if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
             raise ValueError(f"{section.where('activation_scheme')}: activation_scheme must be dynamic")
@@ -153,7 +153,7 @@ class _View:
         inputs = self._input_scale(spec, format)
         mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
         attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
-        for index in mlp:  # experts of another scheme do not count
+        for index in mlp:  # raises for experts with another scheme
             self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
             mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
@@ -174,7 +174,7 @@ class _View:
         fits = self.quantization.specs
         if not fits:
             raise ValueError(f"the {self.quantization.method} config quantizes no layer")
-        if len(fits) > 1:  # of two schemes the one of this dtype, MAX's QuantConfig having room for one
+        if len(fits) > 1:  # of two schemes, choose the one of this dtype; MAX's QuantConfig holds only one
             fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
         if len(fits) != 1:
             count = len(self.quantization.specs)
@@ -215,7 +215,7 @@ class _View:
     def _input_scale(self, spec: LayerSpec, format: QuantFormat) -> InputScaleSpec | None:
         facts = spec.input
         if facts is None and format is QuantFormat.MXFP4:
-            # MAX's kernels quantize the inputs of MXFP4 experts, whatever the checkpoint says.
+            # MAX's kernels quantize the inputs of MXFP4 experts, whatever the checkpoint specifies.
             return InputScaleSpec(ScaleGranularity.BLOCK, ScaleOrigin.DYNAMIC, "float32", block_size=(1, 32))
         if facts is None:
             return None
@@ -226,7 +226,7 @@ class _View:
         elif facts.scale_dtype != "float32":
             dtype = facts.scale_dtype
         elif per_token and format in (QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.FBGEMM_FP8):
-            dtype = dtype or facts.dtype  # a placeholder, as in MAX
+            dtype = dtype or facts.dtype  # placeholder, as in MAX
         return InputScaleSpec(
             facts.granularity,
             facts.origin,
@@ -245,7 +245,7 @@ class _View:
         return found[-1] if found else None
 
     def _has(self, spec: LayerSpec, name: str) -> bool:
-        """Return whether a layer is quantized by a scheme.
+        """Whether a layer is quantized by a scheme.
 
         Raises:
           ValueError: the layer is quantized by another scheme, which the QuantConfig cannot hold.
@@ -293,7 +293,7 @@ class _View:
         return "bfloat16" if excluded else None
 
     def _can_use_fused_mlp(self, widened: bool) -> bool:
-        """Whether the scales of gate and up can be joined along rows, scalars being equal or widened to rows."""
+        """Whether the scales of gate and up can be joined along rows: scalars must be equal or widened to rows."""
         for name, gate in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             if kind not in _SCALES or not stem.endswith("gate_proj"):

@@ -1,8 +1,8 @@
-"""MLC's block-scaled float8 in this package's terms: its functions by its names, its presets and its config.
+"""MLC's block-scaled float8 on jaxquant: its functions under their names, its presets and its config.
 
-A weight is as MLC stores it: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
-multiplies. One row of activations meets it in float, as MLC's GEMV does; more rows are quantized ``1 × b1`` first.
-``docs/from/mlc.md`` lists MLC's names, and where MLC's results differ from these.
+A weight has MLC's format: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
+multiplies the elements. A single row of activations stays in float, as in MLC's GEMV; several rows are quantized ``1 ×
+b1`` first. ``docs/from/mlc.md`` lists MLC's names and the differences between MLC's results and these.
 
 Shapes: M rows, K contracting, N columns, E experts, H heads; ``(b0, b1)`` a block of the weight, G = ⌈K / b1⌉.
 """
@@ -38,10 +38,10 @@ from jaxquant.ops.pieces import check_float
 from jaxquant.ops.ragged import ragged_dot
 
 EPSILON = 1e-10
-"""The least amax that MLC scales a group by; DeepSeek and DeepGEMM take 1e-4, which loses gradients below 1e-8."""
+"""Smallest amax from which MLC computes a scale. DeepSeek and DeepGEMM use 1e-4, which loses gradients below 1e-8."""
 
 _ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
-_ROWS = 8  # the fewest that the matmul of every chip takes
+_ROWS = 8  # smallest number of rows that the matmuls of all chips support
 
 Block = tuple[int, int]
 Activation = Literal["dynamic", "static", "float"]
@@ -77,23 +77,23 @@ def rowwise_group_quant_fp8(
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     eps: float | None = EPSILON,
 ) -> tuple[Shaped[Array, "*lead K"], Float[Array, "*scales"]]:
-    """Quantize groups of neighbours along the last axis by their own amax; the last group may be smaller.
+    """Quantize groups along the last axis by their own amax; the last group may be smaller.
 
     ``scale = max(amax, eps) / max(dtype)`` and ``qvalue = cast(clip(x / scale))``, both divided in float32. With
-    ``eps=None`` as training does it: ``amax · (1 / max(dtype))``, 1 for a group of zeros.
+    ``eps=None`` the scale is that of training: ``amax · (1 / max(dtype))``, 1 for a group of zeros.
 
     Args:
       x: activations.
-      group_size: elements that share a scale.
+      group_size: number of elements that share a scale.
       dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-      layout: of the scales; ``ScaleLayout.of_mlc`` reads MLC's flags.
-      eps: the least amax, None for this package's own rule.
+      layout: layout of the scales; ``ScaleLayout.of_mlc`` converts MLC's flags.
+      eps: smallest amax, or None for the rule of training.
 
     Returns:
-      The elements, and scales that multiply them.
+      Quantized elements, and scales that multiply them.
 
     Raises:
-      TypeError: activations that are not float, or another dtype.
+      TypeError: the activations are not float, or the dtype is not supported.
 
     Source: ``rowwise_group_quant_fp8`` of MLC's ``op/fp8_quantization``.
     """
@@ -107,17 +107,17 @@ def rowwise_group_quant_fp8(
         amax = jnp.maximum(reduce_blocks(x, block, largest).astype(jnp.float32), eps)
         scale = amax / jnp.where(amax > 0, element(dtype).bound, 1.0)  # as in ``_cast``
         qvalue = _cast(x, dtype, scale, block)
-    return qvalue, layout.write(jnp.broadcast_to(scale, (*x.shape[:-1], scale.shape[-1])))  # without rows, no scales
+    return qvalue, layout.write(jnp.broadcast_to(scale, (*x.shape[:-1], scale.shape[-1])))  # also for zero rows
 
 
 def static_activation_group_quant_fp8(
     x: Float[Array, "*lead K"], activation_scale: Float[Array, " G"], group_size: int, dtype: str = "float8_e4m3fn"
 ) -> Shaped[Array, "*lead K"]:
-    """Quantize groups of neighbours along the last axis by known scales: ``cast(clip(x / activation_scale))``.
+    """Quantize groups along the last axis by known scales: ``cast(clip(x / activation_scale))``.
 
     Raises:
-      ValueError: another number of scales than groups.
-      TypeError: activations that are not float, or another dtype.
+      ValueError: the number of scales is not the number of groups.
+      TypeError: the activations are not float, or the dtype is not supported.
     """
     check_float("static_activation_group_quant_fp8", x=x)
     block = block_shape(x.shape, _tiles(dtype, group_size), (x.ndim - 1,))
@@ -128,7 +128,7 @@ def static_activation_group_quant_fp8(
 
 
 def _cast(x: Array, dtype: str, scale: Array, block: tuple[int, ...]) -> Array:
-    """Divide in float32, clip and round; XLA:CPU multiplies by the reciprocal of a divisor that elements share."""
+    """Divide in float32, clip and round. XLA:CPU multiplies by the reciprocal if elements share a divisor."""
     divide = lambda x, scale: x.astype(jnp.float32) / jnp.where(jnp.isnan(x), 1.0, scale)  # noqa: E731
     return saturating_cast(apply_blocks(divide, x, scale, block), element(dtype))
 
@@ -136,7 +136,7 @@ def _cast(x: Array, dtype: str, scale: Array, block: tuple[int, ...]) -> Array:
 def broadcast_activation_scale(
     x: Float[Array, "*lead K"], activation_scale: Float[Array, " G"], layout: ScaleLayout = ScaleLayout.ROW_MAJOR
 ) -> Float[Array, "*scales"]:
-    """Return known scales of groups for every row of an activation, in a layout."""
+    """Return known scales of groups, repeated for every row of an activation, in a layout."""
     return layout.write(jnp.broadcast_to(activation_scale, (*x.shape[:-1], activation_scale.size)))
 
 
@@ -154,21 +154,21 @@ def block_scale_linear(
     quantizes_row: bool = False,
     out_dtype: str | None = None,
 ) -> Float[Array, "*lead N"]:
-    """Compute ``x · weightᵀ + bias``, the sums in float32.
+    """Compute ``x · weightᵀ + bias`` with float32 accumulation.
 
     Args:
-      x: activations; their gradient is that of the dequantized weight.
-      weight, weight_scale_inv: elements and scales that multiply; one scale stands for all.
+      x: activations; their gradient uses the dequantized weight.
+      weight, weight_scale_inv: elements, and scales that multiply them; a single scale applies to all.
       block_size: rows and columns of the weight that share a scale.
-      bias: added to one row, too, which MLC forgets.
-      activation_scale: static scales of the groups of ``x``, or one; None takes each group's own amax.
-      quantizes_row: whether a single row is quantized as many are, so that decoding computes what prefilling computes.
-        MLC leaves it in float.
-      out_dtype: of the result, None for ``x``'s.
+      bias: bias, which is also added to a single row (MLC omits it there).
+      activation_scale: static scales of the groups of ``x``, or one scale. None uses each group's own amax.
+      quantizes_row: whether a single row is quantized like several rows, so that decoding computes the same as prefill.
+        MLC leaves a single row in float.
+      out_dtype: dtype of the result, or None for the dtype of ``x``.
 
     Raises:
-      ValueError: activations, scales or a bias that do not fit, by name.
-      TypeError: a weight that is not float8, a result that is not float.
+      ValueError: activations, scales or bias have a wrong shape; names it.
+      TypeError: the weight is not float8, or ``out_dtype`` is not float.
     """
     _check_shapes(x, weight, "[N, K]", bias)
     if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.floating):
@@ -177,7 +177,7 @@ def block_scale_linear(
     how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
     read = x
-    if rows == 1 and how != "float":  # among others, as its sums have another order where it is alone
+    if rows == 1 and how != "float":  # pad the row, because a matmul of one row sums in another order
         read = jnp.pad(x.reshape(1, -1), ((0, _ROWS - 1), (0, 0)))
     numbers = (((read.ndim - 1,), (1,)), ((), ()))
     out = _multiply("block_scale_linear", how, read, kernel, numbers, block_size, out_dtype)
@@ -197,19 +197,19 @@ def block_scale_experts(
     """Multiply rows by the weights of their experts.
 
     Args:
-      x: rows sorted by expert. For a single token one row, which all its experts read, or one for each of them.
-      weight, weight_scale_inv: of all experts.
-      indptr: where the rows of each expert end, see ``group_sizes``; or ``[1, k]``, the experts of a single token.
+      x: rows sorted by expert. For a single token, one row, which all its experts read, or one row for each of them.
+      weight, weight_scale_inv: weights and scales of all experts.
+      indptr: end of the rows of each expert, see ``group_sizes``; or ``[1, k]``, the experts of a single token.
       block_size: rows and columns of a weight that share a scale.
-      quantizes_row: whether a single token is quantized as several are; these add their sums up in another order.
+      quantizes_row: whether a single token is quantized like several tokens, which are summed in another order.
 
     Returns:
-      ``[M, N]``, zeros for rows behind the last expert's; for a single token ``[k, N]``, NaN for an expert that does
-      not exist.
+      ``[M, N]``, zeros for rows after the last expert's; for a single token ``[k, N]``, NaN for an expert that does not
+      exist.
 
     Raises:
-      ValueError: shapes that do not fit, by name.
-      TypeError: a weight that is not float8, an indptr that is not of integers.
+      ValueError: a shape does not fit; names it.
+      TypeError: the weight is not float8, or indptr does not hold integers.
     """
     _check_shapes(x, weight, "[E, N, K]")
     if x.ndim != 2:
@@ -218,11 +218,11 @@ def block_scale_experts(
     if not jnp.issubdtype(indptr.dtype, jnp.integer):
         raise TypeError(f"indptr must hold integers, got {indptr.dtype.name}")
     if indptr.ndim == 2:
-        # Small integers cannot hold the number of experts.
+        # Small integer types cannot hold the number of experts.
         chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
-        chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # not counted from the end
+        chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
         kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))
         batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())
@@ -236,14 +236,14 @@ def block_scale_experts(
 
 
 def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
-    """Return the rows of each expert, of where they end: ``[E]``, or ``[E + 1]`` with the leading 0 of a CSR pointer.
+    """Return the number of rows of each expert from their ends ``[E]`` or a CSR pointer ``[E + 1]``, which starts at 0.
 
     Raises:
-      ValueError: another shape.
+      ValueError: indptr has another shape.
     """
     if indptr.shape not in ((experts,), (experts + 1,)):
         raise ValueError(
-            f"indptr has shape {indptr.shape}; of {experts} experts it is ({experts},) or ({experts + 1},)"
+            f"indptr has shape {indptr.shape}; for {experts} experts it must be ({experts},) or ({experts + 1},)"
         )
     ends = jnp.asarray(indptr).astype(jnp.int32)
     return jnp.diff(ends, prepend=0) if indptr.shape[0] == experts else jnp.diff(ends)
@@ -253,12 +253,12 @@ def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
 
 
 class Absorbed(NamedTuple):
-    """The projections that latent attention absorbs into queries and results, for ``block_scale_bmm``.
+    """Projections that latent attention absorbs into queries and results, for ``block_scale_bmm``.
 
     Attributes:
-      w_uk: ``[H, C, nope]`` for queries, of blocks ``(b1, b0)``; C is ``kv_lora_rank``.
+      w_uk: ``[H, C, nope]`` for queries, with blocks ``(b1, b0)``; C is ``kv_lora_rank``.
       w_uk_scale_inv: ``[H, C / b1, nope / b0]``.
-      w_uv: ``[H, v, C]`` for results, of blocks ``(b0, b1)``.
+      w_uv: ``[H, v, C]`` for results, with blocks ``(b0, b1)``.
       w_uv_scale_inv: ``[H, v / b0, C / b1]``.
     """
 
@@ -276,16 +276,16 @@ def absorb(
     v_head_dim: int,
     block_size: Block = (128, 128),
 ) -> Absorbed:
-    """Cut ``kv_b_proj`` into ``w_uk`` and ``w_uv``; elements and scales stay as they are.
+    """Split ``kv_b_proj`` into ``w_uk`` and ``w_uv``; elements and scales do not change.
 
     Args:
-      weight, weight_scale_inv: of ``kv_b_proj``, whose rows are, head by head, ``qk_nope_head_dim`` of keys and
-        ``v_head_dim`` of values.
-      num_heads, qk_nope_head_dim, v_head_dim: of the attention.
+      weight, weight_scale_inv: elements and scales of ``kv_b_proj``. For each head, its rows are ``qk_nope_head_dim``
+        rows of keys and ``v_head_dim`` rows of values.
+      num_heads, qk_nope_head_dim, v_head_dim: sizes of the attention.
       block_size: rows and columns of the weight that share a scale.
 
     Raises:
-      ValueError: a size that its blocks do not divide, or a weight of another shape, by name.
+      ValueError: the blocks do not divide a size, or the weight has another shape; names it.
     """
     _check_block(block_size)
     if weight.ndim != 2:
@@ -300,8 +300,8 @@ def absorb(
     for (name, size), step in zip(sizes.items(), (block_size[0], block_size[0], block_size[1]), strict=True):
         if size % step:
             raise ValueError(
-                f"{name} {size} is not a multiple of {step}, of the blocks {block_size} of kv_b_proj, so a scale "
-                "would belong to two projections; multiply by kv_b_proj itself"
+                f"{name} {size} is not a multiple of {step}, of the blocks {block_size} of kv_b_proj, so a scale would "
+                "belong to two projections; multiply by kv_b_proj itself"
             )
     tensor = _kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
 
@@ -319,16 +319,16 @@ def block_scale_bmm(
     weight_scale_inv: Float[Array, "H n k"],
     block_size: Block = (128, 128),
 ) -> Float[Array, "H M N"]:
-    """Compute ``x[h] · weight[h]ᵀ`` of every head, activations quantized ``1 × b1``: MLC's ``quantized_bmm``.
+    """Compute ``x[h] · weight[h]ᵀ`` for every head, activations quantized ``1 × b1``, like MLC's ``quantized_bmm``.
 
     Args:
-      x: activations, the heads first.
-      weight, weight_scale_inv: of all heads, such as ``absorb`` gives.
+      x: activations, with the heads first.
+      weight, weight_scale_inv: weights and scales of all heads, for example from ``absorb``.
       block_size: rows and columns of a weight that share a scale.
 
     Raises:
-      ValueError: shapes that do not fit, by name.
-      TypeError: a weight that is not float8.
+      ValueError: a shape does not fit; names it.
+      TypeError: the weight is not float8.
     """
     _check_shapes(x, weight, "[H, N, K]")
     if x.ndim != 3 or x.shape[0] != weight.shape[0]:
@@ -337,7 +337,7 @@ def block_scale_bmm(
     return _multiply("block_scale_bmm", "dynamic", x, kernel, (((2,), (2,)), ((0,), (0,))), block_size)
 
 
-# -- what all of them share --------------------------------------------------------------------------------------------
+# -- shared code ------------------------------------------------------------------------------------------------------
 
 
 def _tiles(dtype: str, group_size: int) -> TensorSpec:
@@ -347,7 +347,7 @@ def _tiles(dtype: str, group_size: int) -> TensorSpec:
 
 
 def _check_shapes(x: Array, weight: Array, axes: str, bias: Array | None = None) -> None:
-    """Check that a weight has its axes, ``x`` its K at the end, and a bias its N."""
+    """Check that a weight has its axes, that ``x`` ends in K, and that a bias has N elements."""
     if weight.ndim != len(axes.split()):
         raise ValueError(f"weight must be {axes}, got shape {weight.shape}")
     if x.shape[-1:] != weight.shape[-1:]:
@@ -363,7 +363,7 @@ def _check_block(block_size: Block) -> None:
 
 @functools.cache
 def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
-    """Return the numbers of a scheme, as a checkpoint's config gives them."""
+    """Return the recipe of a scheme, as for a checkpoint's config."""
     layer = blocks(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
     recipe = to_recipe(layer, f"block scale, {how} activations")
     return recipe if how != "float" else to_recipe(dataclasses.replace(layer, input=None), recipe.name)
@@ -372,7 +372,7 @@ def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
 def _kernel(
     weight: Array, scale: Array, block_size: Block, dtype: str, activation_scale: Array | None = None
 ) -> QTensor:
-    """Return a weight and its scales as one converted kernel, checked."""
+    """Return a weight and its scales as a checked converted kernel."""
     _check_block(block_size)
     if not weight.dtype.name.startswith("float8"):
         raise TypeError(f"weight must be float8, got {weight.dtype.name}")
@@ -400,7 +400,7 @@ def _multiply(
 
 
 def _reason(how: Activation, x: Array, kernel: QTensor, dims: Dimensions, out_dtype: str) -> str:
-    """Explain how an activation meets a weight, for ``choices_made``."""
+    """Return the reason for ``choices_made``: how the activation is quantized or the weight dequantized."""
     if how != "float":
         return f"rows are quantized by {'static scales' if how == 'static' else 'their own amax'}"
     is_few = dequantized_dtype(x, kernel.operand, dims, out_dtype) is None

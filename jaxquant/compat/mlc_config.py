@@ -1,4 +1,4 @@
-"""MLC's rules and config in this package's terms: which layers stay in float, and the config that trains a scheme."""
+"""MLC's exclusion rules, and the jaxquant config that trains an MLC scheme."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jaxquant.export.hf import to_recipe
 
 
 def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:
-    """Return why MLC leaves a linear layer in float, "" where it does not.
+    """Return the reason for which MLC leaves a linear layer in float, or "".
 
-    MLC quantizes routers of more than 256 experts. This package's default has no such bound: a layer whose result is
+    MLC quantizes routers with more than 256 experts. jaxquant's default has no such bound: a layer whose result is
     ranked is a router (``jaxquant.trace``).
 
     Args:
       name: dotted name of the layer.
       out_features: number of outputs.
-      no_quantization: modules that are marked ``no_quantization``; they and all below them stay in float.
+      no_quantization: modules that are marked ``no_quantization``; they and all their submodules stay in float.
 
     Raises:
-      TypeError: a name in the place of a list of names.
+      TypeError: no_quantization is a single name instead of a list.
     """
     if isinstance(no_quantization, str):
         raise TypeError(f"no_quantization must be a list of modules, got {no_quantization!r}")
@@ -46,18 +46,18 @@ def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = (
 def quant_config(
     config: str | Mapping[str, Any] | BlockScaleQuantize, huggingface_config: Mapping[str, Any]
 ) -> QuantConfig:
-    """Return the config that trains with an MLC scheme's numbers: ``fp8_block``, and rules for what stays in float.
+    """Return the config that trains with an MLC scheme: ``fp8_block``, with rules for the layers that stay in float.
 
     Args:
       config: preset, fields (``kind: block-scale``) or scheme.
       huggingface_config: ``config.json`` of the checkpoint.
 
     Raises:
-      NotImplementedError: numbers that are served and not trained: other blocks, another element, static scales.
-      ValueError, TypeError: as ``read_mlc_quantization``.
+      NotImplementedError: only serving supports the scheme: other blocks, another element type, or static scales.
+      ValueError, TypeError: see ``read_mlc_quantization``.
     """
     read = read_mlc_quantization(config, huggingface_config)
-    listed = (rule for rule in read.rules if rule.origin not in (GATES, HEADS))  # these are in float by default
+    listed = (rule for rule in read.rules if rule.origin not in (GATES, HEADS))  # excluded by default
     rules = tuple(Rule(rule.path, None) for rule in listed if rule.spec is None)
     if not read.specs:
         return QuantConfig(rules=rules)
@@ -68,6 +68,6 @@ def quant_config(
     if trained is None or (served.lhs, served.rhs) != (trained.fwd.lhs, trained.fwd.rhs):
         raise NotImplementedError(
             f"weight_dtype {spec.weight.dtype}, weight_block_size {spec.weight.block_size} and use_activation_scale "
-            f"{spec.has_static_input} are served and not trained; fp8_block has float8_e4m3fn, (128, 128) and False"
+            f"{spec.has_static_input} can only be served; fp8_block trains with float8_e4m3fn, (128, 128) and False"
         )
     return made

@@ -1,4 +1,4 @@
-"""MLC's block-scale quantization: its presets and what they mean for a checkpoint."""
+"""MLC's block-scale quantization: presets, and their application to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, l
 from jaxquant.export.hf.read import NO_VALUES, find_section
 
 FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
-"""Whole names of output heads, which MLC does not quantize."""
+"""Full names of output heads, which MLC does not quantize."""
 GATE, WIDEST_GATE = "gate", 256
-"""Ending of the names of routers, which MLC does not quantize up to that many experts."""
+"""Last part of the names of routers, which MLC leaves in float up to this number of experts."""
 GATES, HEADS = "MoE gate", "output head"
-"""The origins of the rules for routers and output heads."""
+"""Origins of the rules for routers and output heads."""
 _DEFAULT_BLOCK = (128, 128)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockScaleQuantize:
-    """One of MLC's block-scale schemes.
+    """MLC block-scale scheme.
 
     Attributes:
-      name: of the scheme.
-      kind: ``block-scale-quant``, or ``block-scale``, which is MLC's default and which MLC itself refuses.
-      weight_dtype: ``float8_e4m3fn`` or ``float8_e5m2``, of weights and inputs.
-      model_dtype: ``float16`` or ``bfloat16``, of everything else.
+      name: name of the scheme.
+      kind: ``block-scale-quant``, or ``block-scale``, which is MLC's default but is rejected by MLC.
+      weight_dtype: dtype of weights and inputs, ``float8_e4m3fn`` or ``float8_e5m2``.
+      model_dtype: dtype of everything else, ``float16`` or ``bfloat16``.
       quantize_linear: whether linear layers are quantized.
-      weight_block_size: rows and columns that share a scale; None takes the checkpoint's.
+      weight_block_size: rows and columns that share a scale, or None for those of the checkpoint.
       use_activation_scale: whether the checkpoint has input scales.
     """
 
@@ -60,17 +60,17 @@ PRESETS = {
 
 
 def block_scale_quantize(config: str | Mapping[str, Any]) -> BlockScaleQuantize:
-    """Return a scheme from a preset's name or from its fields.
+    """Return a scheme from the name of a preset or from its fields.
 
     Raises:
-      ValueError: no such preset, no such field, or a value that a field does not take.
-      TypeError: another kind of value.
+      ValueError: the preset or a field does not exist, or a field has an unsupported value.
+      TypeError: a field has a value of another type.
     """
     if isinstance(config, str):
         if config not in PRESETS:
             raise ValueError(f"MLC quantization {config!r} is not known; known ones are {', '.join(PRESETS)}")
         return PRESETS[config]
-    if isinstance(config, Mapping):  # a null field has its default, as everywhere in a checkpoint's config
+    if isinstance(config, Mapping):  # a null field means its default, as in all checkpoint configs
         config = {name: value for name, value in config.items() if value is not None}
     return build(BlockScaleQuantize, config, "quantization")
 
@@ -80,16 +80,16 @@ def read_mlc_quantization(
 ) -> CheckpointQuantization:
     """Read an MLC scheme for a checkpoint: blocks of the weight, ``1 × columns`` tiles of the input.
 
-    The output head and MoE gates are left in float, and what the checkpoint's ``modules_to_not_convert`` names.
+    The output head, MoE gates and the checkpoint's ``modules_to_not_convert`` stay in float.
 
     Args:
       config: preset, fields or scheme.
-      huggingface_config: ``config.json`` of the checkpoint, whose block size counts.
+      huggingface_config: ``config.json`` of the checkpoint, whose block size is used.
 
     Raises:
-      ValueError: a checkpoint that is not block-scaled fp8, or one whose block size, element or origin differs.
-      TypeError: a value of another kind.
-      NotImplementedError: a key of the checkpoint that may change values and that nothing reads.
+      ValueError: the checkpoint is not block-scaled fp8, or its block size, element type or scale origin differs.
+      TypeError: a field has a value of another type.
+      NotImplementedError: the checkpoint has a key that may change values and is not supported.
     """
     scheme = config if isinstance(config, BlockScaleQuantize) else block_scale_quantize(config)
     found = find_section(huggingface_config)
@@ -109,11 +109,13 @@ def read_mlc_quantization(
     size = stored or scheme.weight_block_size or _DEFAULT_BLOCK
     if scheme.weight_block_size not in (None, size):
         raise ValueError(
-            f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size} and that of the checkpoint {size}"
+            f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size}, but the checkpoint has {size}"
         )
     dtype, ue8m0 = fp8.formats(section)
     if section.has("fmt") and dtype != scheme.weight_dtype:
-        raise ValueError(f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype} and {section.where('fmt')} {dtype}")
+        raise ValueError(
+            f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype}, but {section.where('fmt')} is {dtype}"
+        )
     spec = fp8.blocks(scheme.weight_dtype, size, origin, ue8m0)
     rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
     heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"

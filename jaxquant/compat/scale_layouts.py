@@ -1,8 +1,8 @@
-"""Layouts of the scales of an activation in groups, as other libraries' kernels have them in memory.
+"""Memory layouts of the scales of a grouped activation in the kernels of other libraries.
 
-Here scales are row-major, ``[*lead, G]``. Other layouts are written and read at the border to another library.
+jaxquant's scales are row-major, ``[*lead, G]``. Other layouts are only used to exchange data with other libraries.
 
-Shapes: lead = (…, M) the axes of the activation but the last; G groups along that.
+Shapes: lead = (…, M), all axes of the activation except the last; G groups along the last axis.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from jaxtyping import Array, Float
 
 
 class ScaleLayout(enum.Enum):
-    """Where the axis of the groups lies; the value says it as a shape."""
+    """Position of the group axis; the value of each member is the shape of the scales."""
 
     ROW_MAJOR = "[*lead, G]"
     M_MAJOR = "[G, M padded to a multiple of 4]"
-    """DeepGEMM's: lead is one axis of all rows, and each group's scales begin at a multiple of 16 bytes."""
+    """DeepGEMM's layout: lead is one axis of all rows, and the scales of each group start at a multiple of 16 bytes."""
     MLC_DYNAMIC = "[G, *lead]"
-    """``rowwise_group_quant_fp8(transpose_scale=True)``, whose docstring has another shape."""
+    """``rowwise_group_quant_fp8(transpose_scale=True)``, whose docstring shows another shape."""
     MLC_BMM = "[B, G, *lead[1:]]"
-    """``rowwise_group_quant_fp8(transpose_scale=True, keep_first_batch_dim=True)`` of three axes or more."""
+    """``rowwise_group_quant_fp8(transpose_scale=True, keep_first_batch_dim=True)``, for three or more axes."""
     MLC_STATIC = "[*lead[:-1], G, M]"
     """``broadcast_activation_scale(transpose=True)``."""
 
     @classmethod
     def of_mlc(cls, transpose_scale: bool, keep_first_batch_dim: bool = False) -> ScaleLayout:
-        """Return the layout that MLC's flags of ``rowwise_group_quant_fp8`` ask for."""
+        """Return the layout for MLC's flags of ``rowwise_group_quant_fp8``."""
         if not transpose_scale:
             return cls.ROW_MAJOR
         return cls.MLC_BMM if keep_first_batch_dim else cls.MLC_DYNAMIC
 
     def write(self, scale: Float[Array, "*lead G"]) -> Float[Array, "*stored"]:
-        """Lay out row-major scales.
+        """Convert row-major scales to this layout.
 
         Raises:
-          ValueError: ``MLC_BMM`` of an activation of fewer than three axes.
+          ValueError: ``MLC_BMM`` needs an activation with at least three axes.
         """
         if self is ScaleLayout.M_MAJOR:
             rows = scale.reshape(-1, scale.shape[-1]).T
@@ -46,14 +46,14 @@ class ScaleLayout(enum.Enum):
         return jnp.moveaxis(scale, -1, self._axis(scale.ndim))
 
     def read(self, stored: Float[Array, "*stored"], lead: tuple[int, ...]) -> Float[Array, "*lead G"]:
-        """Return row-major scales of an activation whose axes but the last are ``lead``; the padding is not read."""
+        """Return row-major scales without padding, for an activation whose axes except the last are ``lead``."""
         if self is ScaleLayout.M_MAJOR:
             return stored[:, : math.prod(lead)].T.reshape(*lead, stored.shape[0])
         return jnp.moveaxis(stored, self._axis(stored.ndim), -1)
 
     def _axis(self, ndim: int) -> int:
         if self is ScaleLayout.MLC_BMM and ndim < 3:
-            raise ValueError(f"layout {self.value} belongs to an activation of three axes or more, got {ndim}")
+            raise ValueError(f"layout {self.value} needs an activation with three or more axes, got {ndim}")
         return _AXES[self]
 
 

@@ -21,18 +21,18 @@ def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
       ValueError: two rows use different delayed scaling for one tensor, or a part is flax's own op.
       NotImplementedError: only a backward matmul has its weight in a tensor format.
     """
-    given = [part for part in parts if part is not None]
-    if any(part.matches_flax for part in given) and any(part != parts[0] for part in parts):
+    quantized = [part for part in parts if part is not None]
+    if any(part.matches_flax for part in quantized) and any(part != parts[0] for part in parts):
         raise ValueError(
             f"amax_init 'flax' runs flax's own op for all three matmuls, but quantization {name} differs; use 'warmup'"
         )
     _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
     dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
-    shares = any(part.shares_experts for part in given)
+    shares = any(part.shares_experts for part in quantized)
     composed = dataclasses.replace(forward, name=name, dlhs=dlhs, drhs=drhs, delayed=None, shares_experts=shares)
     if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
-        composed = dataclasses.replace(composed, delayed=next(filter(None, (part.delayed for part in given))))
+        composed = dataclasses.replace(composed, delayed=next(filter(None, (part.delayed for part in quantized))))
     return composed
 
 

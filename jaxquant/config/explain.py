@@ -90,7 +90,7 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    lines += ["", *(_recipe(recipe) if recipe else ["It has no recipe of its own."])]
+    lines += ["", *(_recipe(recipe) if recipe else ["It has no fixed recipe."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
         lines += ["", "Options that it reads, with their defaults:"]
@@ -109,12 +109,12 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield f"  {describe_matmul(spec)}"
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a tensor format has its own scales
-    if whole := whole_tensors(recipe):
-        yield f"A NaN in one row makes the complete {', '.join(whole)} NaN, because one scale covers the tensor."
+    if poisoned := poisoned_tensors(recipe):
+        yield f"One NaN makes every element NaN in: {', '.join(poisoned)} (one scale covers the tensor)."
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
-    of_input, of_weight = describe_kept(recipe, "lhs"), describe_kept(recipe, "rhs")
+    of_input, of_weight = describe_residual(recipe, "lhs"), describe_residual(recipe, "rhs")
     yield f"Kept for the backward pass: the input {of_input}, the weight {of_weight}."
     if recipe.delayed:
         yield describe_delayed(recipe.delayed)
@@ -130,7 +130,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield "The experts of one weight share per-tensor scales and their state."
 
 
-def whole_tensors(recipe: Recipe) -> list[str]:
+def poisoned_tensors(recipe: Recipe) -> list[str]:
     """Return the names of the tensors that become all NaN if one element is NaN."""
     named = zip(("input", "weight", "output gradient"), TENSORS.values(), strict=True)
     return [name for name, places in named if any(getattr(recipe.specs[each], "spreads_nan", False) for each in places)]
@@ -155,9 +155,9 @@ def describe_kernels(recipe: Recipe) -> Iterator[str]:
         yield f"Kernels of quant_backend native: {'; '.join(picked)}. `implementation: xla` disables them."
 
 
-def describe_kept(recipe: Recipe, side: Side) -> str:
+def describe_residual(recipe: Recipe, side: Side) -> str:
     """Describe the residual of a forward operand."""
-    kind = recipe.kept(side)
+    kind = recipe.residual_kind(side)
     if kind == "own":
         return f"as the {'weight' if side == 'lhs' else 'input'}'s gradient reads it"
     return "as the forward matmul reads it" if kind == "forward" and recipe.resolve("fwd", side) else "in float"
@@ -217,7 +217,7 @@ def _scale(spec: TensorSpec) -> str:
     if calibration.method == "fixed":
         return f"from the fixed range {calibration.minimum:g} to {calibration.maximum:g}"
     times = "" if calibration.factor == 1 else f"{calibration.factor:g} times "
-    return f"from {times}this step's {METHODS[calibration.method].words}"
+    return f"from {times}this step's {METHODS[calibration.method].description}"
 
 
 _DIRECTION = {"up": "up", "nearest": "to nearest"}
@@ -238,7 +238,7 @@ def _details(spec: TensorSpec) -> Iterator[str]:
     if spec.micro is not None:
         yield from _micro(spec.micro)
     if spec.has_grid_scale:
-        yield f"on native with a scale of {element(spec.dtype).scale_bits} bits, which keeps the codes of decoded values"
+        yield f"on native with a scale of {element(spec.dtype).scale_bits} bits, to keep the codes of decoded values"
     if spec.source == "forward":
         yield "quantized from the operand of the forward matmul"
     yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"

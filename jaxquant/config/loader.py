@@ -97,22 +97,22 @@ def parse(text: str, place: str) -> Any:
         raise ValueError(f"{place} is nested too deep; remove levels") from None
 
 
-def read_text(path: str | os.PathLike[str], what: str = "", most: int = MAX_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYTES) -> str:
     """Read a UTF-8 file.
 
     Args:
       path: path of the file.
-      what: name of the file in errors, such as a field. If empty, errors show only the path.
+      label: name of the file in errors, such as a field. If empty, errors show only the path.
       most: maximum size in bytes.
 
     Raises:
       ValueError: the file is missing, unreadable, not UTF-8 or too large; names the path.
     """
-    name = f"{what} {os.fspath(path)!r}" if what else os.fspath(path)
+    name = f"{label} {os.fspath(path)!r}" if label else os.fspath(path)
     if "\0" in os.fspath(path):
         raise ValueError(f"{name!r} contains a null character, which a path cannot; remove it")
     try:
-        check_ordinary(path, what)
+        check_ordinary(path, label)
         with open(path, "rb") as file:
             data = file.read(most + 1)
             if len(data) > most:
@@ -124,12 +124,12 @@ def read_text(path: str | os.PathLike[str], what: str = "", most: int = MAX_BYTE
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
+def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
     """Raise if a path is a device (may be endless), a pipe (can block, is readable only once) or a socket.
 
     Args:
       path: path of a file or folder; reading a folder fails with its own error.
-      what: name of the file in errors, as for ``read_text``.
+      label: name of the file in errors, as for ``read_text``.
 
     Raises:
       ValueError: the path is not a file or folder.
@@ -138,7 +138,7 @@ def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy its contents to a file".strip())
+        raise ValueError(f"{label} {os.fspath(path)!r} is {kind}, not a file; copy its contents to a file".strip())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -160,19 +160,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(contents)
 
 
-def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:
+def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
     """Read a YAML or JSON file whose top level is a mapping. An empty file is an empty mapping.
 
     Args:
       path: path of the file.
-      what: name of the file in errors, as for ``read_text``.
+      label: name of the file in errors, as for ``read_text``.
 
     Raises:
       ValueError: the file is unreadable, or has bad syntax, a duplicate key or a key that is not a string; names the
         path and line.
       TypeError: the top level is not a mapping.
     """
-    text = read_text(path, what)
+    text = read_text(path, label)
     if os.fspath(path).lower().endswith(".json"):
         text = text.replace("\t", " ")  # JSON can be indented with tabs; its strings cannot contain any
     content = parse(text, os.fspath(path))

@@ -21,16 +21,16 @@ AQT has the output gradient as lhs of both backward matmuls. In jaxquant ``drhs 
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
 
 
-def _option(group: str, default: Any, least: float | None = None, most: float = math.inf, wanted: str = "") -> Any:
+def _option(group: str, default: Any, least: float | None = None, most: float = math.inf, condition: str = "") -> Any:
     """Declare an option.
 
     Args:
       group: name of the option's group in ``GROUPS``.
       default: value if a config does not set the option.
       least, most: range of a number; ``least`` is None if the option is not a number.
-      wanted: text for errors that replaces "at least …" if that is too short.
+      condition: text for errors that replaces "at least …" if that is too short.
     """
-    return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, wanted)})
+    return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, condition)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +119,9 @@ def check(options: Options) -> None:
       ValueError: a value is out of range; names the field, the condition and the value.
     """
     for field in dataclasses.fields(Options):
-        value, (least, most, wanted) = getattr(options, field.name), field.metadata["range"]
+        value, (least, most, condition) = getattr(options, field.name), field.metadata["range"]
         if None not in (least, value) and not least <= value <= most:
-            bound = f"at most {most}" if value > most else wanted or f"at least {least}"
+            bound = f"at most {most}" if value > most else condition or f"at least {least}"
             raise ValueError(f"{field.name} must be {bound}, got {typed.show(value)}")
     for group in GROUPS.values():
         if group.check is not None:
@@ -191,10 +191,7 @@ def _check_bounds(options: Options) -> None:
     if len(flags) not in (0, len(OPERANDS)):
         raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
     if bounds and not all(flags):
-        raise ValueError(
-            "per_tensor_scales has no effect together with constant_bound_config, whose bounds are per tensor; remove "
-            "one of them"
-        )
+        raise ValueError("per_tensor_scales has no effect together with constant_bound_config; remove one of them")
 
 
 def _bounded(recipe: Recipe, options: Options) -> Recipe:

@@ -21,7 +21,7 @@ from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
 # Fields of a MaxText config for features that jaxquant does not implement, with the values that disable them.
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
+_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "use_manual_quantization": (False, None),
     "te_comm_gemm_overlap": ("disabled", "", False, None),
     "experimental_sa_quant_q_fp8": (False, None),
@@ -173,10 +173,10 @@ class QuantConfig(options.Options):
 
     def _resolver(self) -> Resolver:
         entries = [
-            Entry(rule.path, self._numbers(rule.recipe), f"rules[{index}].path", True)
+            Entry(rule.path, self._recipe_of(rule.recipe), f"rules[{index}].path", True)
             for index, rule in enumerate(self.rules)
         ]
-        recipe, reason = self._numbers(self.quantization), f"quantization {self.quantization!r}"
+        recipe, reason = self._recipe_of(self.quantization), f"quantization {self.quantization!r}"
         if self.quantization == "intmp":
             path, (listed, recipe) = self.quant_cfg_path, load_mixed_precision(self.quant_cfg_path)
             reason = f"default of {path}"
@@ -186,9 +186,9 @@ class QuantConfig(options.Options):
         switches = tuple(name for name in SWITCHES if getattr(self, name))
         return Resolver(tuple(entries), base, self.implementation, ends, switches)
 
-    def _numbers(self, recipe: str | Recipe | None) -> Recipe | None:
+    def _recipe_of(self, recipe: str | Recipe | None) -> Recipe | None:
         """Return the recipe of a config string with the options applied; return a ``Recipe`` unchanged."""
-        return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").numbers(self)
+        return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").apply_options(self)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:
@@ -218,37 +218,38 @@ class QuantConfig(options.Options):
                 f"config {typed.show(obj)} must be a QuantConfig, a mapping, a config string, the path of a YAML file "
                 f"or an object with an attribute 'quantization', got {type(obj).__name__}"
             )
-        for name, none in _NOT_HERE.items():
+        for name, disabled in _NOT_IMPLEMENTED.items():
             value = _plain(_attribute(obj, name))
-            if value is not _MISSING and value not in none:
-                raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {none[0]!r}")
+            if value is not _MISSING and value not in disabled:
+                raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {disabled[0]!r}")
         values = {field.name: _plain(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
-        found = {name: value for name, value in values.items() if value is not _MISSING}
-        string = found.get("quantization")
+        fields = {name: value for name, value in values.items() if value is not _MISSING}
+        string = fields.get("quantization")
         if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
-            string = found["quantization"] = ""
-        if not string and not found.get("rules"):
+            string = fields["quantization"] = ""
+        if not string and not fields.get("rules"):
             # A program's config has a value for every option; without quantization no recipe reads them.
-            unread = {*SWITCHES, *(field.name for field in dataclasses.fields(options.Options))}
-            found = {name: value for name, value in found.items() if name not in unread}
-        elif left := _unread_fields(obj):
-            shown = ", ".join(f"{name} {typed.show(value)}" for name, value in left.items())
+            options_of_strings = {*SWITCHES, *(field.name for field in dataclasses.fields(options.Options))}
+            fields = {name: value for name, value in fields.items() if name not in options_of_strings}
+        elif unread := _unread_fields(obj):
+            shown = ", ".join(f"{name} {typed.show(value)}" for name, value in unread.items())
             why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
-        if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
-            found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op here, whose numerics native has
-        if string == "fp8" and found.get("use_qwix_quantization"):
-            string = found["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
-        count = found.get("quantization_local_shard_count")
+        if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
+            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op here, whose numerics native has
+        if string == "fp8" and fields.get("use_qwix_quantization"):
+            string = fields["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
+        count = fields.get("quantization_local_shard_count")
         is_resolved = isinstance(count, int) and count > 0 and count == jax.local_device_count()
         if is_resolved and "quantization_local_shard_count" not in lookup(spell(string or "")).fields:
-            del found["quantization_local_shard_count"]  # MaxText has already resolved -1; this string does not read it
-        config = typed.build(cls, found)
+            # MaxText has already resolved -1; this string does not read the field.
+            del fields["quantization_local_shard_count"]
+        config = typed.build(cls, fields)
         method = config.quantize_logits_proj and _attribute(obj, _LOGITS_CALIBRATION)
         if method is _MISSING or not method or _attribute(obj, "logits_via_embedding") is True:
             return config
-        fields = {f"{operand}_quantization_calibration_method": method for operand in ("weight", "act")}
-        head = Rule(HEAD, dataclasses.replace(config, **fields).recipe())
+        calibrations = {f"{operand}_quantization_calibration_method": method for operand in ("weight", "act")}
+        head = Rule(HEAD, dataclasses.replace(config, **calibrations).recipe())
         return dataclasses.replace(config, rules=(*config.rules, head))
 
     @classmethod
@@ -281,11 +282,11 @@ class QuantConfig(options.Options):
         if backend is None:
             return
         check_library_implementation(backend, self.implementation)
-        wrote = f"quant_backend {backend!r}"
+        setting = f"quant_backend {backend!r}"
         if self.use_qwix_quantization:
-            wrote = "use_qwix_quantization true"
+            setting = "use_qwix_quantization true"
         elif self.quant_backend == "auto":
-            wrote += f" ('auto' for {self.quantization!r})"
+            setting += f" ('auto' for {self.quantization!r})"
         for name, place in named:
             row = lookup(name, place)
             if backend in row.backends:
@@ -296,7 +297,7 @@ class QuantConfig(options.Options):
                 fix = "remove use_qwix_quantization" if self.use_qwix_quantization else others
             if backend == "qwix" and name == "fp8":
                 fix = f"use 'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix, or {fix}"
-            raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
+            raise ValueError(f"{place} {name!r} does not run on {setting}; {fix}")
 
     def _check_options_are_read(self) -> None:
         read = frozenset[str]().union(*(lookup(name).fields for name in self.strings))
@@ -328,10 +329,10 @@ def is_program_config(obj: Any) -> bool:
     return not isinstance(obj, (QuantConfig, Mapping, str, os.PathLike))
 
 
-_ASKS = re.compile(r"quant|fp8|fp4|calibration|qtype|weight_block_size|embed_moe_on_fsdp|(^|_)te_")
+_QUANT_FIELD = re.compile(r"quant|fp8|fp4|calibration|qtype|weight_block_size|embed_moe_on_fsdp|(^|_)te_")
 """Pattern of the names of fields that concern quantization or TransformerEngine's matmuls."""
-_LOW = re.compile(r"int[48]\b|float[48]|fp[48]")
-_INERT = {"", "()", "[]", "{}", "None", "False", "0", "0.0", "-1", "disabled", "te_no_quant"}
+_LOW_DTYPE = re.compile(r"int[48]\b|float[48]|fp[48]")
+_UNSET = {"", "()", "[]", "{}", "None", "False", "0", "0.0", "-1", "disabled", "te_no_quant"}
 _LOGITS_CALIBRATION = "logits_proj_quant_calibration_method"
 HEAD = "decoder/logits_dense"
 """Path of the output head in MaxText's models."""
@@ -341,20 +342,20 @@ def _unread_fields(program: Any) -> dict[str, Any]:
     """Return the fields of a program's config that concern quantization, are set, and that jaxquant does not read.
 
     A field concerns quantization by its name, or if it is a dtype of 8 bits or fewer. It is set unless its value is in
-    ``_INERT`` or equals the default of the config's class, if there is one (pydantic models and dataclasses).
+    ``_UNSET`` or equals the default of the config's class, if there is one (pydantic models and dataclasses).
     """
-    keys, kept = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")  # MaxText's config has both
+    keys, model = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")  # MaxText's config has both
     fields = dict(getattr(program, "__dict__", {}) if keys is _MISSING else keys())
     for section in [each for each in fields.values() if isinstance(each, Mapping)]:
         fields |= section
-    kind, found = type(program if kept is _MISSING else kept), {}
+    kind, unread = type(program if model is _MISSING else model), {}
     for name, value in ((str(name), _plain(value)) for name, value in fields.items()):
-        is_read = name in (*_NOT_HERE, _LOGITS_CALIBRATION) or hasattr(QuantConfig, name)
-        asks = _ASKS.search(name) or ("dtype" in name and _LOW.search(str(value)))
+        is_read = name in (*_NOT_IMPLEMENTED, _LOGITS_CALIBRATION) or hasattr(QuantConfig, name)
+        concerns_quantization = _QUANT_FIELD.search(name) or ("dtype" in name and _LOW_DTYPE.search(str(value)))
         default = getattr(getattr(kind, "model_fields", {}).get(name), "default", getattr(kind, name, None))
-        if asks and not is_read and str(value) not in (*_INERT, str(_plain(default))):
-            found[name] = value
-    return found
+        if concerns_quantization and not is_read and str(value) not in (*_UNSET, str(_plain(default))):
+            unread[name] = value
+    return unread
 
 
 def _attribute(obj: Any, name: str) -> Any:

@@ -52,12 +52,12 @@ class RecipeRow:
         """Names of the QuantConfig fields that the string reads."""
         return frozenset(field.name for field in dataclasses.fields(Options) if field.metadata["group"] in self.options)
 
-    def numbers(self, options: Options) -> Recipe | None:
+    def apply_options(self, options: Options) -> Recipe | None:
         """Return the recipe with the options applied; for a composition, they are applied to each part."""
         if not self.parts:
             return apply(self.recipe, self.options, options)
         assert self.recipe is not None
-        return compose(self.recipe.name, [part and part.numbers(options) for part in self.parts])
+        return compose(self.recipe.name, [part and part.apply_options(options) for part in self.parts])
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None, **rest: Any) -> Recipe:
@@ -89,7 +89,7 @@ def _weight_only(name: str, spec: TensorSpec) -> Recipe:
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
     """Return a row whose weights are encoded in a tensor format and decoded in the forward pass."""
-    summary = f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient"
+    summary = f"weights only, in GGML's {codec.upper()} as in llama.cpp, straight-through gradient"
     return RecipeRow(_weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
 
 
@@ -237,7 +237,7 @@ RECIPES: dict[str, RecipeRow] = {
     ),
     "nvfp4": RecipeRow(
         _NVFP4,
-        "NVFP4 as TransformerEngine trains: weights 16 by 16, gradients stochastic, rotated for the weight's",
+        "NVFP4 as in TransformerEngine: weights in 16 by 16, stochastic gradients, rotation in the weight gradient",
         options=_FP4,
     ),
     "te_nvfp4_no_rht": RecipeRow(_NVFP4_NO_RHT, "nvfp4 without the rotation", options=_FP4),
@@ -257,15 +257,15 @@ RECIPES: dict[str, RecipeRow] = {
     "int8w": RecipeRow(_weight_only("int8w", TensorSpec("int8")), "int8 weights only, straight-through gradient"),
     "int4w": RecipeRow(_weight_only("int4w", TensorSpec("int4")), "int4 weights only, straight-through gradient"),
     "mxfp4w": RecipeRow(
-        _weight_only("mxfp4w", _mx("float4_e2m1fn")), "weights only, MXFP4 as gpt-oss has it, straight-through gradient"
+        _weight_only("mxfp4w", _mx("float4_e2m1fn")), "weights only, MXFP4 as in gpt-oss, straight-through gradient"
     ),
     "nvfp4w": RecipeRow(
         _weight_only("nvfp4w", _nvfp4(micro=None)),
-        "weights only, NVFP4 as checkpoints have it, straight-through gradient",
+        "weights only, NVFP4 as in checkpoints, straight-through gradient",
     ),
     "fp8_blockw": RecipeRow(
         _weight_only("fp8_blockw", _BLOCK_WEIGHT),
-        "weights only, e4m3 in blocks of 128 by 128 as DeepSeek has them, straight-through gradient",
+        "weights only, e4m3 in blocks of 128 by 128 as in DeepSeek, straight-through gradient",
     ),
     "ggml_q4_0": _encoded("q4_0", "int4"),
     "ggml_q8_0": _encoded("q8_0", "int8"),
@@ -323,12 +323,10 @@ def _composition(name: str, place: str) -> RecipeRow:
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} has no recipe of its own; use another string, or null")
+            raise ValueError(f"{place}.{matmul} {string!r} is not possible in a composition; use another or null")
     parts = tuple(rows.values())
     if not any(parts):
-            raise ValueError(
-                f"{place} {name} leaves all three matmuls in float; set one to a config string, or leave {place} empty"
-            )
+        raise ValueError(f"{place} {name} leaves all three matmuls in float; name a string, or leave {place} empty")
     alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
     summary = "each matmul from the string that it names, with operands quantized from the float tensors"
     recipe = compose(name, [row and row.recipe for row in parts])
@@ -369,7 +367,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     if name in _MAXTEXTS_OWN:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
-        near = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
-        fix = 'write null (in Python: "") for float' if name.lower() in _FLOAT else near
+        suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
+        fix = 'write null (in Python: "") for float' if name.lower() in _FLOAT else suggestion
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

@@ -190,7 +190,7 @@ class Resolver:
           ValueError: the model has no blocks (for example if its layers are scanned), or no block would be quantized.
         """
         first, last = self.float_ends
-        asked = f"float_first_blocks {first} and float_last_blocks {last}"
+        setting = f"float_first_blocks {first} and float_last_blocks {last}"
         parts = {path: [(path[: m.start(1)], int(m[1])) for m in _NUMBERED.finditer(path)] for path in paths}
         numbers: dict[str, set[int]] = {}
         for name, number in (part for each in parts.values() for part in each):
@@ -200,21 +200,21 @@ class Resolver:
             return {}
         if must_have and not any(blocks.values()):
             raise ValueError(
-                f"{asked} count blocks by numbered path parts above the layers' own names, such as layers_3/ or "
+                f"{setting} count blocks by numbered path parts above the layers' own names, such as layers_3/ or "
                 f"blocks/7/, but the layers of this model have no such part ({', '.join(list(parts)[:4])}); scanned "
                 "layers share one path and one recipe, so give each its own path (scan_layers: false); leave a "
                 "numbered layer in float with a rule; or set both to 0"
             )
         floats = {}
-        for path, (name, number) in ((path, part) for path, found in blocks.items() for part in found):
+        for path, (name, number) in ((path, part) for path, in_path in blocks.items() for part in in_path):
             known = sorted(numbers[name])
             if first + last >= len(known):
-                raise ValueError(f"{asked} leave none of the {len(known)} blocks {name}* quantized; lower them")
+                raise ValueError(f"{setting} leave none of the {len(known)} blocks {name}* quantized; lower them")
             if self._first(path) is None and number in known[:first] + known[len(known) - last :]:
-                floats[path] = f"block {name}{number}, left in float by {asked}"
+                floats[path] = f"block {name}{number}, left in float by {setting}"
         return floats
 
-    def check_alone(self) -> None:
+    def check_no_float_blocks(self) -> None:
         """Raise if float blocks are configured, for callers that decide a layer without the paths of the others.
 
         Raises:

@@ -71,10 +71,10 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     speed = next((speeds[name] for name in speeds if RECIPES[name] is row), 1.0)
     if speed >= 1 or backend != row.auto:
         return
-    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's strings measured slower
+    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's are slower
     near = min(faster, key=lambda name: (*_distance(row.recipe, RECIPES[name].recipe), -speeds[name]), default="")
     hint = f"{near!r} at {speeds[near]} times" if near else "no string in the table is faster than bfloat16 there"
-    about = f"an MLP at {speed} times the speed of bfloat16 on one {kind} (estimate in benchmarks/results/strings-speed.md)"
+    about = f"an MLP at {speed} times the speed of bfloat16 on one {kind} (from benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 

@@ -101,12 +101,12 @@ def reduce_blocks(
         if (n == 1 and x.shape[axis] != 0) or axis in tiled:
             axes.append(position)
         position += 1
-    split, is_turned = _split(padded, tiled)
-    if is_turned:
+    split, is_grouped = _split(padded, tiled)
+    if is_grouped:
         rows = split.ndim - 4
         axes = [axis for axis in axes if axis < rows] + [rows, rows + 2] * (rows in axes) + [rows + 3]
     statistic = reduction(split, axis=tuple(axes), keepdims=True) if x.size else jnp.zeros(counts, x.dtype)
-    statistic = (_rows_together(statistic) if is_turned and x.size else statistic).reshape(counts)
+    statistic = (_ungroup_rows(statistic) if is_grouped and x.size else statistic).reshape(counts)
     return statistic if collective is None else all_reduce(collective, statistic, x, except_axes)
 
 
@@ -138,10 +138,10 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
     expanded: list[int] = []
     for axis, n in enumerate(scale.shape):
         expanded += [n, 1] if axis in counts else [n]
-    split, is_turned = _split(padded, counts)
+    split, is_grouped = _split(padded, counts)
     scale = scale.reshape(expanded)
-    result = operation(split, _rows_apart(scale) if is_turned else broadcastable(scale, split))
-    result = merge_axes(_rows_together(result) if is_turned else result, padded)
+    result = operation(split, _group_rows(scale) if is_grouped else broadcastable(scale, split))
+    result = merge_axes(_ungroup_rows(result) if is_grouped else result, padded)
     return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)
 
 
@@ -150,23 +150,23 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
 
 
 def _split(x: Array, counts: dict[int, int]) -> tuple[Array, bool]:
-    """Split axes into blocks and elements. Also returns whether rows were moved by ``_rows_apart`` (only on TPUs)."""
+    """Split axes into blocks and elements. Also returns whether rows were moved by ``_group_rows`` (only on TPUs)."""
     split = split_axes(x, counts)
     if not counts or platform_of(x) != "tpu" or explicit_sharding(x) is not None:
         return split, False
-    is_turned = x.ndim > 1 and x.ndim - 1 in counts and split.shape[-1] == 128 and split.shape[-3] % 8 == 0
-    return jax.lax.optimization_barrier(_rows_apart(split) if is_turned else split), is_turned
+    is_grouped = x.ndim > 1 and x.ndim - 1 in counts and split.shape[-1] == 128 and split.shape[-3] % 8 == 0
+    return jax.lax.optimization_barrier(_group_rows(split) if is_grouped else split), is_grouped
 
 
-def _rows_apart(x: Array) -> Array:
+def _group_rows(x: Array) -> Array:
     """Move groups of eight rows inside the blocks: (…, r, n, 128) → (…, r / 8, n, 8, 128)."""
     *outer, rows, count, inner = x.shape
     part = 1 if rows == 1 else 8
     return x.reshape(*outer, rows // part, part, count, inner).swapaxes(-3, -2)
 
 
-def _rows_together(x: Array) -> Array:
-    """Undo ``_rows_apart``."""
+def _ungroup_rows(x: Array) -> Array:
+    """Undo ``_group_rows``."""
     *outer, eights, count, part, inner = x.shape
     return x.swapaxes(-3, -2).reshape(*outer, eights * part, count, inner)
 
@@ -191,10 +191,10 @@ def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
     found: list[int] = []
     for before, after in axis_groups(old, new):
         sizes, blocks, targets = [old[i] for i in before], [block[i] for i in before], [new[i] for i in after]
-        whole = [axis for axis, size in enumerate(targets) if size != 1]
-        kept = [one for size, one in zip(sizes, blocks, strict=True) if size != 1]
-        if len(kept) == len(whole) == 1:  # the same axis, apart from axes of size 1
-            found += [kept[0] if axis in whole else 1 for axis in range(len(targets))]
+        axes = [axis for axis, size in enumerate(targets) if size != 1]
+        long_blocks = [one for size, one in zip(sizes, blocks, strict=True) if size != 1]
+        if len(long_blocks) == len(axes) == 1:  # the same axis, apart from axes of size 1
+            found += [long_blocks[0] if axis in axes else 1 for axis in range(len(targets))]
         else:
             found += _lay(_neighbours(sizes, blocks), targets)
     return tuple(found)

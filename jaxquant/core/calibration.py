@@ -23,12 +23,12 @@ class Statistic(NamedTuple):
     """Statistic of the values that share a scale.
 
     Attributes:
-      words: name of the statistic in texts.
+      description: name of the statistic in texts.
       is_symmetric: whether the range extends equally far below and above zero.
       average: transform and inverse of a method that averages magnitudes, otherwise None.
     """
 
-    words: str
+    description: str
     is_symmetric: bool = True
     average: Average | None = None
 

@@ -158,15 +158,15 @@ def _scale(
     past = jnp.max(finite(history))
     if amax is not None:
         past = jax.lax.select(past > 0, past, amax.astype(jnp.float32))
-    is_sound = jnp.isfinite(past / past)  # neither 0 nor infinite nor NaN
+    is_valid = jnp.isfinite(past / past)  # neither 0 nor infinite nor NaN
     # The old scale is 0 if flax's TrainState overwrote the state with the gradient of a layer that did not run.
-    scale = floor_scale(jax.lax.select(is_sound, past * factor, old.reshape(())), floor)
+    scale = floor_scale(jax.lax.select(is_valid, past * factor, old.reshape(())), floor)
     if bins is not None:
         scale = jax.lax.select(bins[_USE_CELL] < 0, jnp.float32(jnp.nan), scale)
     return scale.reshape(old.shape)
 
 
-def poison_lost(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
+def poison_scale(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
     """Return the scales that multiply qvalues: NaN for integers that represent NaN or infinity.
 
     A dynamic scale is then not finite anyway. Floats represent NaN themselves, and saturate infinities.
@@ -194,10 +194,10 @@ def merge_states(states: Sequence[TensorState]) -> TensorState:
     Args:
       states: states of the layers' inputs, not in flax mode; leading axes are kept.
     """
-    found = dict(next(filter(is_warm, states), states[0]))
+    merged = dict(next(filter(is_warm, states), states[0]))
     parts = [(state["scale"], state["amax_history"]) for state in states]
-    found["scale"], found["amax_history"] = functools.reduce(_wider, parts)
-    return found
+    merged["scale"], merged["amax_history"] = functools.reduce(_wider, parts)
+    return merged
 
 
 @jax.jit  # so that a program contains it once

@@ -1,4 +1,4 @@
-"""Element types: the largest value, bits and rounding grid of each dtype that a recipe may name, each fact once."""
+"""Element types: the largest value, bits and rounding grid of each quantized dtype."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Element:
     """One quantized element type.
 
     Attributes:
-      name: dtype name as recipes and configs spell it.
-      bits: bits of one element.
+      name: dtype name, spelled as in recipes and configs.
+      bits: number of bits of one element.
       kind: "int" (a uniform grid) or "float" (exponent and mantissa).
       max: largest representable magnitude.
-      bound: magnitude that absmax is mapped to. Integers use ``max + 0.5``, the outer edge of the last rounding
-        bucket, as AQT and Qwix do; floats use ``max``.
-      mantissa_bits: explicit mantissa bits (0 for integers).
+      bound: magnitude to which absmax is mapped. Integers use ``max + 0.5``, the outer edge of the last rounding
+        bucket, as in AQT and Qwix; floats use ``max``.
+      mantissa_bits: number of explicit mantissa bits (0 for integers).
       min_exponent: exponent of the smallest normal number (0 for integers).
-      scale_bits: significant bits of an integer weight's scale; see ``TensorSpec.keeps_grid``. They are the 8 bits of
-        bfloat16, in which checkpoints store such scales; 0 for floats, whose scales are exact.
-      held_by: type of eight bits that holds each of its values, for operations without operands of fewer; "" for none.
+      scale_bits: number of significant bits of an integer weight's scale; see ``TensorSpec.keeps_grid``. They are the 8
+        bits of bfloat16, in which checkpoints store such scales; 0 for floats, whose scales are exact.
+      held_by: 8-bit type that holds all values of the type, for operations that need 8-bit operands, or "".
     """
 
     name: str
@@ -37,12 +37,12 @@ class Element:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The numpy dtype object, made only where an array is made."""
+        """numpy dtype object."""
         return jnp.dtype(self.name)
 
     @property
     def short(self) -> str:
-        """The name in tables, such as "e4m3" for float8_e4m3fn."""
+        """Name in tables, such as "e4m3" for float8_e4m3fn."""
         return self.name if self.kind == "int" else self.name.partition("_")[2].removesuffix("fn")
 
 
@@ -52,7 +52,7 @@ def _integer(name: str, bits: int, held_by: str = "") -> Element:
 
 
 def floating(name: str, held_by: str = "") -> Element:
-    """Return a float type by its dtype's name; of six bits too, which no recipe can name."""
+    """Return a float type by the name of its dtype; also supports 6-bit types, which recipes do not."""
     info = jnp.finfo(name)
     return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp, held_by=held_by)
 
@@ -75,7 +75,7 @@ def element(name: str) -> Element:
     """Look up an element type by dtype name.
 
     Raises:
-      ValueError: the name is no quantized element type.
+      ValueError: the name is not a quantized element type.
     """
     if name not in ELEMENTS:
         raise ValueError(f"{name!r} is not a quantized element type; known ones are {', '.join(ELEMENTS)}")

@@ -36,10 +36,10 @@ def float_dot(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
-    return wide_on_cpus(dot, lhs, rhs, preferred_element_type)
+    return float32_on_cpus(dot, lhs, rhs, preferred_element_type)
 
 
-def wide_on_cpus(dot: Callable[[Array, Array], Array], lhs: Array, rhs: Array, dtype: str | None) -> Array:
+def float32_on_cpus(dot: Callable[[Array, Array], Array], lhs: Array, rhs: Array, dtype: str | None) -> Array:
     """Compute ``dot(lhs, rhs)`` with a result of ``dtype``; on CPUs, cast operands to float32 as ``float_dot`` does."""
     if not lhs.dtype == rhs.dtype == jnp.bfloat16 or dtype != "float32":
         return dot(lhs, rhs)

@@ -11,7 +11,7 @@ from jaxquant.core.blocks import pad_blocks
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.recipe import Rotation
 from jaxquant.core.rounding import RandomKey, noise
-from jaxquant.core.sharding import merge_axes, split_axes, whole_axis
+from jaxquant.core.sharding import gather_axis, merge_axes, split_axes
 
 Array = jax.Array
 SCOPE = "hadamard"
@@ -56,7 +56,7 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
         return x
     size = min(signs.shape[0], 1 << (x.shape[axis] - 1).bit_length())
     padded = pad_blocks(x, {axis: size})
-    runs = whole_axis(split_axes(padded, {axis: padded.shape[axis] // size}), axis + 1)
+    runs = gather_axis(split_axes(padded, {axis: padded.shape[axis] // size}), axis + 1)
     with jax.named_scope(SCOPE):
         matrix = (signs[:size, None] * _hadamard(size)).astype(x.dtype)
         numbers = (((axis + 1,), (0,)), ((), ()))

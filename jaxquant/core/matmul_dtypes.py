@@ -1,4 +1,4 @@
-"""The dtypes of a matmul's operands, as data; text is made of them where they are printed."""
+"""The dtypes of a matmul's operands, as data; callers that print them convert them to text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class OperandDtype:
     """The dtype of one operand.
 
     Attributes:
-      dtype: name of the dtype that is multiplied; "float" where nothing tells which float dtype it is.
-      rounded_to: the low-precision dtype that the values of a float operand were rounded to, None where they were not.
+      dtype: name of the dtype that is multiplied; "float" if the float dtype is not known.
+      rounded_to: low-precision dtype to which the values of a float operand were rounded, or None.
     """
 
     dtype: str = "float"
@@ -22,12 +22,12 @@ class OperandDtype:
 
     @property
     def is_low(self) -> bool:
-        """Whether the elements that are multiplied are of a low-precision dtype."""
+        """Whether the multiplied elements have a low-precision dtype."""
         return self.dtype in ELEMENTS
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the elements are of a low-precision dtype, or were rounded to one."""
+        """Whether the elements have a low-precision dtype or were rounded to one."""
         return self.is_low or self.rounded_to is not None
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class OperandDtype:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatmulDtypes:
-    """The dtypes of both operands of a matmul, which is a low-precision one where both are."""
+    """The dtypes of both operands of a matmul. The matmul is low-precision if both are."""
 
     lhs: OperandDtype = OperandDtype()
     rhs: OperandDtype = OperandDtype()
@@ -47,11 +47,11 @@ class MatmulDtypes:
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """Both dtypes of a low-precision matmul, () for a float one."""
+        """Both dtypes of a low-precision matmul, or () for a float matmul."""
         return (self.lhs.dtype, self.rhs.dtype) if self.is_low else ()
 
     def __str__(self) -> str:
-        """Spell it "int8 × int8", "float (int8 dequantized)" or "float"."""
+        """Format as "int8 × int8", "float (int8 dequantized)" or "float"."""
         if self.is_low:
             return f"{self.lhs} × {self.rhs}"
         held = [f"{each.rounded_to} dequantized" for each in (self.lhs, self.rhs) if each.rounded_to]
@@ -60,12 +60,12 @@ class MatmulDtypes:
 
     @classmethod
     def of_specs(cls, lhs: str | None, rhs: str | None) -> MatmulDtypes:
-        """Describe a matmul by what its operands are quantized to.
+        """Return the dtypes of a matmul from the dtypes to which its operands are quantized.
 
-        With one float operand it is a float matmul, on the other's dequantized values.
+        If only one operand is quantized, it is dequantized for a float matmul.
 
         Args:
-          lhs, rhs: low-precision dtype of each operand, None for one that is not quantized.
+          lhs, rhs: low-precision dtype of each operand, or None if it is not quantized.
         """
         if lhs is not None and rhs is not None:
             return cls(OperandDtype(lhs), OperandDtype(rhs))
@@ -73,7 +73,7 @@ class MatmulDtypes:
 
 
 def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
-    """Return the operand dtypes that a recipe asks for, by "fwd", "dlhs" and "drhs"; None is a float layer."""
+    """Return the operand dtypes that a recipe requests, by "fwd", "dlhs" and "drhs"; a None recipe is a float layer."""
 
     def dtype(matmul: Matmul, side: Side) -> str | None:
         spec = recipe and recipe.resolve(matmul, side)

@@ -17,7 +17,7 @@ from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import RandomKey, cast, fold, require_key, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
 from jaxquant.core.sharding import all_reduce
 
@@ -31,22 +31,23 @@ def quantize_micro(
     spec: TensorSpec,
     block: Shape,
     key: RandomKey | None = None,
-    whole: Callable[[Array], Array] | None = None,
+    outer_amax: Callable[[Array], Array] | None = None,
     except_axes: Collection[str] = (),
 ) -> QTensor:
     """Quantize an operand with two levels of scales.
 
-    The amax of a block is mapped to ``bound / headroom``; the largest block scale is mapped to ``scale_bound``. With
-    ``reciprocal``, elements are multiplied by ``1 / (block scale / encode)`` with ``encode = scale_bound · bound /
-    amax``, in TransformerEngine's order. Otherwise they are divided by the product of both scales.
+    The amax of a block is mapped to ``bound / headroom``; the largest block scale is mapped to ``scale_bound``. If
+    ``reciprocal`` is set, elements are multiplied by ``1 / (block scale / encode)``, where
+    ``encode = scale_bound · bound / amax``, in TransformerEngine's order. Otherwise they are divided by the product of
+    both scales.
 
     Args:
       x: operand of any float dtype and shape.
       spec: spec with ``micro``.
       block: shape of the blocks that share a scale, from ``block_shape``.
       key: random key, for stochastic rounding and for EDEN.
-      whole: function (amax of each block) -> amax for the outer scale of each block, if x stacks several tensors along
-        its first axis; None uses one outer scale for x.
+      outer_amax: function (amax of each block) -> amax for the outer scale of each block, if x stacks several tensors
+        along its first axis; None uses one outer scale for x.
       except_axes: mesh axes along which each device has a separate tensor.
 
     Raises:
@@ -55,10 +56,10 @@ def quantize_micro(
     micro = spec.micro
     assert micro is not None
     if spec.draws:
-        key = needed_key(spec, key)
+        key = require_key(spec, key)
     amax = reduce_blocks(x, block, largest).astype(jnp.float32)
-    if whole is not None:
-        highest = whole(amax)
+    if outer_amax is not None:
+        highest = outer_amax(amax)
     else:
         highest = all_reduce(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0), x, except_axes)
     top = element(spec.dtype).bound / micro.headroom
@@ -85,17 +86,17 @@ def quantize_micro(
         scale = jnp.where(is_better, other.scale.astype(jnp.float32), tensor.scale.astype(jnp.float32))
         tensor = QTensor(elements.astype(spec.dtype), scale.astype(_CODE.name), None, outer, even)
     if micro.eden:
-        tensor = _corrected(tensor, scaled, block, micro.eden, fold(needed_key(spec, key), 1))
+        tensor = _corrected(tensor, scaled, block, micro.eden, fold(require_key(spec, key), 1))
     return tensor
 
 
-def _real_scales(amax: Array, whole: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
+def _real_scales(amax: Array, highest: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
     """Return the block scales before rounding, in units of the outer scale, and the outer scale."""
     if is_reciprocal:
-        encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
+        encode = jnp.where(highest == 0, 1.0, jnp.minimum(bound * top / highest, _LARGEST))
         return amax * (encode * (1 / top)), 1 / encode
     # Multiply by 1 / constant, as XLA does under jit. Below the floor, the quotients would be NaN.
-    outer = floor_scale(whole * (1 / (bound * top)), SMALLEST_GRADIENT_SCALE)
+    outer = floor_scale(highest * (1 / (bound * top)), SMALLEST_GRADIENT_SCALE)
     return amax * (1 / top) / outer, outer
 
 

@@ -17,11 +17,11 @@ from jaxquant.core.scales import decode_scale
 from jaxquant.core.tensor_spec import ScaleDtype
 
 PARTS = ("qvalue", "scale", "zero_point", "outer_scale", "input_scale")
-"""Arrays of a ``QTensor``, by the names under which they are stored."""
+"""Arrays of a ``QTensor``, by their names in checkpoints."""
 
 
 class Encoding(Protocol):
-    """What is known here of a tensor format whose bytes hold elements and scales together."""
+    """Interface of a tensor format whose bytes hold elements and scales together."""
 
     @property
     def elements_per_block(self) -> int: ...
@@ -35,10 +35,10 @@ class Encoding(Protocol):
 
 
 CODEC_MARK = "jaxquant codec "
-"""Begins the ``checkpoint_name`` of an array before it is encoded and after it is decoded; the codec's name follows."""
+"""Prefix of the ``checkpoint_name`` of an array before encoding and after decoding; the codec's name follows."""
 
 ENCODINGS: dict[str, Encoding] = {}
-"""Tensor formats by name. ``jaxquant.formats``, which knows them, fills this in."""
+"""Tensor formats by name; filled in by ``jaxquant.formats``."""
 
 
 _STATIC = ("block", "codec", "dtype", "read_as")
@@ -47,39 +47,39 @@ _STATIC = ("block", "codec", "dtype", "read_as")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=list(PARTS), meta_fields=list(_STATIC))
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """Quantized elements and what multiplies them: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
+    """Quantized elements and their scales: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
 
-    As a converted parameter it stands in the place of a float one, and has ``dtype`` and perhaps ``input_scale``.
+    As a converted parameter it replaces a float one, and has ``dtype`` and optionally ``input_scale``.
 
-    Invariants, for qvalue of shape (n₁, …) and blocks of shape (b₁, …), which ``check`` checks:
+    Invariants, for qvalue of shape (n₁, …) and blocks of shape (b₁, …), checked by ``check``:
 
-    - ``scale.shape = (⌈n₁ / b₁⌉, …)``, of float32, float8_e8m0fnu or float8_e4m3fn;
+    - ``scale.shape = (⌈n₁ / b₁⌉, …)``, in float32, float8_e8m0fnu or float8_e4m3fn;
     - ``zero_point.shape = scale.shape``, in qvalue's dtype;
-    - ``outer_scale`` has size 1 along each axis, or that of an axis along which tensors are stacked; of float32;
-    - ``input_scale`` has qvalue's rank; of float32;
-    - where ``block`` is None, ``bᵢ = nᵢ / scale.shape[i]`` is whole.
+    - ``outer_scale`` is float32 and has size 1 along each axis, or the size of an axis along which tensors are stacked;
+    - ``input_scale`` is float32 and has qvalue's rank;
+    - if ``block`` is None, ``bᵢ = nᵢ / scale.shape[i]`` is an integer.
 
     Attributes:
-      qvalue: the elements, any shape.
-      scale: of qvalue's rank. Along each axis its size is 1 (shared), the axis (one each) or the number of blocks.
-      zero_point: None for symmetric quantization.
-      outer_scale: one scale above all others, or None.
-      block: shape of a block, static; None where the shapes tell it. Axes along which layers are stacked have 0 in it,
-        which a loop over them takes away with the axis; axes that were added in front need none.
-      codec: name of a tensor format, static; None for elements and scales apart. With one, qvalue is the format's
-        bytes and there is no other part but ``input_scale``. ``block`` has the sizes of the contraction axes, whose
-        elements in their order were encoded together, and 1 for all others; the bytes lie along the last contraction
-        axis, the other ones have size 1.
-      input_scale: of a converted weight, the static scale of the activation that it is multiplied with, one for each
-        layer and batch element that are stacked in it; None where the activation has its own.
-      dtype: of a converted weight, the name of the dtype of the float one that it replaces. Casts in the model change
-        it, and it takes part in the dtype of the result.
-      read_as: of a converted parameter, the name of the dtype in which the op read it when it was quantized; None if
-        that is not known.
+      qvalue: elements, any shape.
+      scale: scales, of qvalue's rank. Along each axis the size is 1 (shared), the size of the axis, or the number of
+        blocks.
+      zero_point: zero points, or None for symmetric quantization.
+      outer_scale: one scale that multiplies all others, or None.
+      block: static shape of a block, or None if it can be inferred from the shapes. It is 0 along axes of stacked
+        layers; a loop over the layers drops the 0 with the axis. Axes that were added in front need no entry.
+      codec: static name of a tensor format, or None if elements and scales are separate. With a codec, qvalue holds the
+        bytes of the format, and the only other part is ``input_scale``. ``block`` has the sizes of the contraction
+        axes, whose elements were encoded together in order, and 1 for all others. The bytes lie along the last
+        contraction axis; the other contraction axes have size 1.
+      input_scale: static scale of the activation that multiplies a converted weight, one for each stacked layer and
+        batch element; None if the activation has its own scale.
+      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change it, and it takes
+        part in the dtype of the result.
+      read_as: dtype name in which the op read the parameter when it was quantized, or None if that is not known.
     """
 
     qvalue: Shaped[Array, "*shape"]
-    scale: Float[Array, "*counts"] = None  # pyright: ignore[reportAssignmentType]  # with a codec alone
+    scale: Float[Array, "*counts"] = None  # pyright: ignore[reportAssignmentType]  # None only with a codec
     zero_point: Shaped[Array, "*counts"] | None = None
     outer_scale: Float[Array, "*ones"] | None = None
     block: Shape | None = None
@@ -89,14 +89,14 @@ class QTensor:
     read_as: str | None = None
 
     def __jax_array__(self) -> Any:
-        """Refuse to be an operand of JAX, as in the float model.
+        """Raise, because JAX operations outside of quantized layers do not support a converted parameter.
 
         Raises:
           TypeError: always.
         """
         raise TypeError(
-            f"a converted parameter ({self.description}) is not a float array; run it in the model that "
-            "jaxquant.maybe_quantize_model makes with checkpoint_is_quantized true, or in the quantized function"
+            f"a converted parameter ({self.description}) is not a float array; use it in the model that "
+            "jaxquant.maybe_quantize_model returns with checkpoint_is_quantized true, or in the quantized function"
         )
 
     @property
@@ -111,37 +111,37 @@ class QTensor:
 
     @property
     def parts(self) -> dict[str, jax.Array]:
-        """The arrays that it has, by name."""
+        """Arrays of the tensor by name; parts that are None are left out."""
         return {name: value for name in PARTS if (value := getattr(self, name)) is not None}
 
     def replace(self, change: Callable[[str, Any], Any]) -> QTensor:
-        """Return one whose parts are ``change(name, part)``."""
+        """Return a tensor with every part replaced by ``change(name, part)``."""
         return dataclasses.replace(self, **{name: change(name, part) for name, part in self.parts.items()})
 
     @property
     def operand(self) -> QTensor:
-        """The elements and their scales alone, as an op multiplies them."""
+        """Only the elements and their scales, as an op multiplies them."""
         return dataclasses.replace(self, input_scale=None, dtype=None, read_as=None)
 
     def float_dtype(self, name: str = "a quantized weight") -> str:
-        """Return ``dtype``, which a weight must have.
+        """Return ``dtype``, or raise if it is not set.
 
         Args:
-          name: what an error calls it, such as the path of a parameter.
+          name: name of the weight in the error, such as the path of a parameter.
 
         Raises:
-          TypeError: it has none.
+          TypeError: the dtype is not set.
         """
         if self.dtype is None:
             raise TypeError(
-                f"{name} ({self.description}) has no float dtype; give it that of the weight that it replaces, as with "
-                "tensor.astype('bfloat16')"
+                f"{name} ({self.description}) has no float dtype; set the dtype of the weight that it replaces, for "
+                "example with tensor.astype('bfloat16')"
             )
         return self.dtype
 
     @property
     def description(self) -> str:
-        """What it is made of, for errors."""
+        """Dtypes and shapes of the tensor, for errors."""
         shape = f"{self.qvalue.dtype.name} {tuple(self.qvalue.shape)}"
         if self.codec is not None:
             return f"{self.codec} in {shape}"
@@ -149,25 +149,25 @@ class QTensor:
 
     @property
     def blocks(self) -> Shape:
-        """Shape of a block, one entry an axis."""
+        """Shape of a block, with one entry for each axis."""
         if self.block is not None:
             return tuple(max(1, size) for size in self._full_block)
         return _even_blocks(self.shape, self.scale.shape)
 
     @property
     def _full_block(self) -> Shape:
-        """``block`` with one entry an axis, 0 along axes of stacked layers; it must not be None."""
+        """``block`` with one entry for each axis, 0 along axes of stacked layers; it must not be None."""
         assert self.block is not None
-        block, gone = list(self.block), len(self.block) - self.ndim
-        for _ in range(gone):
+        block, missing = list(self.block), len(self.block) - self.ndim
+        for _ in range(missing):
             block.remove(0)
-        return (0,) * -gone + tuple(block)
+        return (0,) * -missing + tuple(block)
 
     def astype(self, dtype: Any) -> QTensor:
-        """Change the dtype of the float array that it replaces.
+        """Return the tensor with another dtype of the float array that it replaces.
 
         Raises:
-          TypeError: it is not a float dtype.
+          TypeError: the dtype is not a float dtype.
         """
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             raise TypeError(f"a QTensor replaces an array of a float dtype, got {jnp.dtype(dtype).name}")
@@ -179,17 +179,17 @@ class QTensor:
         return dataclasses.replace(self.replace(lambda _, part: part.transpose(order)), block=block)
 
     def reshape(self, shape: Shape) -> QTensor:
-        """Merge and split axes, and add and drop those of size 1.
+        """Merge and split axes, and add and drop axes of size 1.
 
         Args:
-          shape: the new one.
+          shape: new shape.
 
         Raises:
-          BlocksError: a scale would belong to elements that are no block of the new shape.
+          BlocksError: a block would not be a block of the new shape.
         """
         old, new = self.shape, tuple(shape)
         if self.codec is not None:
-            raise BlocksError(f"{self.description} has blocks of shape {self.blocks}, which take no shape {new}")
+            raise BlocksError(f"{self.description} has blocks of shape {self.blocks} and cannot be reshaped to {new}")
 
         def change(_: str, part: Any) -> Any:
             if part.shape == old:
@@ -201,29 +201,29 @@ class QTensor:
         return dataclasses.replace(self.replace(change), block=block)
 
     def stacked(self, sizes: Shape) -> QTensor:
-        """Return the tensor with the first axes of every part whole, so that scans and maps can go over them.
+        """Return the tensor with every part broadcast to the first axes, so that scans and maps can slice them.
 
         Args:
-          sizes: of those axes.
+          sizes: sizes of those axes.
 
         Raises:
-          NotImplementedError: a scale belongs to some of the slices.
+          NotImplementedError: several slices share a scale.
         """
         count = len(sizes)
 
-        def whole(_: str, part: Any) -> Any:
+        def broadcast(_: str, part: Any) -> Any:
             if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
                 raise NotImplementedError(
                     f"a converted kernel of shape {self.shape} with scales of shape {tuple(self.scale.shape)} cannot "
-                    f"be cut along its first {count} axes, across which a scale goes"
+                    f"be sliced along its first {count} axes, because slices share scales"
                 )
             return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
 
         block = None if self.block is None else (*(0,) * count, *self.blocks[count:])
-        return dataclasses.replace(self.replace(whole), block=block)
+        return dataclasses.replace(self.replace(broadcast), block=block)
 
     def full_scale(self) -> Float[Array, "*counts"]:
-        """Return the scales in float32, the outer one multiplied in."""
+        """Return the scales in float32, multiplied by the outer scale."""
         scale = decode_scale(self.scale)
         return scale if self.outer_scale is None else scale * self.outer_scale
 
@@ -234,7 +234,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def operand_dtype(x: Array | QTensor) -> str:
-    """Return the name of the dtype of an operand, of a converted weight that of the float one."""
+    """Return the dtype name of an operand; for a converted weight, of the float weight that it replaces."""
     return x.float_dtype() if isinstance(x, QTensor) else x.dtype.name
 
 
@@ -243,10 +243,10 @@ def _even_blocks(shape: Shape, counts: Shape) -> Shape:
 
 
 def stacked_blocks(tensor: QTensor, axes: Sequence[int]) -> QTensor:
-    """Return a tensor that knows along which of its axes layers were stacked.
+    """Return a tensor whose ``block`` marks the axes along which layers were stacked.
 
     Args:
-      tensor: of all layers, with the block of one.
+      tensor: tensor of all layers, with the block shape of one layer.
       axes: positions of the stacked axes, ascending.
     """
     if tensor.block is None:
@@ -267,14 +267,15 @@ def make_qtensor(
     input_scale: Float[Array, "*ones"] | None = None,
     dtype: Any = None,
 ) -> QTensor:
-    """Make a ``QTensor`` by hand, with its invariants checked.
+    """Create a ``QTensor`` and check its invariants.
 
     Args:
-      qvalue, scale, zero_point, outer_scale, block, input_scale, dtype: as in ``QTensor``; a parameter needs ``dtype``.
+      qvalue, scale, zero_point, outer_scale, block, input_scale, dtype: fields of ``QTensor``; a parameter needs
+        ``dtype``.
 
     Raises:
-      ValueError: an invariant does not hold; names the part, its shape and the one that would fit.
-      TypeError: a part that is no array, or a block that is no whole numbers.
+      ValueError: an invariant does not hold; names the part, its shape and the required shape.
+      TypeError: a part is not an array, or an entry of the block is not an integer.
     """
     tensor = QTensor(qvalue, scale, zero_point, outer_scale, block, input_scale=input_scale)
     tensor = tensor if dtype is None else tensor.astype(dtype)
@@ -282,7 +283,7 @@ def make_qtensor(
         if not hasattr(part, "shape") or not hasattr(part, "dtype"):
             raise TypeError(f"{name} of a QTensor must be an array, got {type(part).__name__}")
     if block is not None and not all(type(size) is int for size in block):
-        raise TypeError(f"block of a QTensor must be whole numbers, one an axis, got {block!r}")
+        raise TypeError(f"block of a QTensor must have one integer for each axis, got {block!r}")
     check(tensor)
     return tensor if block is None or not is_even(qvalue.shape, block) else dataclasses.replace(tensor, block=None)
 
@@ -291,8 +292,8 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
     """Check the invariants of a ``QTensor``.
 
     Args:
-      tensor: of arrays or ``jax.ShapeDtypeStruct``.
-      name: what errors call it, such as the path of a leaf.
+      tensor: tensor of arrays or ``jax.ShapeDtypeStruct``.
+      name: name of the tensor in errors, such as the path of a leaf.
 
     Raises:
       ValueError: an invariant does not hold.
@@ -306,40 +307,41 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
     if tensor.block is not None:
         if len(tensor.block) - tensor.block.count(0) > len(shape) or min(tensor.block, default=1) < 0:
             raise ValueError(
-                f"{name} has blocks of shape {tensor.block} for elements of shape {shape}; give one size an axis"
+                f"{name} has blocks of shape {tensor.block} for elements of shape {shape}; set one size for each axis"
             )
-        wanted = scale_shape(shape, tensor.blocks)
-        if scale != wanted:
+        expected = scale_shape(shape, tensor.blocks)
+        if scale != expected:
             raise ValueError(
-                f"{name} of shape {shape} in blocks of {tensor.blocks} has scales of shape {scale}, not {wanted}"
+                f"{name} of shape {shape} in blocks of {tensor.blocks} has scales of shape {scale}, not {expected}"
             )
     elif any(n == 0 or (size % n and size) for size, n in zip(shape, scale, strict=True)):
         raise ValueError(
-            f"{name} of shape {shape} has scales of shape {scale}, which cut no axis into equal blocks; say the "
-            "shape of a block where the last one is smaller"
+            f"{name} of shape {shape} has scales of shape {scale}, which do not split every axis into equal blocks; "
+            "set block if the last one is smaller"
         )
     if tensor.scale.dtype.name not in (*get_args(ScaleDtype), "bfloat16", "float16"):
         raise ValueError(
             f"{name} has scales of {tensor.scale.dtype.name}; use one of {', '.join(get_args(ScaleDtype))}"
         )
-    zero, outer, given = tensor.zero_point, tensor.outer_scale, tensor.input_scale
+    zero, outer, input_scale = tensor.zero_point, tensor.outer_scale, tensor.input_scale
     if zero is not None and (zero.dtype, tuple(zero.shape)) != (tensor.qvalue.dtype, scale):
         raise ValueError(
-            f"{name} has a zero_point of {zero.dtype.name}{tuple(zero.shape)}; a QTensor has it in the dtype "
-            f"of qvalue and the shape of scale, {tensor.qvalue.dtype.name}{scale}"
+            f"{name} has a zero_point of {zero.dtype.name}{tuple(zero.shape)}; it must have the dtype of qvalue and "
+            f"the shape of scale, {tensor.qvalue.dtype.name}{scale}"
         )
     if outer is not None and not _is_outer(tuple(outer.shape), scale, shape):
         raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
     if outer is not None and outer.dtype != jnp.float32:
         raise ValueError(f"{name} has an outer_scale of {outer.dtype.name}; use float32")
-    if given is not None and (given.ndim, given.dtype) != (len(shape), jnp.float32):
+    if input_scale is not None and (input_scale.ndim, input_scale.dtype) != (len(shape), jnp.float32):
         raise ValueError(
-            f"{name} has an input_scale of {given.dtype.name}{tuple(given.shape)}; give float32 of the rank of {shape}"
+            f"{name} has an input_scale of {input_scale.dtype.name}{tuple(input_scale.shape)}; it must be float32 and "
+            f"have the rank of {shape}"
         )
 
 
 def _is_outer(outer: Shape, scale: Shape, shape: Shape) -> bool:
-    """Whether an outer scale has one element, or one for each of the layers or experts stacked along an axis."""
+    """Return whether an outer scale has one element, or one for each layer or expert stacked along an axis."""
     sizes = zip(outer, scale, shape, strict=False)
     return len(outer) == len(shape) and all(n == 1 or n == many == size for n, many, size in sizes)
 
@@ -347,17 +349,17 @@ def _is_outer(outer: Shape, scale: Shape, shape: Shape) -> bool:
 def _check_encoded(tensor: QTensor, name: str) -> None:
     encoding, stored, block = ENCODINGS.get(tensor.codec or ""), tuple(tensor.qvalue.shape), tensor.block
     if encoding is None:
-        raise ValueError(f"{name} is in the tensor format {tensor.codec!r}; known ones are {', '.join(ENCODINGS)}")
+        raise ValueError(f"{name} is in the unknown tensor format {tensor.codec!r}; known ones: {', '.join(ENCODINGS)}")
     if tensor.qvalue.dtype != jnp.uint8 or tensor.parts.keys() - {"input_scale"} != {"qvalue"}:
-        raise ValueError(f"{name} is in the format {tensor.codec}, whose one part is bytes, got {list(tensor.parts)}")
+        raise ValueError(f"{name} is in the format {tensor.codec}, which stores only bytes, got {list(tensor.parts)}")
     if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:
-        raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; give the sizes of its contraction")
+        raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; set the sizes of its contraction")
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
     count = -(-math.prod(tensor.blocks) // encoding.elements_per_block) * encoding.bytes_per_block
-    wanted = [1] * (len(contraction) - 1) + [count]
-    if not contraction or [stored[axis] for axis in contraction] != wanted:
+    expected = [1] * (len(contraction) - 1) + [count]
+    if not contraction or [stored[axis] for axis in contraction] != expected:
         raise ValueError(
-            f"{name} of {stored} bytes does not hold a contraction of {tensor.blocks} in {tensor.codec}, which takes "
+            f"{name} of {stored} bytes does not hold a contraction of {tensor.blocks} in {tensor.codec}, which needs "
             f"{count} bytes"
         )
 

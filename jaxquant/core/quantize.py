@@ -54,11 +54,11 @@ def compute_scale(
     """
     calibration, kind = spec.calibration, element(spec.dtype)
     counts = scale_shape(x.shape, block)
-    whole = spec.granularity == "per_tensor" and math.prod(counts) == 1
+    is_per_tensor = spec.granularity == "per_tensor" and math.prod(counts) == 1
 
     def reduced(values: jax.Array, reduction: Callable[..., jax.Array], collective: Any) -> jax.Array:
-        found = reduce_blocks(values, block, reduction, collective if whole else None, except_axes)
-        return found.astype(jnp.float32)
+        statistics = reduce_blocks(values, block, reduction, collective if is_per_tensor else None, except_axes)
+        return statistics.astype(jnp.float32)
 
     low = None
     if calibration.method == "fixed" and calibration.is_symmetric and spec.scale_rounding == "exact":
@@ -71,7 +71,7 @@ def compute_scale(
         low = jnp.minimum(reduced(known, jnp.min, jax.lax.pmin), 0) * calibration.factor
         high = jnp.maximum(reduced(known, jnp.max, jax.lax.pmax), 0) * calibration.factor
     else:
-        statistic = functools.partial(largest, below=spec.share_below)
+        statistic = functools.partial(largest, negative_factor=spec.negative_factor)
         high = reduced(x, statistic, jax.lax.pmax)
         if calibration.average is not None:  # in units of a power of two near the amax, so that squares do not overflow
             transform, undo = calibration.average
@@ -158,7 +158,7 @@ def quantize(
     batch: Sequence[int] = (),
     floor: float = SMALLEST_SCALE,
     compute_dtype: str = "float32",
-    whole: Callable[[jax.Array], jax.Array] | None = None,
+    outer_amax: Callable[[jax.Array], jax.Array] | None = None,
     except_axes: Collection[str] = (),
     outer: Float[Array, "*ones"] | None = None,
 ) -> QTensor:
@@ -173,7 +173,7 @@ def quantize(
       batch: batch axes; no block covers several elements along them.
       floor: smallest scale; scales below it become 1.
       compute_dtype: dtype of the division.
-      whole: argument of ``quantize_micro``, for a spec with ``micro``.
+      outer_amax: argument of ``quantize_micro``, for a spec with ``micro``.
       except_axes: mesh axes along which each device has a separate tensor.
       outer: outer scale, as for ``compute_scale``.
 
@@ -182,7 +182,7 @@ def quantize(
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
-        return quantize_micro(x, spec, block, key, whole, except_axes)
+        return quantize_micro(x, spec, block, key, outer_amax, except_axes)
     scale, zero_point, outer_scale = compute_scale(x, spec, block, floor, except_axes, outer)
     if scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would fuse the cast and the amax into the matmul that produces x, and fail; the scale needs the amax.

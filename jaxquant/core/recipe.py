@@ -1,4 +1,4 @@
-"""Types of a recipe: how each of the six operands of a quantized matmul and its two gradients is made. No numbers here.
+"""Types of a recipe: specs of the six operands of a quantized matmul and its two gradients. Contains no recipe.
 
 The forward matmul of ``y = lhs · rhs`` has the activation as ``lhs`` and the weight as ``rhs``. Its gradients are
 ``dlhs = grad · rhs`` (operands: ``dlhs.lhs`` the output gradient, ``dlhs.rhs`` the weight) and
@@ -26,7 +26,7 @@ class Rotation:
     """A Hadamard rotation of both operands of a matmul along its contraction.
 
     Attributes:
-      size: neighbours that are rotated together, a power of two.
+      size: number of neighbours that are rotated together, a power of two.
       signs: ``fixed`` (TransformerEngine's, in runs of 16) or ``fresh`` (drawn in every backward pass).
     """
 
@@ -36,7 +36,7 @@ class Rotation:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.size < 2 or self.size & (self.size - 1) or (self.signs == "fixed" and self.size % 16):
-            raise ValueError(f"Rotation size {self.size} must be a power of two, and of fixed signs at least 16")
+            raise ValueError(f"Rotation size {self.size} must be a power of two, and at least 16 with fixed signs")
 
 
 Operand = TensorSpec | Literal["forward"] | None
@@ -49,14 +49,14 @@ class MatmulSpec:
 
     Attributes:
       lhs, rhs: operands; None is float. ``FORWARD`` (backward matmuls only) reuses the forward's qvalues: their
-        per-channel scale is multiplied into the other operand before that one is quantized.
-      accumulator: dtype name asked of the matmul (``preferred_element_type``), or None for the result's dtype
-        (float32 where the result is float16).
-      shards: the first contraction axis is cut into this many blocks, each quantized separately (1: whole; -1: one
-        for each device that shares the axis, see ``ops.pieces.with_shards``).
-      rotation: of both operands before they are quantized, None for none. Of several contraction axes the last that
-        holds a run is rotated, and tiles lie along it.
-      arithmetic: as ``Recipe.arithmetic``, of a backward matmul that has another; None is the recipe's.
+        per-channel scale is multiplied into the other operand before that operand is quantized.
+      accumulator: dtype name of the accumulator (``preferred_element_type``), or None for the result's dtype (float32
+        if the result is float16).
+      shards: number of blocks of the first contraction axis that are quantized separately; -1 is one block for each
+        device that shares the axis, see ``ops.pieces.with_shards``.
+      rotation: rotation of both operands before quantization, or None. If there are several contraction axes, the last
+        one that holds a run is rotated, and tiles are laid along it.
+      arithmetic: arithmetic of a backward matmul that differs from ``Recipe.arithmetic``; otherwise None.
     """
 
     lhs: Operand = None
@@ -70,13 +70,13 @@ class MatmulSpec:
         check_fields(self)
         sides = (self.lhs, self.rhs)
         if self.rotation is not None and not all(isinstance(side, TensorSpec) for side in sides):
-            raise ValueError(f"MatmulSpec rotation needs two operands with specs of their own, got {sides}")
+            raise ValueError(f"MatmulSpec rotation needs a TensorSpec for both operands, got {sides}")
         if self.rotation is not None and self.shards != 1:
             raise ValueError(f"MatmulSpec rotation needs one shard, got {self.shards}")
 
     @property
     def is_late(self) -> bool:
-        """Whether the kept operand of a backward matmul is quantized in the backward pass, as fresh signs ask."""
+        """Whether the residual of a backward matmul is quantized in the backward pass, as fresh signs require."""
         sides = [side for side in (self.lhs, self.rhs) if isinstance(side, TensorSpec)]
         return self.draws_signs or any(side.source == "forward" for side in sides)
 
@@ -88,11 +88,11 @@ class MatmulSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DelayedSpec(Typed):
-    """Delayed scaling: see ``core.delayed``.
+    """Parameters of delayed scaling; see ``core.delayed``.
 
     Attributes:
-      amax_history_length: steps that the amax history remembers.
-      margin: the scale is multiplied by ``2**margin``.
+      amax_history_length: number of steps in the amax history.
+      margin: exponent of the factor ``2**margin`` of the scale.
       amax_init: ``warmup`` (a tensor without history is scaled by its own amax; non-finite amaxes are not recorded)
         or ``flax`` (scale 1 at the first step, bit-identical to ``flax.linen.fp8_ops``).
     """
@@ -104,12 +104,12 @@ class DelayedSpec(Typed):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparsitySpec(Typed):
-    """N:M weight sparsity: ``n`` of every ``m`` weights kept along the contraction axis.
+    """N:M weight sparsity: ``n`` of every ``m`` weights along the contraction axis are kept.
 
     Attributes:
       n, m: kept weights and group size, 0 < n < m.
-      start_step: dense before this step.
-      update_step: steps between two mask updates.
+      start_step: first sparse step.
+      update_step: number of steps between two mask updates.
     """
 
     n: int
@@ -118,28 +118,28 @@ class SparsitySpec(Typed):
     update_step: int
 
 
-@dataclasses.dataclass(frozen=True)  # without slots: a property is computed once
+@dataclasses.dataclass(frozen=True)  # without slots, for cached properties
 class Recipe:
-    """All numbers of one quantized training scheme.
+    """Complete description of the numerics of one quantized training scheme.
 
     Attributes:
-      name: the config string.
-      fwd, dlhs, drhs: the three matmuls.
-      delayed: parameters of delayed scaling, where an operand asks for it.
+      name: config string.
+      fwd, dlhs, drhs: specs of the three matmuls.
+      delayed: parameters of delayed scaling, if an operand uses it.
       sparsity: N:M sparsity of the weight, or None.
-      arithmetic: ``exact``: operands are scaled in float32, and the kernel's gradient comes out of its matmul in the
-        output gradient's dtype, or in float32 for a float32 kernel where that is the accumulator. ``lean``: a bfloat16
-        operand is divided by its scale rounded to bfloat16, and the quotient is rounded to bfloat16, which costs a TPU
-        half as much; the gradient of a float32 kernel comes in float32, which saves a pass over it. It is the same on
-        every platform; docs/guide/delayed.md has every rounding.
-      shares_experts: whether a scale of a whole tensor, and its state, is one for all batch elements (experts) of a
-        weight; else each has its own.
-      expert_axes: mesh axes over which a ``jax.shard_map`` splits experts with scales of their own, so that no
-        statistic is combined over them. No table has any; a contraction that runs there is given them.
+      arithmetic: ``exact``: operands are scaled in float32. The kernel's gradient has the output gradient's dtype, or
+        float32 for a float32 kernel if that is the accumulator. ``lean``: a bfloat16 operand is divided by its scale
+        rounded to bfloat16, and the quotient is rounded to bfloat16, at half the cost on a TPU. The gradient of a
+        float32 kernel is float32, which saves a pass over it. It is the same on every platform; docs/guide/delayed.md
+        lists every rounding.
+      shares_experts: whether all batch elements (experts) of a weight share per-tensor scales and their state;
+        otherwise each has its own.
+      expert_axes: mesh axes over which a ``jax.shard_map`` splits experts with separate scales, so that statistics are
+        not reduced over them. Empty in the recipe table; set at trace time.
 
     Raises:
-      ValueError: delayed scaling of one tensor by two specs; shared scales beside sparsity, or where no operand has one
-        scale a tensor.
+      ValueError: two specs use delayed scaling for one tensor; or experts share scales although the weight is sparse or
+        no operand has a per-tensor scale.
     """
 
     name: str
@@ -159,28 +159,28 @@ class Recipe:
             first, second = (isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in specs)
             if first and second and specs[0] != specs[1]:
                 raise ValueError(
-                    f"recipe {self.name!r} scales its {tensor} by one history, so {' and '.join(operands)} must be the "
-                    f"same spec, got {show(specs[0])} and {show(specs[1])}"
+                    f"recipe {self.name!r} scales its {tensor} by one history, so {' and '.join(operands)} must have "
+                    f"the same spec, got {show(specs[0])} and {show(specs[1])}"
                 )
         if self.fwd.rotation is not None or self.fwd.is_late:
             raise ValueError(
-                f"recipe {self.name!r} has a rotation or a source in its forward matmul; backward ones have"
+                f"recipe {self.name!r} has a rotation or source in its forward matmul; only backward matmuls support it"
             )
         specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
         if self.shares_experts and not any(spec.granularity == "per_tensor" for spec in specs):
             raise ValueError(
-                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales), and no operand of "
-                "it has one scale a tensor"
+                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales), but no operand has "
+                "a per-tensor scale"
             )
         if self.shares_experts and self.sparsity is not None:
             raise ValueError(
-                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales) beside weight "
-                "sparsity, whose masks are each expert's own"
+                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales), which does not "
+                "support weight sparsity, because each expert has its own mask"
             )
 
     @functools.cached_property
     def specs(self) -> dict[str, Operand]:
-        """The six operands by name, in the order fwd, dlhs, drhs and lhs, rhs."""
+        """Specs of the six operands by name, in the order fwd, dlhs, drhs and lhs, rhs."""
         return {
             f"{matmul}_{side}": getattr(getattr(self, matmul), side)
             for matmul in ("fwd", "dlhs", "drhs")
@@ -188,22 +188,22 @@ class Recipe:
         }
 
     def resolve(self, matmul: Matmul, side: Side) -> TensorSpec | None:
-        """Return the spec behind an operand, that of the forward operand where it is reused; None for a float one."""
+        """Return the spec of an operand (of the forward operand, if the operand reuses it), or None if it is float."""
         operand = getattr(getattr(self, matmul), side)
         if operand == FORWARD:
             operand = self.fwd.rhs if matmul == "dlhs" else self.fwd.lhs
         return operand if isinstance(operand, TensorSpec) else None
 
     def spec_of(self, tensor: str) -> TensorSpec | None:
-        """Return the spec of a tensor of ``TENSORS``: the one that reads its history, else the first; None in float."""
+        """Return the spec of a tensor of ``TENSORS`` (preferably one with delayed scaling), or None if it is float."""
         specs = [spec for operand in TENSORS[tensor] if isinstance(spec := self.specs[operand], TensorSpec)]
         return next((spec for spec in specs if spec.scaling == "delayed"), next(iter(specs), None))
 
-    def kept(self, side: Side) -> Literal["forward", "own", "float"]:
-        """Return what the backward pass keeps of a forward operand.
+    def residual_kind(self, side: Side) -> Literal["forward", "own", "float"]:
+        """Return the kind of residual that the backward pass keeps of a forward operand.
 
-        ``forward``: what the forward matmul read; ``own``: a quantization of its own, made in the forward pass;
-        ``float``: the tensor as it came.
+        ``forward``: the operand of the forward matmul; ``own``: a separate quantization, made in the forward pass;
+        ``float``: the original tensor.
         """
         matmul, operand = (self.drhs, self.drhs.lhs) if side == "lhs" else (self.dlhs, self.dlhs.rhs)
         if operand == FORWARD or (isinstance(operand, TensorSpec) and operand.source == "forward"):
@@ -217,13 +217,13 @@ class Recipe:
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
-        """Whether an operand is rounded stochastically, or rotated with fresh signs."""
+        """Whether an operand is rounded stochastically or rotated with fresh signs."""
         draws = self.dlhs.draws_signs or self.drhs.draws_signs
         return draws or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
 
     @functools.cached_property
     def has_opaque_gradient(self) -> bool:
-        """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
+        """Whether autodiff cannot differentiate a forward operand: integers or bytes with scales without a tangent."""
         specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
         known = [s for s in specs if s.scaling == "static" or s.calibration.method == "fixed" or s.has_grid_scale]
         return any(spec.codec is not None for spec in specs) or any(element(spec.dtype).kind == "int" for spec in known)
@@ -235,7 +235,7 @@ class Recipe:
 
     @functools.cached_property
     def is_lean(self) -> bool:
-        """Whether the arithmetic is ours to choose: flax's bits are flax's."""
+        """Whether the arithmetic is lean; flax mode always uses flax's arithmetic."""
         return self.arithmetic == "lean" and not self.matches_flax
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""From real numbers to a quantized element type: saturating casts and stochastic rounding."""
+"""Rounding of real numbers to a quantized element type: saturating casts and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jaxquant.core.tensor_spec import TensorSpec
 def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
     """Round to nearest, ties to even, and clip to ``±element.max``; NaN stays NaN in float types.
 
-    The clip comes first: XLA's cast to float8_e4m3fn turns what lies beyond the range into NaN, and e5m2 into inf.
+    Clips before the cast, because XLA's cast maps values out of range to NaN in float8_e4m3fn and to inf in e5m2.
     """
     return prevent_excess_precision(saturating_cast_in_kernel(x, element))
 
 
 def saturating_cast_in_kernel(x: jax.Array, element: Element) -> jax.Array:
-    """Compute ``saturating_cast`` in the body of a kernel, whose compiler keeps every cast as it is."""
+    """Compute ``saturating_cast`` in a Pallas kernel, whose compiler keeps every cast."""
     clipped = _clip(x, element.max)
     if element.kind == "int":
         clipped = jax.lax.round(clipped, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -35,12 +35,12 @@ def saturating_cast_in_kernel(x: jax.Array, element: Element) -> jax.Array:
 
 
 def prevent_excess_precision(x: jax.Array) -> jax.Array:
-    """Return numbers of a narrow dtype as they are, rounded for every compiler.
+    """Return numbers of a narrow dtype unchanged, but make every compiler round them.
 
-    XLA for GPUs drops a cast to narrower floats where they are cast back in the same program ("excess precision"), so
-    that what a matmul in bfloat16 takes for values of float8 was never rounded. A reduction to the precision of float32
-    between the two casts changes no number, costs nothing there, and keeps both. Compilers for TPUs drop nothing, and
-    the reduction would keep them from fusing.
+    XLA:GPU drops a cast to a narrower float if the value is cast back in the same program ("excess precision"). A
+    bfloat16 matmul would then read float8 values that were never rounded. A reduction to the precision of float32
+    between the two casts changes no number, costs nothing on GPUs, and keeps both casts. TPU compilers do not drop
+    casts, and the reduction would prevent fusion.
     """
     return _hold.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
@@ -50,7 +50,7 @@ def _hold_on_gpus(x: jax.Array) -> jax.Array:
 
 
 HOLD = "hold_rounding"
-"""Name of the primitive: the identity, but for compilers of GPUs."""
+"""Name of the primitive; it is the identity except on GPUs."""
 _hold = Primitive(HOLD)
 _hold.def_impl(lambda x: x)
 _hold.def_abstract_eval(lambda x: x)
@@ -62,22 +62,22 @@ for _platform in ("cuda", "rocm"):
 
 
 def _clip(x: jax.Array, bound: float, below: int = 0) -> jax.Array:
-    """Clip to ``[-bound - below, bound]``. ``jnp.clip`` would add a function for each shape to the program."""
+    """Clip to ``[-bound - below, bound]``; ``jnp.clip`` would add a function to the program for each shape."""
     return jax.lax.clamp(np.asarray(-bound - below, x.dtype), x, np.asarray(bound, x.dtype))
 
 
 def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
-    """Round to nearest even and clip to the full integer range, ``-max - 1`` included."""
+    """Round to nearest, ties to even, and clip to the full integer range, including ``-max - 1``."""
     rounded = jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return _clip(rounded, element.max, 1).astype(element.name)
 
 
 def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> UInt32[Array, "*shape"]:
-    """Mix 32 bits so that each depends on all: two multiplications and three shifts, one to one.
+    """Mix 32 bits so that each output bit depends on all input bits: a bijection of two multiplications and shifts.
 
     Args:
-      x: the numbers.
-      add: a number added half way, which makes another function of it.
+      x: integers.
+      add: integer that is added half way, which selects another function.
 
     Source: Wellons' lowbias32, whose constants were searched for the least bias.
     """
@@ -93,9 +93,9 @@ _ROUNDS = 2
 
 
 class Seed(NamedTuple):
-    """Two scalars that noise is drawn from. ``fold`` makes others of it, far cheaper than ``jax.random.fold_in``.
+    """Seed of noise: two scalars. ``fold`` derives other seeds at a far lower cost than ``jax.random.fold_in``.
 
-    (On CPUs XLA writes out each use of jax's own generator: a step of 84 layers compiled for 17 s more.)
+    (XLA:CPU writes out each use of jax's own generator: a step of 84 layers took 17 s longer to compile.)
     """
 
     first: UInt32[Array, ""]
@@ -103,15 +103,15 @@ class Seed(NamedTuple):
 
 
 RandomKey = Key[Array, ""] | Seed
-"""A key of ``jax.random``, or what was made of one."""
+"""A key of ``jax.random``, or a seed derived from one."""
 
 
 @jax.jit
 def seed_of(key: RandomKey) -> Seed:
-    """Return the seed of a random key of any implementation; of a seed itself.
+    """Return the seed of a random key of any implementation, or a seed unchanged.
 
     Args:
-      key: one, or an array of them, of which each number of the seed is an array then.
+      key: key or array of keys; an array returns a seed of arrays.
     """
     if isinstance(key, Seed):
         return key
@@ -120,15 +120,15 @@ def seed_of(key: RandomKey) -> Seed:
 
 
 def fold(key: RandomKey, *numbers: Array | int) -> Seed:
-    """Return another seed for each number, two rounds of ``hash_bits``.
+    """Derive a seed for each number in turn, with two rounds of ``hash_bits``.
 
-    The second half of a seed is mixed without the first one, which meets it where noise is drawn (``_drawn``).
-    Were each mixed with the other, as in Feistel's network, the programs of compilers that write out what is read twice
-    would double with every round (XLA for CPUs took 40 s for two weights).
+    The second half of a seed is mixed without the first half; they are combined where noise is drawn (``_drawn``). If
+    each half were mixed with the other, as in Feistel's network, compilers that write out values that are read twice
+    would double the program in every round (XLA:CPU took 40 s for two weights).
 
     Args:
-      key: of the noise.
-      numbers: integers, taken modulo 2^32; of several, one after the other.
+      key: key of the noise.
+      numbers: integers modulo 2^32, applied one after the other.
     """
     places = (each if isinstance(each, jax.Array) else np.asarray(each).astype(np.uint32) for each in numbers)
     return _fold(seed_of(key), *places)
@@ -144,13 +144,13 @@ def _fold(seed: Seed, *numbers: Array | np.ndarray) -> Seed:
 
 @jax.jit
 def fold_many(key: RandomKey, numbers: UInt32[Array, " n"]) -> Seed:
-    """Return the seeds that ``fold`` gives for each of some numbers, arrays of their length.
+    """Return the seeds that ``fold`` returns for each of several numbers, as arrays.
 
-    A loop computes them. Without one XLA would repeat the computation in every matmul that reads a seed.
+    A loop computes them. Without it XLA would repeat the computation in every matmul that reads a seed.
 
     Args:
-      key: of the noise.
-      numbers: taken modulo 2^32.
+      key: key of the noise.
+      numbers: integers modulo 2^32.
     """
     place = _place(numbers)
     seed = Seed(*(jnp.broadcast_to(each, place.shape) for each in seed_of(key)))
@@ -166,26 +166,26 @@ def _round(n: Array | int, seed: Seed, place: UInt32[Array, "*shape"]) -> Seed:
 
 
 def jax_key(key: RandomKey) -> Key[Array, ""]:
-    """Return a key of ``jax.random`` for libraries that draw by it."""
+    """Return a key of ``jax.random``, for libraries that need one."""
     return jax.random.wrap_key_data(jnp.stack(key, -1), impl="threefry2x32") if isinstance(key, Seed) else key
 
 
 def noise(key: RandomKey, shape: Sequence[int], start: UInt32[Array, ""] | None = None) -> Float[Array, "*shape"]:
-    """Draw a uniform number in [0, 1) for every element: a hash of its index and the key, 24 bits.
+    """Draw a uniform number in [0, 1) for every element: a hash of its index and the key, with 24 bits.
 
-    An element's number depends on the key and its place alone, not on how the tensor is cut over devices. Two keys
-    give independent numbers. It is as cheap as the cast that it rounds; ``jax.random.uniform`` is four
-    times a cast on TPUs. (Numbers repeat after 2^32 elements.)
+    An element's number depends only on the key and its index, not on the sharding of the tensor. Different keys give
+    independent numbers. The cost is similar to the cost of the cast that it rounds; on TPUs ``jax.random.uniform``
+    costs four casts. (Numbers repeat after 2^32 elements.)
 
     Args:
       key: random key.
-      shape: of the numbers.
+      shape: shape of the result.
       start: index of the first element along every axis; None is 0.
     """
     return _noise(_drawn(key), tuple(shape), start)
 
 
-# A jit of its own, so that a program holds it once for each shape.
+# Jitted, so that a program contains it once for each shape.
 @functools.partial(jax.jit, static_argnames="shape")
 def _noise(seed: Seed, shape: tuple[int, ...], start: UInt32[Array, ""] | None) -> Float[Array, "*shape"]:
     places = []
@@ -205,8 +205,8 @@ def _drawn(key: RandomKey) -> Seed:
     return Seed(seed.first, hash_bits(seed.first + 3 * seed.second))  # not symmetric: `two_keys` swaps them
 
 
-def two_keys(key: RandomKey) -> tuple[Seed, Seed]:
-    """Return the keys of the two roundings that a backward pass makes of an output gradient."""
+def gradient_keys(key: RandomKey) -> tuple[Seed, Seed]:
+    """Return the keys of the two roundings of an output gradient in a backward pass."""
     first, second = seed_of(key)
     return Seed(second, first), Seed(first ^ jnp.uint32(0x9E3779B9), second)
 
@@ -217,39 +217,39 @@ def uniform(
     """Return the number in [0, 1) of each index, a multiple of 2^-24.
 
     Args:
-      index: of the elements, in the row-major order of the whole tensor.
-      first, second: the two numbers of a seed, from ``_drawn``.
+      index: indices of the elements, in the row-major order of the complete tensor.
+      first, second: seed from ``_drawn``.
     """
-    # By way of int32, which 24 bits fit: TPUs convert no unsigned numbers.
+    # Through int32, which holds 24 bits: TPUs cannot convert unsigned integers to floats.
     return (hash_bits(index ^ first, second) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
 def stochastic_cast(x: jax.Array, element: Element, key: RandomKey) -> jax.Array:
     """Round up or down at random so that the expected value is x, and clip to ``±element.max``.
 
-    With ulp the distance of two neighbours of ``element`` around x and u uniform in [0, 1):
-    ``q = floor(x / ulp + u) · ulp``. Computed in float32. ``key`` gives an independent u to every element (``noise``).
+    Let ulp be the distance of two neighbours of ``element`` around x, and u uniform in [0, 1):
+    ``q = floor(x / ulp + u) · ulp``, computed in float32. ``key`` gives each element an independent u (``noise``).
 
     Args:
       x: real numbers, in units of the scale.
-      element: to round to.
+      element: element type to round to.
       key: random key.
     """
     u = noise(key, x.shape)
     x = x.astype(jnp.float32)
     if element.kind == "int":
         return _clip(jnp.floor(x + u), element.max).astype(element.name)
-    # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.
+    # The exponent field of a float32. Below the smallest normal number of the element, its grid is uniform.
     exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
     exponent = jnp.maximum(exponent, element.min_exponent) - element.mantissa_bits
     ulp = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     rounded = jnp.floor(x / ulp + u) * ulp
-    # floor() keeps a NaN or an infinity, and the clip that follows is the saturating one.
+    # floor() keeps NaN and infinities; the clip that follows saturates.
     return _clip(rounded, element.max).astype(element.name)
 
 
 def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None) -> jax.Array:
-    """Round to the element of a spec as it says, to nearest or stochastically, and clip.
+    """Round to the element type of a spec, to nearest or stochastically, and clip.
 
     Args:
       x: real numbers, in units of the scale.
@@ -261,14 +261,14 @@ def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None) -> jax.Ar
     """
     if spec.rounding == "nearest":
         return (asymmetric_cast if spec.has_grid_scale else saturating_cast)(x, element(spec.dtype))
-    return stochastic_cast(x, element(spec.dtype), needed_key(spec, key))
+    return stochastic_cast(x, element(spec.dtype), require_key(spec, key))
 
 
-def needed_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
-    """Return the random key that a spec with stochastic rounding needs.
+def require_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
+    """Return the random key, or raise if it is missing for a spec with stochastic rounding.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the key is None.
     """
     if key is None:
         raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
@@ -278,22 +278,22 @@ def needed_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
 def content_key(x: jax.Array) -> Seed:
     """Derive a random key from the values of a tensor, so that stochastic rounding needs no random stream.
 
-    Hashes of the bit patterns are summed as integers, which no order of summation and no sharding can change. (The
-    patterns themselves have few sums where they are alike in their last bits, as bfloat16's.) Two steps with the same
-    tensor get the same noise.
+    Hashes of the bit patterns are summed as integers, so the order of summation and sharding do not matter. (Sums of
+    the patterns would take few values if their low bits are equal, as for bfloat16.) Two steps with the same tensor get
+    the same noise.
     """
     return key_of(jnp.sum(hash_bits(_words(x)), dtype=jnp.uint32))
 
 
 def operands_key(lhs: jax.Array, rhs: jax.Array) -> Seed:
-    """Derive a random key from the values of both operands of a matmul, for noise that its backward pass draws."""
+    """Derive a random key from the values of both operands of a matmul, for the noise of its backward pass."""
     first, second = (content_key(jax.lax.stop_gradient(x)) for x in (lhs, rhs))
     return fold(second, *first)
 
 
 @jax.jit
 def digest(arrays: Sequence[Float[Array, "*shape"]]) -> UInt32[Array, ""]:
-    """Return 32 bits that change with any value of some arrays, and with their order: what noise is drawn from."""
+    """Return a 32-bit hash of the values and the order of arrays, from which noise is drawn."""
     return _mix([_ordered_sum(x) for x in arrays])
 
 
@@ -301,7 +301,7 @@ def _words(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-# Jits of their own, so that a program holds them once.
+# Jitted, so that a program contains them once.
 @jax.jit
 def _mix(sums: Sequence[UInt32[Array, ""]]) -> UInt32[Array, ""]:
     total = hash_bits(sums[0], 1)
@@ -319,5 +319,5 @@ def _ordered_sum(x: Float[Array, "*shape"]) -> UInt32[Array, ""]:
 
 
 def key_of(bits: UInt32[Array, ""]) -> Seed:
-    """Return the random key of 32 bits, those of a ``digest``."""
+    """Return the random key of a 32-bit ``digest``."""
     return fold(Seed(jnp.uint32(0), jnp.uint32(0)), bits)

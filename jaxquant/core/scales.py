@@ -1,4 +1,4 @@
-"""Scales: from the amax of a block to the scale that is kept, in float32, powers of two or float8, and back."""
+"""Scales: from the amax of a block to the stored scale (float32, powers of two or float8), and back."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from jaxquant.core.rounding import prevent_excess_precision
 
 Array = jax.Array
 
-# A scale below this flushes the reciprocal to a value whose square is not normal; such tensors are all but zero.
+# The reciprocal of a smaller scale has a square that is not a normal number; such tensors are almost zero.
 SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))
-# Output gradients have a floor of their own: in late layers 1e-20 is a gradient, not noise.
+# Output gradients have a lower floor: in late layers 1e-20 is a gradient, not noise.
 SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 
 
 def absolute(x: Array) -> Array:
-    """Return |x| whose maximum shows a NaN: NaN itself or, on CPUs, infinity.
+    """Return |x| so that its maximum shows a NaN: as NaN or, on CPUs, as infinity.
 
-    XLA:CPU's maximum can lose a NaN. Elsewhere the plain function is what compilers fuse: the test for NaN makes the
-    H200's write two copies of every weight.
+    XLA:CPU's maximum can lose a NaN. Other compilers fuse only the plain function: with a test for NaN, the H200's
+    compiler writes two copies of every weight.
     """
     return _absolute.bind(x)
 
 
-def largest(x: Array, below: float = 1.0, **axes: Any) -> Array:
-    """Return the largest magnitude along axes, as ``jnp.max`` takes them, with NaN as ``absolute`` shows it.
+def largest(x: Array, negative_factor: float = 1.0, **axes: Any) -> Array:
+    """Return the largest magnitude along axes, as ``jnp.max`` does, with NaN as in ``absolute``.
 
     Args:
-      x: the values.
-      below: factor of the magnitudes of negative values; a value other than 1 gives float32.
-      axes: of ``jnp.max``.
+      x: values.
+      negative_factor: factor for the magnitudes of negative values; a value other than 1 returns float32.
+      axes: arguments of ``jnp.max``.
     """
-    if below != 1.0:
+    if negative_factor != 1.0:
         wide = x.astype(jnp.float32)
-        x = jax.lax.max(wide, wide * np.float32(-below))
+        x = jax.lax.max(wide, wide * np.float32(-negative_factor))
     return jnp.max(absolute(x), **axes)
 
 
@@ -54,16 +54,16 @@ def _absolute_on_cpu(x: Array) -> Array:
 
 
 def compile_impl(primitive: Primitive, *static: str) -> None:
-    """Let a primitive compile itself where no ``jax.jit`` is around it, also under ``jax.disable_jit``."""
+    """Compile a primitive when it is called outside of ``jax.jit``, also under ``jax.disable_jit``."""
     run = jax.jit(primitive.bind, static_argnames=static)
 
     @primitive.def_impl
     def compiled(*args: Any, **params: Any) -> Any:
-        with jax.disable_jit(False):  # else the jitted function calls this one
+        with jax.disable_jit(False):  # otherwise the jitted function would call this one
             return run(*args, **params)
 
 
-# A primitive, because a choice by platform is thirty lines of a program for each shape.
+# A primitive, because a choice by platform takes thirty lines of a program for each shape.
 _absolute = Primitive("absolute")
 compile_impl(_absolute)
 _absolute.def_abstract_eval(lambda x: x)
@@ -76,7 +76,7 @@ mlir.register_lowering(_absolute, mlir.lower_fun(_absolute_on_cpu, multiple_resu
 def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
     """Replace a scale below ``floor`` by 1."""
     is_small = scale < floor
-    return jax.lax.select(is_small, is_small.astype(scale.dtype), scale)  # a constant would be taken out of a scan
+    return jax.lax.select(is_small, is_small.astype(scale.dtype), scale)  # a scan would hoist a constant
 
 
 def scale_of_amax(
@@ -84,21 +84,23 @@ def scale_of_amax(
 ) -> tuple[Array, Array | None]:
     """Compute the scales that map amaxes to ``bound``.
 
-    float32, exact: ``amax / bound``. Up: the least power of two that is not below it. Float8, such as
-    e4m3: ``round(amax / bound / outer)``; with an outer scale, ``outer`` is ``max(amax) / bound / 448``, one for the
-    tensor, and else 1. Integers that keep their grid: ``amax / max`` in so few significant bits that decoded values
-    have the same scale again.
+    - float32, exact: ``amax / bound``.
+    - Up: the smallest power of two that is not below ``amax / bound``.
+    - Float8, such as e4m3: ``round(amax / bound / outer)``. ``outer`` is 1 without an outer scale; otherwise it is
+      ``max(amax) / bound / 448``, one for the tensor.
+    - Integers that keep their grid: ``amax / max``, rounded to so few significant bits that decoded values have the
+      same scale again.
 
     Args:
-      amax: of each block, float32.
-      bound: largest magnitude of the element; integers that keep their grid do without.
+      amax: amax of each block, float32.
+      bound: largest magnitude of the element; not read for integers that keep their grid.
       spec: dtype and rounding of scales.
-      floor: scales below it become 1.
-      outer: the outer scale, of the amaxes' rank; None computes it.
+      floor: smallest scale; scales below it become 1.
+      outer: outer scale, of the amaxes' rank; None computes it.
       is_wide: whether the tensor is float32, in which decoded values are exact.
 
     Returns:
-      The scales in ``spec.scale_dtype``, and the outer scale (float32, every axis 1) or None.
+      The scales in ``spec.scale_dtype``, and the outer scale (float32, size 1 along every axis) or None.
 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, with the exponent rounded up as TransformerEngine and
     torchao do; NVFP4 as in TransformerEngine.
@@ -122,61 +124,61 @@ def scale_of_amax(
     return jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.dtype(spec.scale_dtype)), None
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # a program holds it once for each shape of scales
+@functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program contains it once for each shape of scales
 def _exact_scale(amax: Array, bound: float, floor: float) -> Array:
-    # XLA turns a division by a constant into this multiplication under jit, but not outside it.
+    # Under jit, XLA turns a division by a constant into this multiplication, but not outside of jit.
     return floor_scale(amax * (1 / bound), floor)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))  # a program holds it once for each shape
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))  # so that a program contains it once for each shape
 def _grid_scale(statistic: Array, spec: TensorSpec, floor: float, is_wide: bool) -> Array:
-    # The product of a code and a scale of so few bits is exact in float32, so the decoded statistic is max · scale.
+    # The product of a code and a scale with so few bits is exact in float32, so the decoded statistic is max · scale.
     kind = element(spec.dtype)
     scale = statistic * (1 / kind.max)
     coarse = _significant(scale, kind.scale_bits)
-    read = _significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
+    read = _significant(coarse * kind.max, kind.scale_bits)  # the decoded amax in a bfloat16 model
     coarse = _significant(read * (1 / kind.max), kind.scale_bits)
     if is_wide:
-        fine = _significant(scale, 11)  # float16's
+        fine = _significant(scale, 11)  # significant bits of float16
         coarse = jax.lax.select(fine * kind.max == statistic, fine, coarse)
     return floor_scale(coarse, floor)
 
 
 def _significant(x: Array, count: int) -> Array:
-    """Round a float32 to so many significant bits, ties to even."""
+    """Round a float32 to ``count`` significant bits, ties to even."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=count - 1)
 
 
-@jax.jit  # a program holds it once for each shape
+@jax.jit  # so that a program contains it once for each shape
 def power_of_two_below(x: Array) -> Array:
-    """Return the largest power of two that is not above a positive float32; 1 for what is not finite or not normal."""
+    """Return the largest power of two not above a positive float32, or 1 if x is not finite or not normal."""
     power = jax.lax.bitcast_convert_type(bits_of(x) & (0xFF << _MANTISSA_BITS), jnp.float32)
     return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
 
 
 def bits_of(x: Array) -> Array:
-    """Return the bits of x in float32, as integers."""
+    """Return the bits of x in float32, as int32."""
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def _exponent_up(amax: Array, bound: float) -> Array:
-    """Find the biased exponent of the least power of two that is not below ``amax / bound``, without rounding."""
+    """Return the biased exponent of the smallest power of two not below ``amax / bound``, without rounding."""
     bits, of_bound = bits_of(amax), int(np.float32(bound).view(np.int32))
     above = ((bits & _MANTISSA) > (of_bound & _MANTISSA)).astype(jnp.int32)
     exponent = (bits >> _MANTISSA_BITS) - (of_bound >> _MANTISSA_BITS) + 127 + above
-    # 255 is not a number, as it is in e8m0; 0 would be a subnormal number.
+    # 255 means NaN, as in e8m0; 0 would be a subnormal number.
     return jnp.where(jnp.isfinite(amax), jnp.clip(exponent, 1, 254), 255).astype(jnp.int32)
 
 
 def _exponent_nearest(scale: Array) -> Array:
-    """Find the biased exponent of the nearest power of two; half way is up."""
+    """Return the biased exponent of the nearest power of two; ties round up."""
     bits = bits_of(scale)
     exponent = (bits >> _MANTISSA_BITS) + ((bits & _MANTISSA) >= 1 << (_MANTISSA_BITS - 1)).astype(jnp.int32)
     return jnp.where(jnp.isfinite(scale), jnp.clip(exponent, 1, 254), 255).astype(jnp.int32)
 
 
 def decode_scale(scale: Array) -> Array:
-    """Return scales of any scale dtype in float32; e8m0's 255 is NaN, and its 0, 2⁻¹²⁷, is 0."""
+    """Convert scales of any scale dtype to float32; in e8m0, 255 is NaN, and 0, which is 2⁻¹²⁷, becomes 0."""
     if scale.dtype != jnp.float8_e8m0fnu:
         return scale.astype(jnp.float32)
     exponent = jax.lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)

@@ -1,9 +1,9 @@
-"""Read an array's place on the mesh from its type: the axes along which it varies, and where its parts lie.
+"""Sharding of an array, read from its type: the mesh axes along which it varies, and the placement of its parts.
 
-Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type names the mesh axes along which the devices hold
-different values. Under axes of ``AxisType.Explicit`` it names the sharding. Elsewhere (one device, automatic sharding,
-``check_vma=False``) it says neither, and functions here return their argument; ``all_reduce`` alone combines over all
-manual axes where types name none.
+Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type contains the mesh axes along which the devices
+hold different values. Under axes of ``AxisType.Explicit`` it contains the sharding. Otherwise (one device, automatic
+sharding, ``check_vma=False``) it contains neither, and functions here return their argument unchanged. Exception:
+``all_reduce`` then reduces over all manual axes.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ def varying_axes(x: Array) -> frozenset[str]:
 
 
 def _differing_axes(x: Array) -> frozenset[str]:
-    """Return the manual mesh axes along which devices may hold different values of x: all, where types name none."""
+    """Return the manual mesh axes along which devices may hold different values of x; all, if types carry no axes."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = frozenset(axis for axis in mesh.manual_axes if mesh.shape[axis] > 1)
-    is_unchecked = manual and not varying_axes(jax.lax.axis_index(min(manual)))  # an index differs by its meaning
+    is_unchecked = manual and not varying_axes(jax.lax.axis_index(min(manual)))  # an axis index always varies
     return manual if is_unchecked else varying_axes(x)
 
 
 def explicit_sharding(x: Array) -> NamedSharding | None:
-    """Return the sharding in the type of x; None where no axis of its mesh is explicit."""
+    """Return the sharding in the type of x, or None if its mesh has no explicit axis."""
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 def is_whole(x: Array) -> bool:
-    """Check whether no compiler can cut x: on one device, or inside ``jax.shard_map`` along all axes of its mesh.
+    """Return whether no compiler can shard x: it is on one device, or ``jax.shard_map`` covers all axes of its mesh.
 
-    Where the type names no mesh, automatic sharding cannot be told from a single device but by how many there are.
+    If the type has no mesh, automatic sharding is assumed if there are several devices.
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
-        return not is_untold(x)
+        return not may_shard(x)
     return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
-def is_untold(x: Array) -> bool:
-    """Check whether the type of x leaves open if a compiler may cut it: it names no mesh, and there are devices."""
+def may_shard(x: Array) -> bool:
+    """Return whether a compiler may shard x although its type has no mesh, because there are several devices."""
     return jax.typeof(x).sharding.mesh.empty and jax.device_count() > 1
 
 
 def device_parts(x: Array, axis: int) -> int:
-    """Count the equal parts of an axis that lie on one device each; 1 if neither its type nor the context has a mesh.
+    """Return the number of equal parts of an axis, one on each device; 1 if neither type nor context has a mesh.
 
-    The type names the explicit mesh axes that cut an axis. It does not name automatic ones, so each of them may cut it.
-    An array without a mesh in its type is on the mesh of the context. Other devices take no part in the computation.
+    The type contains the explicit mesh axes that shard an axis. Automatic axes are not in the type, so each of them is
+    assumed to shard the axis. For an array without a mesh in its type, the mesh of the context is used. Other devices
+    take no part in the computation.
     """
     sharding = jax.typeof(x).sharding
     mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
@@ -74,12 +75,12 @@ def device_parts(x: Array, axis: int) -> int:
 
 
 def _device_of(x: Array) -> AbstractDevice | None:
-    """Return what computes x by its mesh, or the one around it: the result of a library's primitive may have none."""
+    """Return the device of x's mesh or of the mesh in context; a library's primitive may return an x without a mesh."""
     return jax.typeof(x).sharding.mesh.abstract_device or jax.sharding.get_abstract_mesh().abstract_device
 
 
 def on_device_of(shapes: Any) -> AbstractContextManager[Any]:
-    """Return a context in which what lies on no mesh is computed by the device that shapes on a mesh name, if any."""
+    """Return a context that computes arrays without a mesh for the device in the mesh of ``shapes``, if any."""
     meshes = [
         leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if hasattr(getattr(leaf, "sharding", None), "mesh")
     ]
@@ -88,13 +89,13 @@ def on_device_of(shapes: Any) -> AbstractContextManager[Any]:
 
 
 def platform_of(x: Array) -> str:
-    """Return where x is computed, as jax names platforms ("cpu", "gpu", "tpu"): of its mesh, which may be absent."""
+    """Return the platform that computes x ("cpu", "gpu", "tpu"), from its mesh, possibly of an absent chip."""
     device = _device_of(x) or getattr(jax.config, "jax_default_device", None) or jax.default_backend()
     return getattr(device, "platform", str(device))
 
 
 def device_kind_of(*arrays: Array) -> str:
-    """Return what computes arrays, as devices name their kind ("NVIDIA B200"): of their mesh, which may be absent."""
+    """Return the device kind that computes arrays ("NVIDIA B200"), from their mesh, possibly of an absent chip."""
     device = next(filter(None, map(_device_of, arrays)), None)
     device = device or getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
     return getattr(device, "device_kind", str(device))
@@ -102,22 +103,22 @@ def device_kind_of(*arrays: Array) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where an operand lies, as its type says it. Hashable, so that it can be static in a jit."""
+    """Varying axes and explicit sharding of an operand. Hashable, so that it can be static in a jit."""
 
     varying: frozenset[str]
     sharding: NamedSharding | None
 
     @classmethod
-    def of(cls, x: Array, beside: Array) -> Placement:
-        """Read the place of x; where x has none and ``beside`` lies on an explicit mesh, x is replicated there."""
-        sharding, other = explicit_sharding(x), explicit_sharding(beside)
+    def of(cls, x: Array, like: Array) -> Placement:
+        """Return the placement of x; x is replicated if it has none and ``like`` is on an explicit mesh."""
+        sharding, other = explicit_sharding(x), explicit_sharding(like)
         if sharding is None and other is not None:
             sharding = NamedSharding(other.mesh, PartitionSpec())
         return cls(varying_axes(x), sharding)
 
 
 def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
-    """Return the sharding that ``transpose(order)`` turns into ``sharding``."""
+    """Return the sharding that ``transpose(order)`` converts to ``sharding``."""
     if sharding is None:
         return None
     entries = _entries(sharding, len(order))
@@ -133,41 +134,41 @@ def _placed(sharding: NamedSharding, entries: Iterable[Any]) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
-    """Make a cotangent vary along the axes of its primal and no others.
+def fit_varying(x: Array, expected: frozenset[str]) -> Array:
+    """Make a cotangent vary along exactly the mesh axes of its primal.
 
-    It is summed over the axes in which it varies and its primal does not: each device holds the share of its own part.
+    Sums over the axes along which only the cotangent varies, because each device holds only a partial sum.
     """
     present = varying_axes(x)
-    if present - wanted:
-        x = jax.lax.psum(x, tuple(sorted(present - wanted)))
-    if wanted - present:
-        x = jax.lax.pcast(x, tuple(sorted(wanted - present)), to="varying")
+    if present - expected:
+        x = jax.lax.psum(x, tuple(sorted(present - expected)))
+    if expected - present:
+        x = jax.lax.pcast(x, tuple(sorted(expected - present)), to="varying")
     return x
 
 
 def all_reduce(reduce, statistic: Array, x: Array, except_axes: Collection[str] = ()) -> Array:
-    """Reduce a statistic of x over the devices that hold different parts of x, so that it is that of the whole.
+    """Reduce a statistic of x over the devices that hold different parts of x.
 
     Args:
-      reduce: ``jax.lax.pmax`` and its like.
-      statistic: of the local part.
-      x: the tensor.
-      except_axes: axes along which there is one statistic for each device.
+      reduce: collective such as ``jax.lax.pmax``.
+      statistic: statistic of the local part.
+      x: tensor.
+      except_axes: mesh axes along which each device has a separate statistic.
     """
     axes = _differing_axes(x).difference(except_axes)
     return reduce(statistic, tuple(sorted(axes))) if axes else statistic
 
 
 def device_key(key: RandomKey, x: Array) -> RandomKey:
-    """Return a random key that differs between devices which hold different parts of x."""
+    """Return a random key that differs between devices that hold different parts of x."""
     for axis in sorted(varying_axes(x)):
         key = fold(key, jax.lax.axis_index(axis))
     return key
 
 
 def named(sharding: Sharding, like: Array) -> NamedSharding | None:
-    """Complete a partition spec to a sharding, on the mesh of an operand or else that of the context."""
+    """Convert a partition spec to a sharding, on the mesh of an operand or otherwise of the context."""
     if not isinstance(sharding, PartitionSpec):
         return sharding
     own = explicit_sharding(like)
@@ -175,7 +176,7 @@ def named(sharding: Sharding, like: Array) -> NamedSharding | None:
 
 
 def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedSharding | None:
-    """Leave axes of size 1 unsharded."""
+    """Return a sharding that does not shard axes of size 1."""
     if sharding is None:
         return None
     entries = _entries(sharding, len(shape))
@@ -183,12 +184,12 @@ def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedShar
 
 
 def placed_like(x: Array, like: Array) -> Array:
-    """Return x in the explicit sharding of an array of its shape, where that has one."""
+    """Return x with the explicit sharding of an array of its shape, if that array has one."""
     sharding = explicit_sharding(like)
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
-def whole_axis(x: Array, axis: int) -> Array:
+def gather_axis(x: Array, axis: int) -> Array:
     """Gather one axis of x, for an operation that mixes its elements."""
     sharding = explicit_sharding(x)
     if sharding is None:
@@ -199,9 +200,10 @@ def whole_axis(x: Array, axis: int) -> Array:
 
 
 def split_axes(x: Array, counts: dict[int, int]) -> Array:
-    """Reshape every axis of ``counts`` into (tiles, size of a tile); other axes stay.
+    """Reshape every axis of ``counts`` into (number of tiles, size of a tile); other axes stay.
 
-    A sharded axis leaves its sharding to the tiles, or else to their insides, or else is gathered.
+    The sharding of an axis moves to its tiles if possible, otherwise to the elements of a tile; otherwise the axis is
+    gathered.
     """
     sharding = explicit_sharding(x)
     parts = [[counts[axis], size // counts[axis]] if axis in counts else [size] for axis, size in enumerate(x.shape)]
@@ -223,7 +225,7 @@ def merge_axes(x: Array, like: Array) -> Array:
 
 
 def broadcastable(scale: Array, x: Array) -> Array:
-    """Lay a scale of x's rank out as x is, so that the two multiply in place."""
+    """Reshard a scale of x's rank like x, so that the product needs no communication."""
     target = explicit_sharding(x)
     if target is None or scale.ndim != x.ndim:
         return scale

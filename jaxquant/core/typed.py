@@ -1,4 +1,4 @@
-"""Dataclasses made of mappings: an unknown key, or a value of another type, is an error that names the place."""
+"""Strict construction of dataclasses from mappings; errors name the place of an unknown key or a wrong type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Show(reprlib.Repr):
-    """``repr`` of what a user wrote, cut where it is long or deep, so that an error stays a sentence."""
+    """``repr`` of user input, shortened if it is long or deep, so that an error stays readable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ show = _Show().repr
 
 
 def nearest(name: Any, known: Iterable[str], count: int = 1, cutoff: float = 0.6, otherwise: str | None = None) -> str:
-    """Return ``did you mean 'x'?`` with at most ``count`` near names.
+    """Return ``did you mean 'x'?`` with at most ``count`` similar names.
 
     Args:
-      name: what was written.
-      known: the known names.
-      count: largest number of names; only one is returned if it differs in capitals only.
-      cutoff: difflib's.
-      otherwise: returned if no name is near; None lists the known ones.
+      name: name that was written.
+      known: known names.
+      count: maximum number of names; only one is returned if it differs only in case.
+      cutoff: argument of difflib.
+      otherwise: result if no name is similar; None lists the known names.
     """
     names, written = [candidate for candidate in known if candidate], str(name)[:200]
     near = [written.lower()] if written.lower() in names else []
@@ -58,19 +58,19 @@ def type_hints(cls: type) -> Mapping[str, Any]:
 
 
 def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
-    """Construct a dataclass from a mapping, strictly: every key a field, every value of the field's type.
+    """Construct a dataclass from a mapping, strictly: every key must be a field, every value of the field's type.
 
     A class may define ``prepare_mapping(mapping) -> mapping`` to accept other spellings of its values.
 
     Args:
       cls: dataclass; fields may be str, int, float (accepts int), bool, None, Optional, Union, Literal, tuple, list,
         Mapping, Any or a dataclass.
-      mapping: field name to value; what is left out has its default.
+      mapping: values by field name; missing fields have their defaults.
       place: dotted place of the mapping for errors; the class's name if empty.
 
     Raises:
-      ValueError: unknown key, missing field, value that a Literal does not have; names the dotted place.
-      TypeError: value of another type; names the dotted place, the expected type and the value.
+      ValueError: a key is unknown, a required field is missing, or a value is not one of a Literal; gives the place.
+      TypeError: a value has the wrong type; gives the place, the expected type and the value.
     """
     place = place or cls.__name__
     if not isinstance(mapping, Mapping):
@@ -90,10 +90,10 @@ def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
 
 
 def check_fields(obj: Any) -> None:
-    """Convert every field of a frozen dataclass that is being made to its type: for ``__post_init__``.
+    """Convert every field of a frozen dataclass to its type; for ``__post_init__``.
 
     Raises:
-      ValueError, TypeError: as ``build``.
+      ValueError, TypeError: as for ``build``.
     """
     cls = type(obj)
     for field in dataclasses.fields(cls):
@@ -103,7 +103,7 @@ def check_fields(obj: Any) -> None:
 
 
 class Typed:
-    """Base of a frozen dataclass that is checked by ``check_fields`` alone."""
+    """Base of a frozen dataclass that ``check_fields`` checks completely."""
 
     __slots__ = ()
 
@@ -129,10 +129,10 @@ def _spell(hint: Any) -> str:
 
 
 def convert(hint: Any, value: Any, place: str) -> Any:
-    """Check one value against a type hint; lists become tuples, ints floats and mappings dataclasses where asked.
+    """Check a value against a type hint; convert lists to tuples, ints to floats and mappings to dataclasses.
 
     Raises:
-      ValueError, TypeError: as ``build``.
+      ValueError, TypeError: as for ``build``.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -193,7 +193,7 @@ def _convert_union(members: tuple[Any, ...], value: Any, place: str, wrong: Type
 
 
 def to_mapping(obj: Any) -> Any:
-    """Return a dataclass as plain data that YAML can write and ``build`` reads back: dicts, lists and scalars."""
+    """Convert a dataclass to plain data that YAML can write and ``build`` can read: dicts, lists and scalars."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return {field.name: to_mapping(getattr(obj, field.name)) for field in dataclasses.fields(obj) if field.init}
     if isinstance(obj, Mapping):

@@ -1,4 +1,4 @@
-"""Writers and readers of the checkpoints that others serve: one file an exporter, named tensors and a config in."""
+"""Readers and writers of Hugging Face and GGUF checkpoints, from named float tensors and a config."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxquant.export.source import Vocabulary as Vocabulary
 from jaxquant.export.sums import check_sums, write_sums
 
 SCHEMES = {scheme.name: scheme for scheme in ROWS}
-"""Formats of Hugging Face folders by name; ``hf`` is the float one."""
+"""Formats of Hugging Face folders by name; ``hf`` is the float format."""
 FORMATS = (*SCHEMES, *(f"gguf_{kind.lower()}" for kind in FILE_TYPES))
-"""Every format that ``export`` writes."""
+"""Names of all formats that ``export`` writes."""
 STATIC_INPUTS = tuple(scheme.name for scheme in ROWS if scheme.spec is not None and scheme.spec.has_static_input)
-"""Those that store scales of activations, for which a model is calibrated."""
+"""Formats that store scales of activations, which need a calibrated model."""
 
 
 def export(
@@ -35,19 +35,19 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Write a model in a format, and the sums of its files in ``SHA256SUMS``: in the folder, or next to a GGUF file.
+    """Write a model in a format. ``SHA256SUMS`` is written in the folder, or next to a GGUF file.
 
     Args:
-      source: named tensors, shape and tokenizer.
+      source: model to write: named tensors, shape and tokenizer.
       out: folder, or file of a GGUF format; it must not exist.
       format: one of ``FORMATS``.
-      dtype: of what stays in float, in a Hugging Face folder.
-      shard_bytes: of a file in a folder at most.
-      progress: called with each tensor that is written.
+      dtype: dtype of unquantized tensors in a Hugging Face folder.
+      shard_bytes: maximum bytes of a file in a folder.
+      progress: callback with each written tensor.
 
     Raises:
-      ValueError: no such format, or a model that does not fit it.
-      FileExistsError: ``out`` is there.
+      ValueError: the format is unknown, or does not fit the model.
+      FileExistsError: ``out`` exists.
     """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not known; known ones are {', '.join(FORMATS)}")
@@ -61,9 +61,9 @@ def export(
 
 
 def check_export(out: Path) -> None:
-    """Compare a folder or a GGUF file with its sums, if it has any.
+    """Compare a folder or a GGUF file with its checksums, if it has any.
 
     Raises:
-      ValueError: naming the first file that is gone or has changed.
+      ValueError: a file is missing or has changed; the message names the first one.
     """
     check_sums(out, required=False) if out.is_dir() else check_sums(out.parent, [out.name], required=False)

@@ -1,6 +1,6 @@
-"""Write a Hugging Face folder: sharded safetensors with an index, config, generation config, tokenizer files.
+"""Writer of a Hugging Face folder: sharded safetensors with an index, config, generation config, tokenizer files.
 
-Every format of such a folder is a ``Scheme``: what ``config.json`` says of it, from which its layers are written.
+A ``Scheme`` defines each quantized format by its entry in ``config.json``; the layers are written accordingly.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxquant.export.stored import read_layer, write_layer
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-"""Dtypes in which an exporter writes what it does not quantize."""
+"""Dtypes of unquantized tensors."""
 
 
 class Row(NamedTuple):
-    """One line of an exporter's summary."""
+    """One row of an exporter's summary."""
 
     tensor: str
     format: str
@@ -44,10 +44,10 @@ class Scheme:
     """One format of quantized linear layers in a Hugging Face folder.
 
     Attributes:
-      name: what users call it.
-      config: ``quantization_config``; None writes none, and layers in float.
-      scalar: shape of what has one element.
-      files: more JSON files to write, by name.
+      name: name of the format.
+      config: ``quantization_config``, or None for float layers.
+      scalar: shape of tensors with one element.
+      files: additional JSON files to write, by name.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Scheme:
 
     @functools.cached_property
     def spec(self) -> LayerSpec | None:
-        """Return how a reader of the config takes linear layers; None in float."""
+        """Return how a reader of the config interprets linear layers, or None for float layers."""
         found = None if self.config is None else read_quantization({"quantization_config": self.config})
         return None if found is None else found.specs[0]
 
     @property
     def multiple(self) -> int:
-        """Return how many elements share a scale and are stored together: they must divide the contraction."""
+        """Return the number of elements that share a scale and are stored together; it must divide the contraction."""
         free, tile = (self.spec and self.spec.weight.block_size) or (0, 1)
         return tile if free == 1 else 1
 
@@ -80,24 +80,24 @@ def write_folder(
     """Write a model as a Hugging Face folder, tensor by tensor.
 
     Args:
-      source: the model.
+      source: model to write.
       out: folder; it must not exist.
-      scheme: of the linear layers; embeddings, norms and the head stay in ``dtype``.
+      scheme: format of the linear layers; embeddings, norms and the head stay in ``dtype``.
       dtype: a key of ``FLOATS``.
-      shard_bytes: of a file at most, where no tensor is larger.
-      progress: called with each tensor that is written.
+      shard_bytes: maximum bytes of a file, unless one tensor is larger.
+      progress: callback with each written tensor.
 
     Raises:
-      FileExistsError: ``out`` is there.
-      ValueError: a model or dtype that does not fit the format.
+      FileExistsError: ``out`` exists.
+      ValueError: the format does not fit the model or dtype.
     """
     out = Path(out)
     if dtype not in FLOATS:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(FLOATS)}")
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
     for name, (_, depth) in source.shape.linears().items():
         if depth % scheme.multiple:
-            block = f"the {scheme.multiple} of a block of {scheme.name}"
-            raise ValueError(f"{name} contracts {depth} elements, no multiple of {block}; choose another format")
+            block = f"the block size {scheme.multiple} of {scheme.name}"
+            raise ValueError(f"{name} contracts {depth} elements, not a multiple of {block}; choose another format")
     with partial_path(out) as folder:
         folder.mkdir()
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
@@ -113,10 +113,10 @@ def write_folder(
 
 @contextlib.contextmanager
 def partial_path(out: Path) -> Iterator[Path]:
-    """Yield ``OUT.partial``, which gets its name when all is written, and is deleted when something fails.
+    """Yield ``OUT.partial``, which is renamed to OUT after the block, or deleted if the block raises.
 
     Raises:
-      FileExistsError: ``out`` is there.
+      FileExistsError: ``out`` exists.
     """
     partial = out.with_name(f"{out.name}.partial")
     if out.exists():
@@ -147,7 +147,7 @@ def _write_tensors(
         check_fits(name, weight, back, cast, format, "export with dtype float32" if cast else "use another format")
         size = 0
         for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
-            # Cast while it is written: an embedding is not in memory twice.
+            # Cast in the writer, so that a large embedding is not in memory twice.
             places[f"{module}{end}"], added = shards.add(f"{module}{end}", array, cast)
             size += added
         rows.append(Row(name, format, weight.shape, size, sqnr(weight, back, cast)))
@@ -159,10 +159,10 @@ def _write_tensors(
 
 @np.errstate(over="ignore")
 def check_fits(name: str, x: np.ndarray, back: np.ndarray, cast: Any, format: str, way_out: str) -> None:
-    """Refuse a finite tensor that is infinite in its format: ``back``, cast first, as ``sqnr`` takes it.
+    """Raise if a finite tensor becomes infinite in its format; ``back`` is cast first, as in ``sqnr``.
 
     Raises:
-      ValueError: names the tensor, its largest magnitude and the format.
+      ValueError: the tensor overflows; the message has its largest magnitude and the format.
     """
     ends = np.array([back.min(), back.max()]).astype(cast or back.dtype)
     if not np.isfinite(ends).all():
@@ -170,7 +170,7 @@ def check_fits(name: str, x: np.ndarray, back: np.ndarray, cast: Any, format: st
 
 
 def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> float:
-    """Return ``10 · log10(Σ x² / Σ (x − back)²)`` in dB, summed in float64 a part at a time, ``back`` cast first."""
+    """Return ``10 · log10(Σ x² / Σ (x − back)²)`` in dB, summed in float64 chunk by chunk; ``back`` is cast first."""
     signal = noise = 0.0
     flat, other = x.reshape(-1), back.reshape(-1)
     for start in range(0, flat.size, 1 << 22):
@@ -183,14 +183,14 @@ def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> 
 
 
 class _Shards:
-    """Files of at most so many bytes; a single one has no number."""
+    """Files of at most ``limit`` bytes; a single file has no number in its name."""
 
     def __init__(self, folder: Path, limit: int, names: int):
         self._folder, self._limit, self._names = folder, limit, names
         self._files: list[SafetensorsWriter] = []
 
     def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> tuple[int, int]:
-        """Write a tensor, cast where that is asked, and return the number of its file and its bytes."""
+        """Write a tensor, optionally cast; returns the number of its file and its bytes."""
         size = array.size * (cast or array.dtype).itemsize
         if not self._files or (self._files[-1].bytes and self._files[-1].bytes + size > self._limit):
             if self._files:
@@ -200,7 +200,7 @@ class _Shards:
         return len(self._files) - 1, self._files[-1].add(name, array, cast=cast)
 
     def finish(self, places: Mapping[str, int]) -> None:
-        """Rename the files, and write the index where there are several."""
+        """Rename the files, and write the index if there are several."""
         self._files[-1].close()
         count = len(self._files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -215,7 +215,7 @@ class _Shards:
 
 
 def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Return the JSON files of a tokenizer, and of generation with it."""
+    """Return the JSON files of a tokenizer and the generation config."""
     if vocabulary is None:
         return {}
     config: dict[str, Any] = {

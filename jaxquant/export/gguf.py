@@ -1,7 +1,7 @@
-"""GGUF of a Llama: what llama.cpp loads. Linear layers in one of GGML's formats, embedding and head in F16, norms F32.
+"""GGUF files of a Llama, as llama.cpp loads them: linear layers in a GGML format, embedding and head F16, norms F32.
 
-Rotary embedding turns neighbours there and halves in Hugging Face's layout, so the rows of q and k are in another
-order: row ``h, i, j`` (head, half, place) becomes ``h, j, i``.
+Rotary embedding rotates neighbouring elements in GGUF and the two halves of a head in Hugging Face's layout, so the
+rows of q and k are permuted: row ``h, i, j`` (head, half, index) becomes ``h, j, i``.
 
 Source: ``LlamaModel`` of llama.cpp's convert_hf_to_gguf.py.
 """
@@ -26,9 +26,9 @@ from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.vocabulary import UNUSED, of_gguf, of_tokenizer_json
 
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
-"""What a file is called by llama.cpp, by the type of its linear layers: the formats that are written."""
+"""llama.cpp's file type of each type of linear layers that is written."""
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types of rows that do not divide into blocks; where these do not fit either, F16. Source: llama-quant.cpp."""
+"""Types of rows that do not divide into blocks; F16 if these do not fit either. Source: llama-quant.cpp."""
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -44,7 +44,7 @@ _NAMES = {EMBEDDING: "token_embd", NORM: "output_norm", HEAD: "output"}
 
 
 def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor of a Hugging Face Llama."""
+    """Return the GGUF name of a tensor of a Hugging Face Llama."""
     module = name.removesuffix(".weight")
     if module in _NAMES:
         return f"{_NAMES[module]}.weight"
@@ -53,12 +53,12 @@ def gguf_name(name: str) -> str:
 
 
 def to_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of q or k for a rotary embedding of neighbours; whatever the columns are."""
+    """Permute the rows of q or k for a rotary embedding of neighbours; columns can be anything."""
     return _swap(weight, heads, (2, -1))
 
 
 def to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undo ``to_neighbours``."""
+    """Apply the inverse of ``to_neighbours``."""
     return _swap(weight, heads, (-1, 2))
 
 
@@ -67,7 +67,7 @@ def _swap(weight: np.ndarray, heads: int, sizes: tuple[int, int]) -> np.ndarray:
 
 
 def _rotated_heads(shape: LlamaShape, name: str) -> int | None:
-    """Return how many heads a tensor's rows have where its order is another, None where it is not."""
+    """Return the number of heads of a tensor whose rows are permuted, or None for other tensors."""
     return {"q_proj.weight": shape.heads, "k_proj.weight": shape.kv_heads}.get(".".join(name.split(".")[-2:]))
 
 
@@ -111,8 +111,8 @@ def _tokenizer_metadata(vocabulary: Vocabulary | None, size: int) -> dict[str, A
         return {"tokenizer.ggml.model": "none"}
     if not vocabulary.pre:
         raise NotImplementedError(
-            "the tokenizer is no byte-level BPE that llama.cpp has (its pre-tokenizer is another), nor SentencePiece's "
-            "BPE; export to a Hugging Face folder, or train with another tokenizer"
+            "llama.cpp does not support the tokenizer: it is neither byte-level BPE with a known pre-tokenizer "
+            "nor SentencePiece BPE; export to a Hugging Face folder, or train with another tokenizer"
         )
     tokens, scores = list(vocabulary.tokens), list(vocabulary.scores)
     unused = [f"[PAD{index}]" for index in range(len(tokens), size)]
@@ -139,19 +139,20 @@ def export_gguf(
     """Write a model as one GGUF file, tensor by tensor.
 
     A layer that was trained or converted in the same format keeps its bytes. A layer whose rows do not divide into the
-    blocks of the type is written in the type that llama.cpp writes instead.
+    blocks of the type is written in llama.cpp's fallback type.
 
     Args:
-      source: the model.
+      source: model to write.
       out: file; it must not exist.
       kind: a key of ``FILE_TYPES``.
       name: ``general.name``.
-      progress: called with each tensor that is written.
+      progress: callback with each written tensor.
 
     Raises:
-      FileExistsError: ``out`` is there.
-      ValueError: values that are not finite or too large.
-      NotImplementedError: a tokenizer that GGUF has not; a type that the package gguf encodes, which is not installed.
+      FileExistsError: ``out`` exists.
+      ValueError: values are not finite or too large.
+      NotImplementedError: GGUF does not support the tokenizer, or a type needs the package gguf, which is not
+        installed.
     """
     out = Path(out)
     shape = source.shape
@@ -160,9 +161,9 @@ def export_gguf(
     with partial_path(out) as partial, partial.open("wb") as file:
         file.write(head)
         for each, (own, size) in kinds.items():
-            stored, back = _stored(source, each, own)
+            stored, back = _encode_tensor(source, each, own)
             if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
-                raise ValueError(f"{each} takes {stored.nbytes} bytes, which are not those of {own} {size}")
+                raise ValueError(f"{each} has {stored.nbytes} bytes, which is not the size of {own} {size}")
             file.write(np.ascontiguousarray(stored).data)
             file.write(b"\0" * (padded(stored.nbytes) - stored.nbytes))
             rows.append(Row(each, own, size, stored.nbytes, back))
@@ -173,7 +174,7 @@ def export_gguf(
     return rows
 
 
-def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
+def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
     """Return the bytes of a tensor and their SQNR."""
     heads = _rotated_heads(source.shape, name)
     tensor = source.quantized(name.removesuffix(".weight"))
@@ -199,10 +200,10 @@ def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
 
 
 def read_shape(file: GgufFile) -> LlamaShape:
-    """Return the shape that a file's metadata describe.
+    """Return the shape that a file's metadata describes.
 
     Raises:
-      ValueError: a key that is missing or of another kind.
+      ValueError: a key is missing or has another type.
       NotImplementedError: another architecture, or scaled rotary embedding.
     """
     found = file.metadata
@@ -211,18 +212,18 @@ def read_shape(file: GgufFile) -> LlamaShape:
             f"{file.path} has general.architecture {found.get('general.architecture')!r}; only llama maps to a decoder"
         )
     if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
-        raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder has not")
+        raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder does not support")
 
-    asked = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
+    used_keys = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
     if "llama.rope.scaling.type" in found:  # its value is "none", so the other keys change nothing
-        asked |= {key for key in found if key.startswith("llama.rope.scaling.")}
+        used_keys |= {key for key in found if key.startswith("llama.rope.scaling.")}
 
     def number(key: str, default: Any = None) -> Any:
-        asked.add(f"llama.{key}")
+        used_keys.add(f"llama.{key}")
         value = found.get(f"llama.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{file.path} has no number llama.{key}")
-        return float(str(np.float32(value))) if isinstance(value, float) else value  # the shortest that rounds to it
+            raise ValueError(f"{file.path} has no number under llama.{key}")
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # shortest that rounds to it
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     if heads < 1:
@@ -230,14 +231,16 @@ def read_shape(file: GgufFile) -> LlamaShape:
     size = number("attention.key_length", hidden // heads)
     rotated = number("rope.dimension_count", size)
     if number("attention.value_length", size) != size:
-        raise NotImplementedError(f"{file.path} has values of another size than keys, which the decoder has not")
+        raise NotImplementedError(
+            f"{file.path} has keys and values of different sizes, which the decoder does not support"
+        )
     if rotated != size:
-        raise NotImplementedError(f"{file.path} rotates {rotated} elements of a head alone, which the decoder does not")
+        raise NotImplementedError(f"{file.path} rotates only {rotated} elements of a head; the decoder rotates all")
     if bias := next((name for name in file.tensors if name.endswith(".bias")), None):
-        raise NotImplementedError(f"{file.path} has the tensor {bias}, and the decoder has no biases")
+        raise NotImplementedError(f"{file.path} has the tensor {bias}, but the decoder does not support biases")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(f"{file.path} has no tensor token_embd.weight of two axes")
+        raise ValueError(f"{file.path} has no tensor token_embd.weight with two axes")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": embedding.shape[0],
@@ -253,10 +256,10 @@ def read_shape(file: GgufFile) -> LlamaShape:
         "max_position_embeddings": number("context_length", 2048),
     }
     for key, value in found.items():
-        if key.startswith("llama.") and key not in asked and (isinstance(value, np.ndarray) or value):
+        if key.startswith("llama.") and key not in used_keys and (isinstance(value, np.ndarray) or value):
             raise NotImplementedError(
-                f"{file.path} has {key} {show(value)}, which is not read and may change values; convert the model "
-                "without it"
+                f"{file.path} has {key} {show(value)}, which is not supported and may change values; convert the "
+                "model without it"
             )
     try:
         return LlamaShape.of_config(config)
@@ -267,14 +270,16 @@ def read_shape(file: GgufFile) -> LlamaShape:
 def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
     """Open a file for reading, as a model with Hugging Face's names and layout.
 
-    Its tokenizer is the one in its metadata, or a ``tokenizer.json`` next to it if those have none that is read.
+    The tokenizer is read from the metadata, or from a ``tokenizer.json`` next to the file if the metadata has no
+    supported one.
 
     Args:
-      path: the file.
-      has_tokenizer: whether a tokenizer is read.
+      path: path of the file.
+      has_tokenizer: whether to read the tokenizer.
 
     Raises:
-      ValueError, NotImplementedError, OSError: as ``GgufFile`` and ``read_shape``; tensors that are not the shape's.
+      ValueError, NotImplementedError, OSError: raised by ``GgufFile`` and ``read_shape``; also if a tensor does not
+        have the expected shape.
     """
     file = GgufFile(path)
     shape = read_shape(file)
@@ -284,7 +289,7 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
             has = "none" if tensor is None else f"shape {tensor.shape}"
             raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, got {has}")
     if others := sorted(file.tensors.keys() - {gguf_name(name) for name in shape.tensors()}):
-        raise ValueError(f"{path} has the tensor {show(others[0])}, which a Llama of its metadata has not")
+        raise ValueError(f"{path} has the tensor {show(others[0])}, which a Llama with its metadata lacks")
 
     def read(name: str) -> np.ndarray:
         heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))
@@ -295,7 +300,7 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
         kind = file.tensors[gguf_name(name)].kind
         if kind in ("F16", "BF16") or kind not in OWN:
             return None
-        file.read(gguf_name(name))  # which refuses scales that are not finite
+        file.read(gguf_name(name))  # raises if a scale is not finite
         heads, data = _rotated_heads(shape, name), file.raw(gguf_name(name))
         data = data if heads is None else to_halves(data, heads)
         return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())

@@ -1,6 +1,6 @@
-"""The GGUF container, version 3, little endian: metadata by key, then tensors, each at a multiple of the alignment.
+"""GGUF container, version 3, little endian: metadata by key, then tensors, each at a multiple of the alignment.
 
-The reader maps the file and checks every length and place before it follows it.
+The reader maps the file into memory and checks every length and offset before use.
 
 Source: docs/gguf.md of ggml.
 """
@@ -29,11 +29,11 @@ TYPES = {
     "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20, "IQ3_S": 21,
     "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "BF16": 30, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40,
 }  # fmt: skip
-"""Numbers of the tensor types that are read. The package gguf decodes those that are not in ``OWN``."""
+"""Numbers of the supported tensor types. The package gguf decodes the ones that are not in ``OWN``."""
 OWN = {row.encoding: row for row in CODECS.values() if row.encoding}
 """Codecs of jaxquant by tensor type."""
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
-"""Names of types that are refused."""
+"""Names of unsupported types, for errors."""
 _TYPE_NAMES = {number: name for name, number in TYPES.items()}
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -43,30 +43,30 @@ _NUMPY = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7:
 
 
 class U32(int):
-    """A whole number that is written as uint32, which most keys of a model are."""
+    """An integer that is written as uint32, as most keys of a model are."""
 
 
 def row_bytes(kind: str, columns: int) -> int:
     """Return the bytes of a row of a tensor type.
 
     Raises:
-      ValueError: the columns do not divide into its blocks.
+      ValueError: the columns do not divide into blocks of the type.
     """
     elements, size = block_of(kind)
     if columns % elements:
-        raise ValueError(f"a row of {columns} elements is no multiple of the {elements} of {kind}")
+        raise ValueError(f"a row of {columns} elements is not a multiple of the block of {elements} elements of {kind}")
     return columns // elements * size
 
 
 def block_of(kind: str) -> tuple[int, int]:
-    """Return the elements and the bytes of a block of a tensor type."""
+    """Return the number of elements and bytes of a block of a tensor type."""
     if kind in OWN:
         return OWN[kind].elements_per_block, OWN[kind].bytes_per_block
     return (1, 4) if kind == "F32" else _library(kind).GGML_QUANT_SIZES[_library(kind).GGMLQuantizationType[kind]]
 
 
 def decode(kind: str, data: np.ndarray) -> np.ndarray:
-    """Return rows of bytes of a type of blocks in float32."""
+    """Return rows of bytes of a block type decoded to float32."""
     if kind in OWN:
         return decode_blocks(kind, data)
     with np.errstate(all="ignore"):
@@ -74,7 +74,7 @@ def decode(kind: str, data: np.ndarray) -> np.ndarray:
 
 
 def encode(kind: str, rows: np.ndarray) -> np.ndarray:
-    """Return the bytes of float32 rows in a type of blocks; of other types than ours, those that gguf encodes."""
+    """Return the bytes of float32 rows in a block type; the package gguf encodes types that jaxquant does not have."""
     if kind in OWN:
         return encode_blocks(kind, rows)["blocks"]
     return _library(kind).quants.quantize(rows, _library(kind).GGMLQuantizationType[kind])
@@ -82,14 +82,14 @@ def encode(kind: str, rows: np.ndarray) -> np.ndarray:
 
 def _library(kind: str) -> Any:
     try:
-        import gguf  # only here: most files have no other types than ours
+        import gguf  # imported here, because most files do not need it
     except ImportError:
         raise NotImplementedError(f"tensor type {kind} needs the package gguf; install it: pip install gguf") from None
     return gguf
 
 
 class Tensor(NamedTuple):
-    """A tensor: type by name, shape with the contiguous axis last, first byte in the file, bytes."""
+    """A tensor: type name, shape with the contiguous axis last, offset of its first byte, and size in bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -98,17 +98,17 @@ class Tensor(NamedTuple):
 
 
 def write_text(value: str) -> bytes:
-    """Return a text with its length."""
+    """Return the encoding of a text: its length and its bytes."""
     data = value.encode("utf-8")
     return struct.pack("<Q", len(data)) + data
 
 
 def _write_value(value: Any) -> bytes:
-    """Return a type and a value: text, bool, int32, ``U32``, float32, or a list of one of them."""
+    """Return the encoding of a value with its type: text, bool, int32, ``U32``, float32, or a list of one of them."""
     if isinstance(value, list):
         kinds = {_kind(each) for each in value} or {_STRING}
         if len(kinds) > 1:
-            raise ValueError(f"a GGUF array has elements of one type, got {show(value)}")
+            raise ValueError(f"a GGUF array must have elements of one type, got {show(value)}")
         (kind,) = kinds
         return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(_payload(kind, each) for each in value)
     return struct.pack("<I", _kind(value)) + _payload(_kind(value), value)
@@ -118,7 +118,7 @@ def _kind(value: Any) -> int:
     for kind, number in ((bool, _BOOL), (U32, 4), (int, 5), (float, 6), (str, _STRING)):
         if isinstance(value, kind):
             return number
-    raise TypeError(f"GGUF metadata hold no {type(value).__name__}")
+    raise TypeError(f"GGUF metadata cannot hold a {type(value).__name__}")
 
 
 def _payload(kind: int, value: Any) -> bytes:
@@ -126,11 +126,11 @@ def _payload(kind: int, value: Any) -> bytes:
 
 
 def header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return everything before the tensors' bytes, padded to the alignment.
+    """Return the bytes before the tensor data, padded to the alignment.
 
     Args:
-      metadata: values as ``_write_value`` takes them.
-      tensors: name -> type and shape, in the order in which their bytes will come, each padded to the alignment.
+      metadata: values that ``_write_value`` accepts.
+      tensors: name -> type and shape, in the order of the tensor data; each tensor is padded to the alignment.
     """
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [write_text(key) + _write_value(value) for key, value in metadata.items()]
@@ -144,24 +144,24 @@ def header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[i
 
 
 def padded(size: int, alignment: int = ALIGNMENT) -> int:
-    """Return a size up to the next multiple of the alignment."""
+    """Return a size rounded up to a multiple of the alignment."""
     return -(-size // alignment) * alignment
 
 
 class GgufFile:
-    """A file, mapped.
+    """A memory-mapped GGUF file.
 
     Attributes:
       metadata: values by key; arrays of numbers are numpy arrays.
-      tensors: by name.
+      tensors: tensors by name.
 
     Args:
-      path: of the file.
+      path: path of the file.
 
     Raises:
-      ValueError: it is none, or something in it leads outside it; names what.
-      NotImplementedError: a version or a tensor type that is not read.
-      OSError: it cannot be opened.
+      ValueError: the file is not a GGUF file, or an offset in it is out of range; the message names it.
+      NotImplementedError: the version or a tensor type is not supported.
+      OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path):
@@ -176,7 +176,7 @@ class GgufFile:
             raise ValueError(f"{path} is not a GGUF file: it does not begin with GGUF")
         version, count, keys = self._unpack("<I"), self._unpack("<Q"), self._unpack("<Q")
         if version != VERSION:
-            raise NotImplementedError(f"{path} is GGUF of version {version}, and version {VERSION} is read")
+            raise NotImplementedError(f"{path} is GGUF version {version}, but only version {VERSION} is supported")
         self.metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self._text()
@@ -186,13 +186,13 @@ class GgufFile:
         self.tensors = self._read_tensors(count)
 
     def raw(self, name: str) -> np.ndarray:
-        """Return the bytes of a tensor, a row each, as a view of the file."""
+        """Return the bytes of a tensor, one row per row of the tensor, as a view of the file."""
         tensor = self.tensors[name]
         flat = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor decoded to float32; every value is finite."""
+        """Return a tensor decoded to float32; raises if a value is not finite."""
         tensor, data = self.tensors[name], self.raw(name)
         if tensor.kind in ("F32", "F16"):
             stored = np.ascontiguousarray(data).view("<f4" if tensor.kind == "F32" else "<f2")
@@ -205,36 +205,36 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
             raise ValueError(f"{self.path} has general.alignment {show(alignment)}, which must be a power of two")
-        found: dict[str, Tensor] = {}  # each with its place behind the header
+        tensors: dict[str, Tensor] = {}  # each with its offset after the header
         end = 0
         for _ in range(count):
             name = self._text()
-            what = f"{self.path}: tensor {show(name)}"
+            place = f"{self.path}: tensor {show(name)}"
             axes = self._unpack("<I")
-            if name in found or not 1 <= axes <= _MAX_AXES:
-                raise ValueError(f"{what} is there twice, or has {axes} axes")
+            if name in tensors or not 1 <= axes <= _MAX_AXES:
+                raise ValueError(f"{place} occurs twice, or has {axes} axes")
             shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
             number, offset = self._unpack("<I"), self._unpack("<Q")
             if number not in _TYPE_NAMES:
                 kind = _OTHERS.get(number, f"number {number}")
                 raise NotImplementedError(
-                    f"{what} is of type {kind}, which is not read; quantize to one of {', '.join(TYPES)}"
+                    f"{place} is of type {kind}, which is not supported; quantize to one of {', '.join(TYPES)}"
                 )
             try:
                 size = row_bytes(_TYPE_NAMES[number], shape[-1]) * math.prod(shape[:-1])
             except ValueError as error:
-                raise ValueError(f"{what}: {error}") from None
+                raise ValueError(f"{place}: {error}") from None
             if offset % alignment or offset < end or not 0 < size <= len(self._map):
                 raise ValueError(
-                    f"{what} lies at {offset} with {size} bytes, over the one before it, off the alignment or outside "
-                    "the file"
+                    f"{place} is at {offset} with {size} bytes: it overlaps the previous one, is not aligned, or "
+                    "is outside of the file"
                 )
             end = offset + size
-            found[name] = Tensor(_TYPE_NAMES[number], shape, offset, size)
+            tensors[name] = Tensor(_TYPE_NAMES[number], shape, offset, size)
         begin = padded(self._at, alignment)
         if begin + end > len(self._map):
             raise ValueError(f"{self.path} ends at byte {len(self._map)}, within its tensors; download it again")
-        return {name: tensor._replace(start=begin + tensor.start) for name, tensor in found.items()}
+        return {name: tensor._replace(start=begin + tensor.start) for name, tensor in tensors.items()}
 
     def _take(self, count: int) -> bytes:
         if count > len(self._map) - self._at:
@@ -249,7 +249,7 @@ class GgufFile:
         try:
             return self._take(self._unpack("<Q")).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path} has a text in its header that is not UTF-8 ({error.reason})") from None
+            raise ValueError(f"{self.path} has text in its header that is not UTF-8 ({error.reason})") from None
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:
@@ -257,7 +257,7 @@ class GgufFile:
         if kind in _SCALARS:
             return self._unpack(_SCALARS[kind])
         if kind != _ARRAY or depth >= _MAX_DEPTH:
-            raise ValueError(f"{self.path} has a value of type {kind} in its header, which GGUF has not")
+            raise ValueError(f"{self.path} has a value of unknown type {kind} in its header")
         inner, count = self._unpack("<I"), self._unpack("<Q")
         if inner in _NUMPY:
             return np.frombuffer(self._take(count * np.dtype(_NUMPY[inner]).itemsize), _NUMPY[inner])

@@ -1,6 +1,6 @@
-"""How weights of quantized linear layers lie in checkpoints: encoded and decoded, one function of each a layout.
+"""Layouts of quantized weights in checkpoints, with an encoder and a decoder for each.
 
-Weights are [out, in] float32 in numpy. All are decoded in float32, products rounded once.
+Weights are float32 numpy arrays [out, in]. Everything is decoded in float32, with products rounded once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Tensors = dict[str, np.ndarray]
 
 
 def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
-    """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for what is zeros."""
+    """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for an amax of zero."""
     scale = np.asarray(amax, np.float32) * np.float32(1 / largest)
     return np.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
 
 
 def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.ndarray:
-    """Return the scale of each block as the training of such a weight has it."""
+    """Return the scale of each block as training computes it."""
     spec = keeping_grid(TensorSpec(dtype))
     if spec.has_grid_scale:
-        weight = np.where(weight < 0, weight * np.float32(spec.share_below), weight)
+        weight = np.where(weight < 0, weight * np.float32(spec.negative_factor), weight)
     amax = jnp.asarray(block_amax(weight, block))
     return np.asarray(scale_of_amax(amax, element(dtype).max, spec, _SMALLEST)[0])
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to an element type, to nearest and saturating; integers as int8."""
+    """Round to an element type, to nearest and saturating; integer types are returned as int8."""
     kind = element(dtype)
     if kind.kind == "int":
         return np.clip(np.rint(x), -kind.max - 1, kind.max).astype(np.int8)
@@ -51,7 +51,7 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tuple[int, int] | None) -> np.ndarray:
-    """Return ``cast(weight / scale)``, rows in parts: a scale for all, for each row, or for each block."""
+    """Return ``cast(weight / scale)``, computed in row chunks: one scale in total, per row, or per block."""
     parts = row_chunks(weight.shape, 1 if block is None else block[0])
     return np.concatenate([cast(weight[rows] / _spread(scale, weight.shape, block, rows), dtype) for rows in parts])
 
@@ -59,7 +59,7 @@ def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tupl
 def decode_scaled(
     weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None, zero_point: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return ``(weight − zero_point) · scale``, for elements of any type and scales as in ``encode_scaled``."""
+    """Return ``(weight − zero_point) · scale`` for elements of any type; scales as in ``encode_scaled``."""
     out = np.empty(weight.shape, np.float32)
     for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
         part = weight[rows].astype(np.float32)
@@ -70,10 +70,10 @@ def decode_scaled(
 
 
 def check_finite(array: np.ndarray, name: str) -> np.ndarray:
-    """Return what was decoded, after a look at every value, a part at a time.
+    """Return a decoded array after checking every value, chunk by chunk.
 
     Raises:
-      ValueError: one is infinite or not a number; names the tensor.
+      ValueError: a value is not finite; the message names the tensor.
     """
     if not is_finite(array):
         raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
@@ -81,7 +81,7 @@ def check_finite(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Check whether every value is finite, a part at a time."""
+    """Return whether every value is finite, checked chunk by chunk."""
     flat = array.reshape(-1)
     return all(np.isfinite(flat[start : start + _CHUNK]).all() for start in range(0, flat.size, _CHUNK))
 
@@ -98,13 +98,13 @@ def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | 
 
 
 def block_amax(weight: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Return the largest magnitude of each block; those at the edges may be smaller."""
+    """Return the largest magnitude of each block; blocks at the edges may be smaller."""
     by_rows = np.maximum.reduceat(np.abs(weight), np.arange(0, weight.shape[0], block[0]), axis=0)
     return np.maximum.reduceat(by_rows, np.arange(0, weight.shape[1], block[1]), axis=1)
 
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Pack integers plus 8 eight to an int32, the first in the lowest bits."""
+    """Pack integers plus 8 into int32, eight each, the first in the lowest bits."""
     unsigned = (codes.astype(np.int16) + 8).astype(np.uint32)
     unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % 8))).reshape(codes.shape[0], -1, 8)
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
@@ -112,7 +112,7 @@ def pack_int4(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
-    """Return int8 of ``columns`` integers a row that lie in int32 as ``pack_int4`` packs them, of 4 or 8 bits each."""
+    """Return int8 [rows, ``columns``] from int32 packed as in ``pack_int4``, with 4 or 8 bits per integer."""
     stored = np.ascontiguousarray(packed).view(np.uint8)
     if bits == 4:
         stored = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1)
@@ -120,20 +120,20 @@ def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
 
 
 def pack_e2m1(elements: np.ndarray) -> np.ndarray:
-    """Pack float4_e2m1fn two to a byte, the even one in the low bits."""
+    """Pack float4_e2m1fn in pairs, the element with the even index in the low bits."""
     codes = np.asarray(elements).view(np.uint8) & 0xF
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
-    """Return float4_e2m1fn of nibbles, the low one first."""
+    """Return float4_e2m1fn from nibbles, the low one first."""
     out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
     out[..., 0::2], out[..., 1::2] = packed & 0xF, packed >> 4
     return out.view(ml_dtypes.float4_e2m1fn)
 
 
 def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return packed e2m1 and e4m3 scales of 16 neighbours, below a scale of the tensor: ``max|x| / 2688`` or more."""
+    """Return packed e2m1 and e4m3 scales of 16 neighbours, relative to a tensor scale of at least ``max|x| / 2688``."""
     rows, depth = weight.shape
     outer = np.float32(tensor_scale)
     packed = np.empty((rows, depth // 2), np.uint8)
@@ -149,27 +149,27 @@ def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, n
 
 
 def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Encode an array along its last axis, some thousand blocks at a time, all calls in one shape that compiles once.
+    """Encode an array along its last axis, in chunks of one shape, so that the encoder compiles once.
 
     Args:
       format: name of a codec whose parts have a row for each block.
-      x: float, its last axis a multiple of the block.
+      x: float array; its last axis is a multiple of the block.
     """
     row = codec(format)
     blocks = x.reshape(-1, row.elements_per_block)
-    found = _in_parts(lambda part: row.encode(jnp.asarray(part, jnp.float32)), blocks, row.elements_per_block)
+    found = _in_chunks(lambda part: row.encode(jnp.asarray(part, jnp.float32)), blocks, row.elements_per_block)
     return {name: part.reshape(*x.shape[:-1], -1) for name, part in found.items()}
 
 
 def decode_blocks(format: str, data: np.ndarray) -> np.ndarray:
-    """Decode what ``encode_blocks`` made of a format of bytes alone, to float32; as it, in one shape."""
+    """Decode bytes of ``encode_blocks`` to float32 for a format that has only bytes, in chunks of one shape."""
     row = codec(format)
     blocks = data.reshape(-1, row.bytes_per_block)
-    found = _in_parts(lambda part: {"": row.decode({"blocks": jnp.asarray(part)})}, blocks, row.elements_per_block)
+    found = _in_chunks(lambda part: {"": row.decode({"blocks": jnp.asarray(part)})}, blocks, row.elements_per_block)
     return found[""].reshape(*data.shape[:-1], -1)
 
 
-def _in_parts(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndarray, elements: int) -> Tensors:
+def _in_chunks(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndarray, elements: int) -> Tensors:
     size = max(1, _BLOCKS_AT_ONCE // elements)
     small = _FEW // elements
     step = small if len(blocks) <= small else size
@@ -183,7 +183,7 @@ def _in_parts(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndar
 
 def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return packed e2m1 [..., in / 2] and E8M0 bytes [..., in / 32]."""
-    found = _in_parts(_mxfp4, weight.reshape(-1, 32), 32)
+    found = _in_chunks(_mxfp4, weight.reshape(-1, 32), 32)
     packed, scale = pack_e2m1(found["qvalue"]), found["scale"].view(np.uint8)
     return packed.reshape(*weight.shape[:-1], -1), scale.reshape(*weight.shape[:-1], -1)
 
@@ -196,6 +196,6 @@ def _mxfp4(blocks: jax.Array) -> dict[str, jax.Array]:
 
 
 def row_chunks(shape: tuple[int, ...], multiple: int) -> list[slice]:
-    """Cut rows in parts of a few million elements, of a multiple of rows each."""
+    """Split rows into chunks of a few million elements; each chunk holds a multiple of ``multiple`` rows."""
     size = max(1, _CHUNK // max(1, shape[1]) // multiple) * multiple
     return [slice(start, min(start + size, shape[0])) for start in range(0, shape[0], size)]

@@ -1,10 +1,10 @@
-"""Llama as checkpoints of Hugging Face have it: its shape, the names and shapes of its tensors, its config.json.
+"""Llama in Hugging Face checkpoints: shape, names and shapes of tensors, config.json.
 
     model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent where tied)
     model.layers.N.self_attn.{q,k,v,o}_proj.weight [out, in]               model.layers.N.input_layernorm.weight [D]
     model.layers.N.mlp.{gate,up,down}_proj.weight [out, in]                …post_attention_layernorm.weight [D]
 
-Heads lie one behind the other along the rows of q, k and v and the columns of o; rotary embedding rotates halves.
+Heads are concatenated along the rows of q, k and v and the columns of o. Rotary embedding rotates the halves of a head.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class LlamaShape:
 
     Attributes:
       vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
-      rope_theta, norm_epsilon: of the rotary embedding and RMSNorm.
-      tied: the output head is the embedding.
-      max_length: positions that it was trained for.
+      rope_theta, norm_epsilon: parameters of the rotary embedding and RMSNorm.
+      tied: whether the output head is the embedding.
+      max_length: number of positions in training.
     """
 
     vocab_size: int
@@ -49,7 +49,7 @@ class LlamaShape:
     max_length: int = 2048
 
     def linear_shape(self, module: str) -> tuple[int, int]:
-        """Return [out, in] of a linear layer by its name."""
+        """Return the shape [out, in] of a linear layer by name."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (wide, self.hidden),
@@ -62,11 +62,11 @@ class LlamaShape:
         }[module.rpartition(".")[2]]
 
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """Return the linear layers of all decoder layers by name, [out, in]."""
+        """Return the shapes [out, in] of the linear layers of all decoder layers, by name."""
         return self._linears
 
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every tensor of a float checkpoint, in the order of the model."""
+        """Return the shapes of all tensors of a float checkpoint, in model order."""
         return self._tensors
 
     @functools.cached_property
@@ -88,11 +88,11 @@ class LlamaShape:
         return found
 
     def to_config(self, dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
-        """Return ``config.json``, the quantization left out.
+        """Return ``config.json`` without the quantization.
 
         Args:
-          dtype: of what stays in float.
-          tokens: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``; None where there is none.
+          dtype: dtype of unquantized tensors.
+          tokens: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, each a number or None.
         """
         return {
             "architectures": [ARCHITECTURE],
@@ -121,17 +121,16 @@ class LlamaShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> LlamaShape:
-        """Read ``config.json``.
+        """Return the shape that ``config.json`` describes.
 
         Raises:
-          ValueError: a size that is missing or that no model has, by its key.
-          NotImplementedError: what the decoder does not have: another architecture, biases, scaled rotary embedding.
+          ValueError: a size is missing or impossible; the message names its key.
+          NotImplementedError: the decoder does not support it: another architecture, biases, scaled rotary embedding.
         """
         names = config.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) <= {ARCHITECTURE, "MistralForCausalLM"} or not names:
             raise NotImplementedError(
-                f"config.json has architectures {show(names)}; only {ARCHITECTURE} and MistralForCausalLM map to the "
-                "decoder"
+                f"config.json has architectures {show(names)}; only {ARCHITECTURE} and MistralForCausalLM are supported"
             )
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
@@ -146,12 +145,12 @@ class LlamaShape:
         }
         for key, (value, wanted) in refused.items():
             if value != wanted:
-                raise NotImplementedError(f"config.json has {key} {show(value)}, and the decoder has {wanted!r} alone")
+                raise NotImplementedError(f"config.json has {key} {show(value)}; the decoder supports only {wanted!r}")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         kv_heads = _size(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
-                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         head_dim = _size(config, "head_dim", max(1, hidden // heads))
         if head_dim % 2:
@@ -175,7 +174,7 @@ class LlamaShape:
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """Return a linear layer and those that servers run in one matmul with it: their scales of a tensor are equal."""
+    """Return a linear layer and the layers that servers fuse with it; they share their per-tensor scales."""
     stem, _, last = module.rpartition(".")
     return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))
 

@@ -1,4 +1,4 @@
-"""Open a Hugging Face folder of a Llama, float or quantized, as the named float tensors that an exporter takes."""
+"""Reader of a Hugging Face folder of a Llama, float or quantized, as named float tensors."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class HfFolder:
 
     Attributes:
       config: ``config.json``.
-      shape: of the model.
-      quantization: ordered rules of how layers are quantized; None for a float checkpoint.
+      shape: shape of the model.
+      quantization: ordered rules for the quantization of layers, or None for a float checkpoint.
 
     Args:
-      folder: with ``config.json`` and ``model.safetensors`` or its shards and index.
+      folder: folder with ``config.json`` and ``model.safetensors`` or its shards and index.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, or the tensors are not those of the config; names the tensor.
-      NotImplementedError: an architecture or a quantization that is not read.
+      ValueError: a file is damaged, or a tensor does not match the config; the message names the tensor.
+      NotImplementedError: the architecture or quantization is not supported.
     """
 
     def __init__(self, folder: str | Path):
@@ -54,31 +54,31 @@ class HfFolder:
         if len(known) != sum(len(file) for file in self._files):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
         if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
-            raise ValueError(f"{others[0]} is not read, as no index names it; move it elsewhere")
+            raise ValueError(f"{others[0]} is not used, because no index names it; move it elsewhere")
         self.shape = LlamaShape.of_config(self.config)
         self.quantization: CheckpointQuantization | None = read_quantization(
             self.config, known, read_json(sidecar) if sidecar.exists() else None
         )
         if self.quantization is not None and self.quantization.kv_cache is not None:
             raise NotImplementedError(
-                f"{self.folder} quantizes its KV cache ({self.quantization.kv_cache}), and its scales are not read; "
-                "export it without kv_cache_scheme, and serve with quantize_kvcache"
+                f"{self.folder} quantizes its KV cache ({self.quantization.kv_cache}), whose scales are not "
+                "supported; export it without kv_cache_scheme, and serve with quantize_kvcache"
             )
         self._check_names()
 
     def spec(self, module: str) -> LayerSpec | None:
-        """Return how a linear layer is quantized, or None."""
+        """Return the quantization of a linear layer, or None."""
         return None if self.quantization is None else self.quantization.spec(module)
 
     def tensors(self, module: str) -> dict[str, np.ndarray]:
-        """Return the tensors of a layer by the end of their name, as views of the files."""
+        """Return the tensors of a layer by the suffix of their name, as views of the files."""
         return {end: self._where[name][name] for end, name in self._ends.get(module, {}).items()}
 
     def layer(self, module: str) -> StoredLayer | None:
-        """Return a linear layer as it is stored, None where it is float; no tensor of it is left unread.
+        """Return a linear layer as stored, or None if it is float. Every tensor of the layer must be used.
 
         Raises:
-          ValueError, NotImplementedError: as ``read_layer``; names the layer.
+          ValueError, NotImplementedError: raised by ``read_layer``; the message names the layer.
         """
         spec = self.spec(module)
         if spec is None:
@@ -89,7 +89,7 @@ class HfFolder:
             raise type(error)(f"{self.folder}: {module}: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor of ``shape.tensors()`` in float32, decoded where it is quantized; every value is finite."""
+        """Return a tensor of ``shape.tensors()`` decoded to float32; raises if a value is not finite."""
         module, size = name.removesuffix(".weight"), self.shape.tensors()[name]
         layer = self.layer(module) if module in self.shape.linears() else None
         place = f"{self.folder}: {name}"
@@ -101,25 +101,25 @@ class HfFolder:
             raise ValueError(f"{self.folder} has no tensor {name}")
         if tensors:
             raise ValueError(
-                f"{self.folder}: {module} has the tensor {next(iter(tensors))[1:]}, and its config makes it a float "
-                "layer, which has none; export the checkpoint again"
+                f"{self.folder}: {module} is a float layer in the config, but has the tensor "
+                f"{next(iter(tensors))[1:]}; export the checkpoint again"
             )
         if array.shape != size or array.dtype.name not in _FLOATS:
-            raise ValueError(f"{place} is {array.dtype.name}{array.shape}, and the config makes it a float of {size}")
-        with np.errstate(over="ignore"):  # float64 beyond float32 is infinite, which is refused
+            raise ValueError(f"{place} is {array.dtype.name}{array.shape}, but must be a float array of shape {size}")
+        with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite and raises
             return check_finite(array.astype(np.float32), place)
 
     def source(self, *, has_tokenizer: bool = True) -> Source:
-        """Return the model for an exporter or an import; static input scales come along as amaxes.
+        """Return the model for an exporter or an import; static input scales are included as amaxes.
 
         Args:
-          has_tokenizer: whether a tokenizer is read.
+          has_tokenizer: whether to read the tokenizer.
         """
         vocabulary = self.vocabulary() if has_tokenizer else None
         return Source(self.shape, self.read, vocabulary, self.input_amax(), lambda name: None)
 
     def input_amax(self) -> dict[str, float]:
-        """Return the largest magnitude of the input that a stored static scale stands for, by layer."""
+        """Return the input amax that each stored static scale represents, by layer."""
         found = {}
         for module in self.shape.linears():
             spec = self.spec(module)
@@ -135,8 +135,8 @@ class HfFolder:
         """Return the tokenizer, or None if the folder has none.
 
         Raises:
-          NotImplementedError: a tokenizer in another form than ``tokenizer.json`` or BPE of SentencePiece.
-          ValueError: a file that is not a tokenizer.
+          NotImplementedError: the tokenizer is neither ``tokenizer.json`` nor a BPE model of SentencePiece.
+          ValueError: a file is not a tokenizer.
         """
         path = next((path for name in _TOKENIZERS if (path := self.folder / name).exists()), None)
         if path is None:
@@ -155,41 +155,41 @@ class HfFolder:
             return [SafetensorsFile(single)]
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
-            raise ValueError(f"{index} has no weight_map of names to files")
+            raise ValueError(f"{index} has no weight_map from names to files")
         names = sorted(set(places.values()))
         for name in names:
             if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                raise ValueError(f"{index} names the file {show(name)}, which is none beside it")
+                raise ValueError(f"{index} names the file {show(name)}, which is not in the folder")
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
-                raise ValueError(f"{index} has {show(tensor)} in {name}, and it is not there; download it again")
+                raise ValueError(f"{index} has {show(tensor)} in {name}, which lacks it; download it again")
         for name, file in files.items():
             for tensor in file:
                 if places.get(tensor) != name:
-                    raise ValueError(f"{self.folder / name} has {show(tensor)}, which the index places elsewhere")
+                    raise ValueError(f"{self.folder / name} has {show(tensor)}, but the index places it elsewhere")
         return list(files.values())
 
     def _check_names(self) -> None:
-        """Refuse tensors that nothing reads and those that are missing."""
+        """Raise if a tensor is unused or missing."""
         wanted = {name.removesuffix(".weight") for name in self.shape.tensors()}
         for module, ends in self._ends.items():
             if module == HEAD and self.shape.tied and ".weight" in ends:
                 self._check_tied(f"{EMBEDDING}.weight", f"{HEAD}.weight")
                 ends = {end: name for end, name in ends.items() if end != ".weight"}
             for end, name in ends.items():
-                is_buffer = name.endswith("rotary_emb.inv_freq")  # what the config says
+                is_buffer = name.endswith("rotary_emb.inv_freq")  # derived from the config
                 if (module not in wanted and not is_buffer) or end == ".bias":
-                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
+                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama with its config lacks")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
 
     def _check_tied(self, embedding: str, head: str) -> None:
-        """Refuse a stored head that differs from the embedding, which a tied model uses in its place."""
+        """Raise if a stored head differs from the embedding, which a tied model uses instead."""
         one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
         is_same = one.shape == other.shape == self.shape.tensors()[embedding] and one.dtype == other.dtype
         if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape, 1)):
             raise ValueError(
-                f"{self.folder} has {head} and {embedding} with different values, and its config has "
-                "tie_word_embeddings true; set that to false, or remove the tensor that is not meant"
+                f"{self.folder} has {head} and {embedding} with different values, but its config has "
+                "tie_word_embeddings true; set it to false, or remove the wrong tensor"
             )

@@ -1,8 +1,8 @@
-"""The safetensors container: eight bytes of header length, a JSON header, then the tensors, little endian.
+"""Safetensors container: eight bytes of header length, a JSON header, then the tensors, little endian.
 
-The library checks every dtype, shape and place of a header before a byte is looked at, and the reader what the library
-lets pass: names that stand there twice, keys of no meaning, shapes that no array has. Arrays are views of the file, of
-the 8-bit floats, E8M0 scales and sub-byte types too, which the library's numpy front end does not read.
+The safetensors library checks every dtype, shape and offset of a header before any tensor is read. The reader here also
+rejects duplicate names, unknown keys and impossible shapes. Arrays are views of the file, also for 8-bit floats, E8M0
+scales and sub-byte types, which the library's numpy front end does not support.
 
 Source: the format's own description in the README of huggingface/safetensors.
 """
@@ -30,14 +30,14 @@ _MAX_ELEMENTS = 2**48
 _MAX_AXES = 32
 _PART = 1 << 22
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of the container's smaller types; an array of them is read as bytes, its last axis counted in bytes."""
+"""Bits of sub-byte types; their arrays are read as bytes, with the last axis counted in bytes."""
 DTYPES = {name: np.dtype(jnp.dtype(kind)) for name, kind in SAFETENSORS.items() if name not in SUB_BYTE}
-"""Its types of whole bytes."""
+"""Dtypes of types of whole bytes."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor of a header: the container's type, shape in elements, first byte and the one after the last."""
+    """One tensor of a header: type name, shape in elements, and offsets of its first byte and of the end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,20 +46,20 @@ class Entry(NamedTuple):
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """The shape of the array that is read, in bytes for what is smaller than one."""
+        """Shape of the array that is read; sub-byte types are counted in bytes."""
         bits = SUB_BYTE.get(self.dtype, 8)
         return self.shape if bits == 8 else (*self.shape[:-1], self.shape[-1] * bits // 8)
 
 
 class SafetensorsFile(Mapping[str, np.ndarray]):
-    """A file, mapped: arrays by name, each a read-only view of the file.
+    """A memory-mapped file: arrays by name, each a read-only view of the file.
 
     Args:
-      path: of the file.
+      path: path of the file.
 
     Raises:
-      ValueError: it is none, or its header does not fit it.
-      OSError: it cannot be opened.
+      ValueError: the file is not a safetensors file, or its header does not fit its size.
+      OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path):
@@ -79,7 +79,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         self.entries = {name: self._entry(name, row) for name, row in header.items() if name != "__metadata__"}
 
     def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the mapping of pairs, none of whose names stands there twice."""
+        """Return the mapping of pairs; raises if a name occurs twice."""
         found = dict(pairs)
         if len(found) != len(pairs):
             twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -87,18 +87,18 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         return found
 
     def _entry(self, name: str, row: Any) -> Entry:
-        # The library takes a JSON array for a row, and looks over keys that it does not know.
+        # The library accepts a JSON array as a row, and ignores unknown keys.
         if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(
                 f"{self.path}: tensor {show(name)} must have dtype, shape and data_offsets, got {show(row)}"
             )
         dtype, shape = row["dtype"], row["shape"]
         is_known = dtype in DTYPES or (dtype in SUB_BYTE and shape and shape[-1] * SUB_BYTE[dtype] % 8 == 0)
-        # An axis of no elements leaves the others bounded: numpy makes no array of more.
+        # If an axis is empty, the others are still limited: numpy cannot create larger arrays.
         if not is_known or len(shape) > _MAX_AXES or math.prod(max(1, n) for n in shape) > _MAX_ELEMENTS:
             raise ValueError(
-                f"{self.path}: tensor {show(name)} of type {dtype} and shape {show(shape)} is not read; types are "
-                f"{', '.join(DTYPES)}, and {', '.join(SUB_BYTE)} with whole bytes in each row"
+                f"{self.path}: tensor {show(name)} of type {dtype} and shape {show(shape)} is not supported; "
+                f"types are {', '.join(DTYPES)}, and {', '.join(SUB_BYTE)} with whole bytes in each row"
             )
         return Entry(dtype, tuple(shape), *row["data_offsets"])
 
@@ -110,7 +110,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         return np.frombuffer(self._map, dtype, math.prod(shape), self._start + entry.start).reshape(shape)
 
     def release(self) -> None:
-        """Take the pages that were read out of the resident memory of this process; views stay valid."""
+        """Remove the pages that were read from the resident memory of this process; views stay valid."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def __iter__(self) -> Iterator[str]:
@@ -121,12 +121,12 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
 
 class SafetensorsWriter:
-    """Write a file tensor by tensor, nothing of it kept in memory: the header is filled in at the end.
+    """Writer of a file, tensor by tensor, without keeping tensors in memory; the header is written last.
 
     Args:
-      path: to write.
-      names: how many tensors there will be at most, for which the header keeps room.
-      metadata: texts; ``{"format": "pt"}`` is what transformers asks for.
+      path: path to write.
+      names: maximum number of tensors, for which space is reserved in the header.
+      metadata: texts; transformers requires ``{"format": "pt"}``.
     """
 
     def __init__(self, path: Path, names: int, metadata: Mapping[str, str]):
@@ -138,20 +138,20 @@ class SafetensorsWriter:
         self.bytes = 0
 
     def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> int:
-        """Write a tensor and return its bytes.
+        """Write a tensor; returns its bytes.
 
         Args:
-          name: not there yet.
-          array: of one of ``DTYPES``.
-          cast: dtype to write it in, cast a part at a time.
+          name: name that is not in the file yet.
+          array: array of one of ``DTYPES``.
+          cast: dtype to write, cast chunk by chunk.
 
         Raises:
-          ValueError: a name that is there, or a dtype that the format has not.
+          ValueError: the name is already in the file, or the format does not support the dtype.
         """
         written = array.dtype if cast is None else np.dtype(cast)
         kind = NAMES.get(written)
         if kind is None or name in self.entries or name == "__metadata__":
-            raise ValueError(f"tensor {name!r} of {array.dtype.name} cannot be written, or is there already")
+            raise ValueError(f"tensor {name!r} of {array.dtype.name} cannot be written, or is already in the file")
         flat, size = np.ascontiguousarray(array).reshape(-1), array.size * written.itemsize
         for start in range(0, flat.size, _PART):
             part = flat[start : start + _PART]
@@ -168,7 +168,7 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._room:
             raise ValueError(
-                f"{self.path} has a header of {len(text)} bytes and room for {self._room}; shorten the names"
+                f"{self.path} has a header of {len(text)} bytes, with {self._room} reserved; shorten the names"
             )
         self._file.seek(0)
         self._file.write(struct.pack("<Q", self._room) + text.ljust(self._room))

@@ -1,7 +1,7 @@
-"""The formats of Hugging Face folders, a row each: what their ``config.json`` says is what is written and read.
+"""Table of the formats of Hugging Face folders: the entry in ``config.json`` defines what is written and read.
 
 Source: ``PRESET_SCHEMES`` of compressed-tensors; DeepSeek's and fbgemm's checkpoints; the checkpoint exporter of
-nvidia-modelopt, and vLLM's ``modelopt.py``, which asks for every key below.
+nvidia-modelopt, and vLLM's ``modelopt.py``, which requires every key below.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from jaxquant.export.folder import Scheme
 from jaxquant.export.llama import HEAD
 
 PRODUCER = {"name": "modelopt", "version": "0.29.0"}
-"""Loaders tell the dialect by it: the first version with all keys that are written here."""
+"""Producer by which loaders select the variant of the format: the first version with all keys written here."""
 SCALE_BOUND = 1200.0
-"""Bound of what a dynamic scale covers in ``fbgemm_fp8``; that of the published checkpoints."""
+"""Upper bound of dynamic scales in ``fbgemm_fp8``, as in the published checkpoints."""
 
 
 def _compressed(name: str, format: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Scheme:
@@ -74,4 +74,4 @@ ROWS = (
     _modelopt("modelopt_fp8", "FP8", {"num_bits": 8, "type": "float"}),
     _modelopt("modelopt_nvfp4", "NVFP4", {"num_bits": 4, "type": "float", "group_size": 16}),
 )
-"""Every format; ``hf`` is the float one."""
+"""Rows of all formats; ``hf`` is the float format."""

@@ -1,4 +1,4 @@
-"""The input of an exporter: named float tensors that are read one at a time, the model's shape, its tokenizer."""
+"""Input of an exporter: named float tensors that are read one at a time, the model's shape, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jaxquant.export.llama import LlamaShape, fused_with
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer on its way into files.
+    """Contents of a tokenizer for writing files.
 
     Attributes:
-      tokens: texts by number, as byte-level BPE spells them; shorter than the embedding where that is padded.
-      merges: pairs in their order, joined by a space.
+      tokens: texts by number, in the spelling of byte-level BPE; shorter than the embedding if the latter is padded.
+      merges: pairs in order, joined by a space.
       kinds: types of the tokens in GGUF files.
-      bos, eos, pad: numbers of the tokens that begin and end a text and fill a row, or None.
-      tokenizer_json: a ``tokenizer.json`` of the tokenizers package.
+      bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
+      tokenizer_json: ``tokenizer.json`` of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, empty if they have none.
-      scores: scores of the tokens for a tokenizer of SentencePiece, in GGUF files; empty for byte-level BPE.
-      origin: file or metadata that it was read from.
+      scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
+      origin: file or metadata that the tokenizer was read from.
     """
 
     tokens: tuple[str, ...]
@@ -42,12 +42,12 @@ class Vocabulary:
 
     @property
     def ids(self) -> dict[str, int | None]:
-        """The numbers that ``config.json`` and ``generation_config.json`` have."""
+        """Token numbers in ``config.json`` and ``generation_config.json``."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
 class ScaledElements(NamedTuple):
-    """A quantized weight [out, in]: its elements, the scale of each block, and the scale above these [], 1 for none."""
+    """A quantized weight [out, in]: elements, scale of each block, and outer scale []; 1 if there is none."""
 
     elements: np.ndarray
     scale: np.ndarray
@@ -55,7 +55,7 @@ class ScaledElements(NamedTuple):
 
     @classmethod
     def of(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
-        """Return a tensor [out, in] with a scale for each block of a format; None where it has other numbers."""
+        """Return a tensor [out, in] with a scale for each block of a format, or None if it has other numbers."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
         whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
@@ -77,12 +77,12 @@ class Source:
     """A model to export.
 
     Attributes:
-      shape: of the model.
-      read: name of a tensor, as ``LlamaShape.tensors`` has it -> float32 array.
-      vocabulary: its tokenizer; None writes no tokenizer files.
+      shape: shape of the model.
+      read: function from the name of a tensor in ``LlamaShape.tensors`` to its float32 array.
+      vocabulary: tokenizer of the model; None writes no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
-      quantized: name of a linear layer -> ``QTensor`` of its weight as [out, in], as it is stored or as the training
-        forward multiplied it; None for float ones, and for blocks that are none of [out, in].
+      quantized: function from the name of a linear layer to the ``QTensor`` of its weight as [out, in], as stored or as
+        used in the training forward pass; None for float weights, and for blocks that do not fit [out, in].
     """
 
     shape: LlamaShape
@@ -99,11 +99,11 @@ class Source:
         """Return a tensor in float32, for an exporter.
 
         Raises:
-          ValueError: a shape that is not the model's, or values that are not finite.
+          ValueError: the shape is not the model's, or a value is not finite.
         """
         array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, and the model's is {shape}")
+            raise ValueError(f"{name} has shape {array.shape}, but the model needs {shape}")
         if not is_finite(array):
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array
@@ -111,35 +111,35 @@ class Source:
     def scaled_elements(self, module: str, operand: OperandSpec) -> ScaledElements | None:
         """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
 
-        The scale of a larger block is the scale of each of the format's blocks in it. Returns None if the layer has
-        other numbers, or one scale that the layers fused with it in servers do not share.
+        The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the layer has
+        other numbers, or a per-tensor scale that the layers that servers fuse with it do not share.
         """
-        found: dict[str, ScaledElements] = {}
+        elements: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):
             tensor = self.quantized(name)
-            own = None if tensor is None else ScaledElements.of(tensor, operand)
-            if own is None:
+            scaled = None if tensor is None else ScaledElements.of(tensor, operand)
+            if scaled is None:
                 return None
-            found[name] = own
-        return found[module] if len({own.scale.tobytes() for own in found.values()}) == 1 else None
+            elements[name] = scaled
+        return elements[module] if len({scaled.scale.tobytes() for scaled in elements.values()}) == 1 else None
 
     def fused_amax(self, module: str) -> float:
-        """Return the largest magnitude of a weight and of those that servers fuse with it."""
+        """Return the largest magnitude of a weight and of the weights that servers fuse with it."""
         return max(float(np.max(np.abs(self.weight(name)))) for name in fused_with(module))
 
     def fused_input_amax(self, module: str) -> float:
-        """Return the largest magnitude of the input of a linear layer and of those that servers fuse with it.
+        """Return the largest magnitude of the input of a linear layer and of the layers that servers fuse with it.
 
         Raises:
-          ValueError: nobody measured it.
+          ValueError: the input was not measured.
         """
         try:
-            found = [self.input_amax[name] for name in fused_with(module)]
+            amaxes = [self.input_amax[name] for name in fused_with(module)]
         except KeyError as error:
             raise ValueError(
-                f"the input of {error.args[0]} has no amax, and this format stores its scale; calibrate the model, or "
-                "use a format with dynamic scales"
+                f"the input of {error.args[0]} has no amax, but this format stores its scale; calibrate the "
+                "model, or use a format with dynamic scales"
             ) from None
-        if not all(np.isfinite(value) and value > 0 for value in found):
-            raise ValueError(f"the input of {module} has the amax {max(found)}, which is no scale; calibrate the model")
-        return max(found)
+        if not all(np.isfinite(value) and value > 0 for value in amaxes):
+            raise ValueError(f"the input of {module} has the invalid amax {max(amaxes)}; calibrate the model")
+        return max(amaxes)

@@ -1,7 +1,7 @@
-"""A linear layer as a checkpoint of others has it: elements, scales and zero points, as its own config describes them.
+"""Linear layers of foreign checkpoints: elements, scales and zero points, as their own config describes them.
 
-What writes a packing stands beside what reads it. Whatever reads a tensor of the layer takes it; one that nothing
-takes may change the layer's values, and is an error.
+The writer of each packing is next to its reader. Readers remove the tensors that they use from the layer; a tensor that
+is left over could change the layer's values, so it is an error.
 
 Source: the compressors of compressed-tensors; the checkpoint exporters of modelopt and of DeepSeek-V3.
 """
@@ -37,19 +37,19 @@ from jaxquant.export.source import Source
 _SCALES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
 _INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
 _LARGEST = {**{name: element(name).bound for name in ("float8_e4m3fn", "int8")}, "float4_e2m1fn": NVFP4_RANGE}
-"""What a static scale of an input times this is: the largest magnitude that it was made for."""
+"""Factor between a static scale of an input and the largest magnitude that it was made for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredLayer:
-    """The weight of a linear layer, ``(elements − zero_point) · scale``.
+    """Weight of a linear layer, ``(elements − zero_point) · scale``.
 
     Attributes:
-      elements: [out, in], of the type that the config names; int8 for int4.
+      elements: array [out, in] of the type in the config; int8 for int4.
       scale: float32, one for each block.
       block: rows and columns that share a scale.
       zero_point: int8 in the shape of ``scale``, or None.
-      levels: of a scale of two levels, that of each block as it is stored, and the one above them, [1]; or None.
+      levels: stored scales of the blocks and their outer scale [1] if there are two levels, otherwise None.
     """
 
     elements: np.ndarray
@@ -59,40 +59,40 @@ class StoredLayer:
     levels: tuple[np.ndarray, np.ndarray] | None = None
 
     def decode(self) -> np.ndarray:
-        """Return the weight in float32, each value rounded once; infinite where it is beyond float32."""
+        """Return the weight in float32, each value rounded once; infinite beyond the range of float32."""
         with np.errstate(over="ignore"):
             return decode_scaled(self.elements, self.scale, self.block, self.zero_point)
 
 
 def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> StoredLayer:
-    """Read a linear layer that a checkpoint's own config describes.
+    """Read a linear layer as a checkpoint's config describes it.
 
     Args:
-      spec: what its config says of the layer.
-      tensors: of the layer, by the end of their name (``.weight_scale``).
-      shape: [out, in] that the model asks for.
+      spec: quantization of the layer in the config.
+      tensors: tensors of the layer, by the suffix of their name (``.weight_scale``).
+      shape: [out, in] in the model.
 
     Raises:
-      ValueError: a tensor that is missing, of a shape or dtype that does not fit, or that nothing reads; names it.
-      NotImplementedError: a layout that is not read.
+      ValueError: a tensor is missing, unused, or has another shape or dtype; the message names it.
+      NotImplementedError: the layout is not supported.
     """
     if spec.packing not in _PACKINGS:
-        raise NotImplementedError(f"weights packed as {spec.packing!r} are not read; start from another export")
+        raise NotImplementedError(f"weights packed as {spec.packing!r} are not supported; start from another export")
     if spec.weight.granularity is ScaleGranularity.COLWISE:
-        raise NotImplementedError("a weight with a scale for each column is not read; export it with one for each row")
-    left = _Left(tensors)
-    layer = _PACKINGS[spec.packing].read(spec, shape, left)
-    input_amax(spec, left)
-    left.check_empty()
+        raise NotImplementedError("a weight with a scale per column is not supported; export it with one per row")
+    unused = _UnusedTensors(tensors)
+    layer = _PACKINGS[spec.packing].read(spec, shape, unused)
+    input_amax(spec, unused)
+    unused.check_empty()
     return layer
 
 
 def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    """Return the tensors of a linear layer by the end of their name, as ``read_layer`` reads them.
+    """Return the tensors of a linear layer by the suffix of their name, as ``read_layer`` reads them.
 
     Args:
-      spec: what the config of the format says of the layer.
-      source: the model; a layer that has the numbers of the format already keeps them.
+      spec: quantization of the layer in the config of the format.
+      source: model; a layer that already has the numbers of the format keeps them.
       module: name of the layer.
       weight: [out, in] in float32.
 
@@ -108,13 +108,13 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
 
 
 def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
-    """Take the static scale of a layer's input, and return the largest magnitude that it stands for; None without one.
+    """Remove the static scale of a layer's input; returns the largest magnitude that it represents, or None.
 
     Args:
-      spec, tensors: as for ``read_layer``; the scale is taken out of the tensors.
+      spec, tensors: same as for ``read_layer``; the scale is removed from the tensors.
 
     Raises:
-      ValueError: no single scale above 0.
+      ValueError: the scale is not a single number above 0.
     """
     if spec.input is None or not spec.has_static_input:
         return None
@@ -122,34 +122,34 @@ def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
     if name is None:
         return None
     scale = tensors.pop(name)
-    value = _single(scale, "the static scale of the input")
+    value = _positive_scalar(scale, "the static scale of the input")
     largest = _LARGEST.get(spec.input.dtype)
     if largest is None:
-        raise ValueError(f"a static scale of {spec.input.dtype} inputs is not read; export with dynamic scales")
+        raise ValueError(f"a static scale of {spec.input.dtype} inputs is not supported; export with dynamic scales")
     return largest / value if spec.packing == "nvfp4-pack" else largest * value
 
 
-class _Left(Tensors):
-    """The tensors of a layer that nothing has taken yet."""
+class _UnusedTensors(Tensors):
+    """Tensors of a layer that are not used yet."""
 
     def take(self, *names: str, is_needed: bool = True) -> Any:
-        """Remove and return the tensor that is there under one of the names; None if it is not needed."""
+        """Remove and return the tensor that has one of the names; None if it is optional and missing."""
         for name in names:
             if f".{name}" in self:
                 return self.pop(f".{name}")
         if is_needed:
-            raise ValueError(f"has {', '.join(self) or 'no other tensors'}, and needs {'/'.join(names)}")
+            raise ValueError(f"has {', '.join(self) or 'no other tensors'}, but needs {'/'.join(names)}")
         return None
 
     def check_empty(self) -> None:
         if self:
             raise ValueError(
-                f"has the tensor {next(iter(self)).removeprefix('.')}, which may change its values and which nothing "
-                "reads as its config describes it; export the checkpoint without it"
+                f"has the tensor {next(iter(self)).removeprefix('.')}, which its config does not describe and "
+                "which may change its values; export the checkpoint without it"
             )
 
 
-def _single(array: np.ndarray, what: str) -> float:
+def _positive_scalar(array: np.ndarray, what: str) -> float:
     value = array.astype(np.float32).reshape(-1)
     if value.size != 1 or not np.isfinite(value[0]) or value[0] <= 0:
         raise ValueError(f"{what} has shape {array.shape}, or is not a finite number above 0")
@@ -158,9 +158,7 @@ def _single(array: np.ndarray, what: str) -> float:
 
 def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(
-            f"{name} is {array.dtype.name}{array.shape}, and its config makes it {np.dtype(dtype).name}{shape}"
-        )
+        raise ValueError(f"{name} is {array.dtype.name}{array.shape}; its config needs {np.dtype(dtype).name}{shape}")
 
 
 def _layer(
@@ -168,46 +166,48 @@ def _layer(
 ) -> StoredLayer:
     """Return elements with their scales: one for the tensor, or one for each row or block."""
     if scale.dtype not in _SCALES:
-        raise ValueError(f"weight_scale is {scale.dtype.name}, which is no type of scales")
+        raise ValueError(f"weight_scale is {scale.dtype.name}, which is not a type of scales")
     if scale.dtype == np.uint8:  # E8M0 as bytes
         scale = np.ascontiguousarray(scale).view(ml_dtypes.float8_e8m0fnu)
     block = spec.weight.block_size
     if block is not None:
         counts = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         if scale.shape != counts:
-            raise ValueError(f"weight_scale has shape {scale.shape}, and blocks of {block} of {shape} have {counts}")
+            raise ValueError(f"weight_scale has shape {scale.shape}, but blocks of {block} in {shape} need {counts}")
     elif scale.size in (1, shape[0]):
         counts, block = (scale.size, 1), (shape[0] // scale.size, shape[1])
     else:
-        raise ValueError(f"weight_scale has shape {scale.shape}, neither one scale nor {shape[0]}")
+        raise ValueError(f"weight_scale has shape {scale.shape}, which is neither one scale nor {shape[0]}")
     scale = scale.astype(np.float32).reshape(counts)
     if not np.isfinite(scale).all():
         raise ValueError("weight_scale has values that are not finite; export the checkpoint again")
     if zero_point is not None and zero_point.size != scale.size:
-        raise ValueError(f"weight_zero_point has shape {zero_point.shape}, and the scales have {counts}")
+        raise ValueError(f"weight_zero_point has shape {zero_point.shape}, but the scales have {counts}")
     return StoredLayer(elements, scale, block, None if zero_point is None else zero_point.reshape(counts))
 
 
-def _zero_point(spec: LayerSpec, left: _Left, bits: int, rows: int) -> np.ndarray | None:
-    """Take the zero points: int8, or packed along the rows into int32 as the elements are along the columns."""
-    found = left.take("weight_zero_point", is_needed=not spec.weight.symmetric)
-    if found is None:
+def _zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -> np.ndarray | None:
+    """Remove and return the zero points: int8, or packed into int32 along the rows (elements: along the columns)."""
+    zero_point = unused.take("weight_zero_point", is_needed=not spec.weight.symmetric)
+    if zero_point is None:
         return None
-    if found.dtype == np.int32 and found.ndim == 2 and len(found) == -(-rows * bits // 32):
-        found = unpack_int(found.T, bits, rows).T
-    if found.dtype != np.int8:
-        raise ValueError(f"weight_zero_point is {found.dtype.name}{found.shape}, neither int8 nor packed into int32")
-    if spec.weight.symmetric and found.any():
-        raise ValueError("weight_zero_point is not 0, and its config says symmetric; correct one of them")
-    return None if spec.weight.symmetric else found
+    if zero_point.dtype == np.int32 and zero_point.ndim == 2 and len(zero_point) == -(-rows * bits // 32):
+        zero_point = unpack_int(zero_point.T, bits, rows).T
+    if zero_point.dtype != np.int8:
+        raise ValueError(
+            f"weight_zero_point is {zero_point.dtype.name}{zero_point.shape}, neither int8 nor packed into int32"
+        )
+    if spec.weight.symmetric and zero_point.any():
+        raise ValueError("weight_zero_point is not 0, but its config has symmetric true; correct one of them")
+    return None if spec.weight.symmetric else zero_point
 
 
-def _plain(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
-    weight = left.take("weight")
+def _plain(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+    weight = unused.take("weight")
     kind = "int8" if spec.weight.dtype == "int4" else spec.weight.dtype
     _expect("weight", weight, jnp.dtype(kind), shape)
-    scale = left.take("weight_scale", "weight_scale_inv")
-    return _layer(spec, shape, weight, scale, _zero_point(spec, left, 8, shape[0]))
+    scale = unused.take("weight_scale", "weight_scale_inv")
+    return _layer(spec, shape, weight, scale, _zero_point(spec, unused, 8, shape[0]))
 
 
 def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
@@ -218,9 +218,10 @@ def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 def _encoded(
     spec: LayerSpec, source: Source, module: str, weight: np.ndarray, scale_dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return elements, and scales that bring the amax of the tensor, of each row or of each block to the largest one.
+    """Return elements and scales that map the amax of the tensor, row or block to the largest element.
 
-    A layer that has the numbers of the format keeps them, and its scales in their dtype if ``scale_dtype`` rounds them.
+    A layer that already has the numbers of the format keeps them, and also its scales in their dtype if ``scale_dtype``
+    would round them.
     """
     own, dtype, block = source.scaled_elements(module, spec.weight), spec.weight.dtype, spec.weight.block_size
     if own is not None:
@@ -235,17 +236,17 @@ def _encoded(
     return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
 
 
-def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+def _packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
-        raise NotImplementedError(f"{spec.weight.dtype} is not packed into int32; the format is of another type")
-    packed, scale = left.take("weight_packed"), left.take("weight_scale")
+        raise NotImplementedError(f"{spec.weight.dtype} cannot be packed into int32; the format has another type")
+    packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
-    stored = left.take("weight_shape", is_needed=False)
+    stored = unused.take("weight_shape", is_needed=False)
     if stored is not None and tuple(stored.tolist()) != shape:
-        raise ValueError(f"weight_shape is {stored.tolist()}, and the model asks for {list(shape)}")
+        raise ValueError(f"weight_shape is {stored.tolist()}, but the model needs {list(shape)}")
     elements = unpack_int(packed, bits, shape[1])
-    return _layer(spec, shape, elements, scale, _zero_point(spec, left, bits, shape[0]))
+    return _layer(spec, shape, elements, scale, _zero_point(spec, unused, bits, shape[0]))
 
 
 def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
@@ -254,14 +255,14 @@ def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarr
     return {".weight_packed": pack_int4(elements), ".weight_scale": scale, ".weight_shape": shape}
 
 
-def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+def _nvfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     is_modelopt = spec.packing == "modelopt"
     name = "weight" if is_modelopt else "weight_packed"
-    packed, scale = left.take(name), left.take("weight_scale")
-    outer = left.take("weight_scale_2" if is_modelopt else "weight_global_scale")
+    packed, scale = unused.take(name), unused.take("weight_scale")
+    outer = unused.take("weight_scale_2" if is_modelopt else "weight_global_scale")
     _expect(name, packed, np.uint8, (shape[0], shape[1] // 2))
     _expect("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
-    value = np.full(1, _single(outer, "the scale of the tensor"), np.float32)
+    value = np.full(1, _positive_scalar(outer, "the scale of the tensor"), np.float32)
     whole = scale.astype(np.float32) * value if is_modelopt else scale.astype(np.float32) / value
     levels = scale, value if is_modelopt else 1 / value
     return dataclasses.replace(_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
@@ -273,7 +274,7 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
         packed, scale, outer = pack_e2m1(own.elements), own.scale, own.outer
     else:
         outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
-        # Where the reciprocal is stored, what divides must be what multiplied.
+        # If the reciprocal is stored, encode with the value that the reader computes from it.
         outer = outer if is_modelopt else np.float32(1) / (np.float32(1) / outer)
         packed, scale = encode_nvfp4(weight, float(outer))
     if is_modelopt:
@@ -281,11 +282,11 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
     return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
 
 
-def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
-    packed, scale = left.take("weight_packed"), left.take("weight_scale")
+def _mxfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+    packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
     if scale.dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
-        raise ValueError(f"weight_scale is {scale.dtype.name}, and scales of MXFP4 are E8M0")
+        raise ValueError(f"weight_scale is {scale.dtype.name}, but scales of MXFP4 are E8M0")
     return _layer(spec, shape, unpack_e2m1(packed), scale, None)
 
 
@@ -298,7 +299,7 @@ def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 
 
 class _Packing(NamedTuple):
-    read: Callable[[LayerSpec, tuple[int, int], _Left], StoredLayer]
+    read: Callable[[LayerSpec, tuple[int, int], _UnusedTensors], StoredLayer]
     write: Callable[[LayerSpec, Source, str, np.ndarray], Tensors]
 
 
@@ -309,4 +310,4 @@ _PACKINGS = {
     "modelopt": _Packing(_nvfp4, _write_nvfp4),
     "mxfp4-pack": _Packing(_mxfp4, _write_mxfp4),
 }
-"""What reads and writes each packing."""
+"""Reader and writer of each packing."""

@@ -1,4 +1,4 @@
-"""``SHA256SUMS`` of a folder, in the format of ``sha256sum``, used to detect damage in any file."""
+"""``SHA256SUMS`` of a folder, in the format of ``sha256sum``, for detecting damaged files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         file.write(data if isinstance(data, bytes) else data.encode())
@@ -35,59 +35,59 @@ def files_of(folder: Path) -> list[str]:
 
 
 def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the sums of all files of a folder; with ``names``, update only these entries."""
+    """Write the checksums of all files of a folder; with ``names``, update only these entries."""
     sums = read_sums(folder) if names is not None and (folder / NAME).is_file() else {}
     sums |= {name: sha256_of(folder / name) for name in (files_of(folder) if names is None else names)}
     write_whole(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
 def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
-    """Read the sums of a folder by the names of the files.
+    """Return the checksums of a folder by file name.
 
     Args:
-      folder: the folder that has ``SHA256SUMS``.
-      required: as for ``check_sums``; it selects the advice of an error.
+      folder: folder that has ``SHA256SUMS``.
+      required: same as for ``check_sums``; it selects the advice of an error.
 
     Raises:
-      ValueError: there are none, or the file is damaged.
+      ValueError: the file is missing or damaged.
     """
     place = folder / NAME
     if not place.is_file():
         raise ValueError(f"{place} is gone; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
-        raise ValueError(f"{place} is no list of sums; {_way_out(place, required)}")
+        raise ValueError(f"{place} is not a list of checksums; {_advice(place, required)}")
     return {name: digest for digest, name in _LINE.findall(text)}
 
 
 def check_sums(
     folder: Path, names: Iterable[str] | None = None, *, required: bool = True, late: Collection[str] = ()
 ) -> None:
-    """Compare the files of a folder with their sums.
+    """Compare the files of a folder with their checksums.
 
     Args:
-      folder: the folder that has ``SHA256SUMS``.
-      names: files to read; None is every file with a sum.
-      required: whether every file must have a sum. If not, a folder without sums is another program's, and a file
-        without a sum is the user's.
-      late: files that need no sum.
+      folder: folder that has ``SHA256SUMS``.
+      names: files to read; None selects every file with a checksum.
+      required: whether every file must have a checksum. If False, a folder without checksums was written by another
+        program, and a file without a checksum by the user.
+      late: files that need no checksum.
 
     Raises:
-      ValueError: naming the first file that is gone, has changed or has no sum.
+      ValueError: a file is missing, has changed or has no checksum; the message names the first one.
     """
     if not required and not (folder / NAME).is_file():
         return
     sums = read_sums(folder, required=required)
     for name in files_of(folder) if required else ():
         if name not in sums and name not in late:
-            raise ValueError(f"{folder / name} has no sum in {NAME}; move it elsewhere, or copy the folder again")
+            raise ValueError(f"{folder / name} has no checksum in {NAME}; move it elsewhere, or copy the folder again")
     for name in sums if names is None else names:
         path = folder / name
         if name in sums and (not path.is_file() or sha256_of(path) != sums[name]):
             what = "has changed since it was written" if path.is_file() else "is gone"
-            raise ValueError(f"{path} {what}; {_way_out(folder / NAME, required)}")
+            raise ValueError(f"{path} {what}; {_advice(folder / NAME, required)}")
 
 
-def _way_out(place: Path, required: bool) -> str:
-    """Return what a user can do about a damaged file; sums that are not required may be deleted."""
-    return "copy the folder again, or write it again" + ("" if required else f", or delete {place} if that is meant")
+def _advice(place: Path, required: bool) -> str:
+    """Return advice for a damaged file; checksums that are not required may be deleted."""
+    return "copy the folder again, or write it again" + ("" if required else f", or delete {place} if intended")

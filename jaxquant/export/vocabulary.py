@@ -1,4 +1,4 @@
-"""Tokenizers in the files of other libraries: bytes, byte-level BPE, and the BPE of SentencePiece."""
+"""Tokenizers in files of other libraries: bytes, byte-level BPE, and SentencePiece BPE."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxquant.core.typed import show
 from jaxquant.export.source import Vocabulary
 
 BYTE_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
-"""What the tokens after the 256 bytes are called, of ``ByteVocabulary``."""
+"""Names of the tokens after the 256 bytes in the byte vocabulary."""
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, the same in GGUF files and in SentencePiece's."""
+"""Types of tokens, the same in GGUF files and in SentencePiece."""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,13 +32,13 @@ _PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
 """Pre-tokenizers of byte-level BPE by llama.cpp's names; a vocabulary without merges is ``default``."""
 _ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _PREFIX = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _ESCAPE]}
-"""Normalizers of SentencePiece: without and with a space before the text."""
+"""SentencePiece normalizers, without and with a space before the text."""
 
 
 def byte_characters() -> tuple[str, ...]:
-    """Return the printable character that byte-level BPE has for each byte.
+    """Return the printable character of each byte in byte-level BPE.
 
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on.
+    Printable bytes of Latin-1 are the same characters; other bytes are characters from U+0100 on.
 
     Source: ``bytes_to_unicode`` of GPT-2.
     """
@@ -48,10 +48,10 @@ def byte_characters() -> tuple[str, ...]:
 
 
 def byte_vocabulary(size: int) -> Vocabulary:
-    """Return the vocabulary of bytes 0 to 255, then beginning, end and padding; the rest of ``size`` is not used."""
+    """Return the vocabulary of bytes 0 to 255, then beginning, end and padding; the rest of ``size`` is unused."""
     tokens = (*byte_characters(), *BYTE_SPECIAL)
     if size < len(tokens):
-        raise ValueError(f"a vocabulary of {size} does not hold the {len(tokens)} tokens of bytes")
+        raise ValueError(f"a vocabulary of {size} is too small for the {len(tokens)} tokens of bytes")
     level = _LEVEL | {"trim_offsets": False, "use_regex": False}
     kinds = [NORMAL] * 256 + [CONTROL] * len(BYTE_SPECIAL)
     return _read(_bpe(tokens, kinds, [], 256, {}, pre_tokenizer=level, decoder=level), 256, 257, 258, "bytes")
@@ -60,27 +60,27 @@ def byte_vocabulary(size: int) -> Vocabulary:
 def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.json``.
 
-    One that GGUF has no name for has ``pre`` empty; a Hugging Face folder takes it nevertheless.
+    If GGUF has no name for its pre-tokenizer, ``pre`` is empty; a Hugging Face folder accepts it nevertheless.
 
     Args:
-      data: the file's contents.
-      bos, eos, pad: numbers, or None.
+      data: contents of the file.
+      bos, eos, pad: token numbers, or None.
 
     Raises:
-      ValueError: no model with a vocabulary in it, or parts that are none of a tokenizer's.
+      ValueError: there is no model with a vocabulary, or a part is invalid.
     """
     try:
         return _read(data, bos, eos, pad)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"tokenizer.json is not of the library's layout ({type(error).__name__}: {error})") from None
+        raise ValueError(f"tokenizer.json is not of the tokenizers library ({type(error).__name__}: {error})") from None
 
 
 def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
     """Return the vocabulary in the metadata of a GGUF file, or None if there is none.
 
     Raises:
-      NotImplementedError: a tokenizer or a pre-tokenizer that is not read; names it.
-      ValueError: parts that are missing or do not fit.
+      NotImplementedError: the tokenizer or pre-tokenizer is not supported; the message names it.
+      ValueError: a part is missing or invalid.
     """
     found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     model, pre = found.get("model", "none"), found.get("pre", "default")
@@ -89,8 +89,8 @@ def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
     is_spm, merges = model == "llama", found.get("merges", [])
     if not is_spm and (model != "gpt2" or (len(merges) and pre not in _PRE_TOKENIZERS)):
         raise NotImplementedError(
-            f"tokenizer.ggml.model {show(model)} with tokenizer.ggml.pre {show(pre)} is not read; models that are: "
-            f"llama, and gpt2 with {', '.join(_PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.model {show(model)} with tokenizer.ggml.pre {show(pre)} is not supported; supported "
+            f"are llama, and gpt2 with {', '.join(_PRE_TOKENIZERS)}"
         )
     try:
         tokens = found["tokens"]
@@ -106,7 +106,7 @@ def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
             data = _bpe(tokens, kinds, pairs, bos, whole, pre_tokenizer=cut, decoder=_LEVEL)
         return _read(data, bos, eos, pad, f"tokenizer.ggml, {model}")
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise ValueError(f"tokenizer.ggml is no {model} tokenizer ({type(error).__name__}: {error})") from None
+        raise ValueError(f"tokenizer.ggml is not a {model} tokenizer ({type(error).__name__}: {error})") from None
 
 
 def of_sentencepiece(data: bytes) -> Vocabulary:
@@ -115,27 +115,27 @@ def of_sentencepiece(data: bytes) -> Vocabulary:
     Source: ``sentencepiece_model.proto``.
 
     Raises:
-      NotImplementedError: a model that is not BPE, or one that normalizes text.
-      ValueError: not a model of SentencePiece.
+      NotImplementedError: the model is not BPE, or normalizes text.
+      ValueError: the file is not a SentencePiece model.
     """
     try:
         parts = _fields(data)
         pieces, (trainer,), (normalizer,) = ([_fields(each) for each in parts[key]] for key in (1, 2, 3))
         one = lambda fields, key, default: fields.get(key, [default])[-1]  # noqa: E731
         if one(trainer, 3, 1) != 2 or one(normalizer, 2, b"") or one(normalizer, 4, 1):
-            raise NotImplementedError("tokenizer.model is not BPE, or it normalizes text; give a tokenizer.json")
+            raise NotImplementedError("tokenizer.model is not BPE, or it normalizes text; provide a tokenizer.json")
         tokens, kinds = [one(piece, 1, b"").decode() for piece in pieces], [one(piece, 3, NORMAL) for piece in pieces]
         scores = np.array([one(piece, 2, 0) for piece in pieces], np.uint32).view(np.float32).tolist()
         ids = [one(trainer, key, default) for key, default in ((41, 1), (42, 2), (43, -1))]
-        bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: there is none
+        bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: no such token
         prefixed = _sentencepiece(tokens, kinds, scores, bos, one(normalizer, 3, 1))
         return _read(prefixed, bos, eos, pad, "tokenizer.model")
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, DecodeError) as error:
-        raise ValueError(f"tokenizer.model is not a model of SentencePiece ({type(error).__name__}: {error})") from None
+        raise ValueError(f"tokenizer.model is not a SentencePiece model ({type(error).__name__}: {error})") from None
 
 
 def _fields(data: bytes) -> dict[int, list[Any]]:
-    """Return the values of a protocol buffer by the number of their field: whole numbers, or bytes."""
+    """Return the values of a protocol buffer by field number: integers or bytes."""
     found: dict[int, list[Any]] = {}
     for field in UnknownFieldSet(Empty.FromString(data)):
         found.setdefault(field.field_number, []).append(field.data)
@@ -145,7 +145,7 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
 def _bpe(
     tokens: Sequence[str], kinds: Sequence[int], merges: Any, bos: int | None, model: Mapping[str, Any], **parts: Any
 ) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` of BPE with some fields of its model, and with some of its other parts."""
+    """Return a ``tokenizer.json`` of BPE with the given fields of its model and other parts."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": index, "content": token, "special": kind != USER, **flags}
@@ -170,7 +170,7 @@ def _bpe(
 def _sentencepiece(
     tokens: Sequence[str], kinds: Sequence[int], scores: Iterable[float], bos: int | None, has_prefix: bool
 ) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` of SentencePiece's BPE, whose merges are in the order of the scores.
+    """Return a ``tokenizer.json`` of SentencePiece BPE, with merges in the order of the scores.
 
     Source: ``LlamaConverter`` of transformers.
     """
@@ -188,7 +188,7 @@ def _sentencepiece(
 
 
 def _pairs(tokens: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of tokens that makes up a token."""
+    """Yield every pair of tokens whose concatenation is a token."""
     known = dict.fromkeys(tokens)
     for token in known:
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
@@ -201,17 +201,17 @@ def _read(
     model: Any = data.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(vocab, Mapping) or not all(type(number) is int and number >= 0 for number in vocab.values()):
-        raise ValueError("tokenizer.json has no model with a vocabulary of tokens and their numbers")
+        raise ValueError("tokenizer.json has no model with a vocabulary that maps tokens to numbers")
     numbers = {number: token for token, number in vocab.items()}
     added = [row for row in data.get("added_tokens", []) if isinstance(row, Mapping)]
     numbers |= {row["id"]: row["content"] for row in added}
     most = 2 * len(numbers) + 1_000_000
     if not all(type(number) is int and 0 <= number < most for number in numbers):
-        raise ValueError(f"tokenizer.json numbers {len(numbers):,} tokens by something else than 0 to {most:,}")
+        raise ValueError(f"tokenizer.json does not number its {len(numbers):,} tokens from 0 to {most:,}")
     tokens = tuple(numbers.get(index, f"[unused{index}]") for index in range(max(numbers, default=-1) + 1))
     for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
         if number is not None and not 0 <= number < len(tokens):
-            raise ValueError(f"{name}_token_id {number} is none of the {len(tokens):,} tokens of tokenizer.json")
+            raise ValueError(f"{name}_token_id {number} is not one of the {len(tokens):,} tokens of tokenizer.json")
     merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ()))
     is_bpe, has_bytes = model.get("type") == "BPE", model.get("byte_fallback", False)
     of_bytes = {token for token in tokens if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", token)}
@@ -227,7 +227,7 @@ def _read(
 def _scores(
     data: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]
 ) -> tuple[float, ...]:
-    """Return scores with which SentencePiece merges as the file does, or none if it cannot."""
+    """Return scores with which SentencePiece merges in the same order, or () if there are none."""
     pairs = [tuple(pair.split(" ")) for pair in merges]
     normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
     if data.get("normalizer") not in (_ESCAPE, _PREFIX) or data.get("pre_tokenizer") or set(_pairs(normal)) - {*pairs}:
@@ -239,11 +239,11 @@ def _scores(
 
 
 def _pre_tokenizer(data: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of what cuts a text before the merges, "" where it has none."""
+    """Return llama.cpp's name of the pre-tokenizer, or "" if it has no name."""
     cut = data.get("pre_tokenizer") or {}
     parts = cut.get("pretokenizers", [cut]) if isinstance(cut, Mapping) else []
     if data.get("normalizer") is not None or not parts or parts[-1].get("type") != "ByteLevel":
         return ""
-    parts = [*parts[:-1], {**_LEVEL, **parts[-1], "trim_offsets": True}]  # which changes no token
+    parts = [*parts[:-1], {**_LEVEL, **parts[-1], "trim_offsets": True}]  # does not change tokens
     found = (name for name, known in _PRE_TOKENIZERS.items() if parts == known)
     return next(found, "") if data["model"].get("merges") else "default"

@@ -1,4 +1,4 @@
-"""Element packings and block formats: how quantized numbers lie in bytes."""
+"""Element packings and block formats: the layout of quantized numbers in bytes."""
 
 from jaxquant.formats.codec import Codec as Codec
 from jaxquant.formats.encoded import encode_tensor as encode_tensor

@@ -1,4 +1,4 @@
-"""A codec: how float arrays become bytes and come back, as a row of data and two functions."""
+"""Codec: encoding of float arrays to bytes and back, as a row of data and two functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxquant.core.qtensor import CODEC_MARK, QTensor
 
 Parts = dict[str, Array]
-"""The arrays of an encoded array by name, each with the leading axes of the float one."""
+"""Arrays of an encoded array by name, each with the leading axes of the float array."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Codec:
     """One tensor format. Blocks lie along the last axis, row by row.
 
     Attributes:
-      name: what configs and ``codec`` call it.
-      elements_per_block: elements that are encoded together; the last axis must be a multiple.
-      bytes_per_block: bytes that they take, a block's own scales included.
-      encode_last: float32 ``[..., K]`` to parts.
-      decode_last: parts to float32 ``[..., K]``, bit for bit what the format defines.
-      encoding: name in a GGUF file and of MAX's ``QuantizationEncoding``, or None.
+      name: name in configs and for ``codec``.
+      elements_per_block: number of elements that are encoded together; the last axis must be a multiple.
+      bytes_per_block: number of bytes of a block, including its scales.
+      encode_last: function from float32 ``[..., K]`` to parts.
+      decode_last: function from parts to float32 ``[..., K]``, bit for bit as the format defines.
+      encoding: name in a GGUF file and in MAX's ``QuantizationEncoding``, or None.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Codec:
     encoding: str | None = None
 
     def encode(self, x: Float[Array, ...], axis: int = -1) -> Parts:
-        """Encode an array; jit-compatible.
+        """Encode an array. Can be jitted.
 
         Args:
-          x: any float dtype; it is read as float32.
-          axis: along which neighbours share a block. It becomes the last one.
+          x: array of any float dtype; it is converted to float32.
+          axis: axis along which neighbours share a block. It becomes the last one.
 
         Raises:
-          ValueError: the size of the axis is no multiple of the block.
-          TypeError: not a float array.
+          ValueError: the size of the axis is not a multiple of the block.
+          TypeError: the array is not a float array.
         """
         if not (jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.itemsize_bits(x.dtype) == 4):
             raise TypeError(f"{self.name} encodes float arrays, got {x.dtype.name}; convert the array first")
@@ -59,11 +59,11 @@ class Codec:
         return _encode(self, jnp.moveaxis(x, axis, -1))
 
     def decode(self, parts: Parts, dtype: str = "float32") -> Float[Array, ...]:
-        """Decode what ``encode`` made, blocks along the last axis, rounded once to ``dtype``."""
+        """Decode the result of ``encode``, with blocks along the last axis, rounded once to ``dtype``."""
         return _decode(self, parts).astype(dtype)
 
     def decode_tensor(self, tensor: QTensor) -> Float[Array, "*shape"]:
-        """Return the float32 array of a ``QTensor`` that ``formats.encode_tensor`` made."""
+        """Return the float32 array of a ``QTensor`` from ``formats.encode_tensor``."""
         sizes = tensor.blocks
         axes = [axis for axis, size in enumerate(sizes) if size > 1]
         stored = jnp.moveaxis(tensor.qvalue, axes[-1], -1)
@@ -74,7 +74,7 @@ class Codec:
         return checkpoint_name(values, CODEC_MARK + self.name)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Count the bytes of an encoded array of this shape, a scale for the whole tensor left out."""
+        """Return the bytes of an encoded array of this shape, without a scale for the complete tensor."""
         size = 1
         for length in shape:
             size *= length
@@ -92,10 +92,10 @@ def _decode(codec: Codec, parts: Parts) -> Array:
 
 
 def blocks_of(x: Float[Array, "... K"], size: int) -> Float[Array, "... T size"]:
-    """Return ``x`` with its last axis cut into blocks."""
+    """Return ``x`` with its last axis split into blocks."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def joined(blocks: Array) -> Array:
-    """Return an array whose last two axes are one."""
+    """Return an array with its last two axes merged."""
     return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])

@@ -1,7 +1,7 @@
-"""GGML's block formats, decoded: what llama.cpp and GGUF files mean by their bytes.
+"""GGML's block formats, decoded as llama.cpp and GGUF files define them.
 
-Blocks are bytes along the last axis, little endian. All products below are exact in float32 but the last of Q6_K, which
-rounds once, so that a fused multiply-add changes no bit.
+Blocks are bytes along the last axis, little endian. All products below are exact in float32, except the last one of
+Q6_K, which rounds once, so a fused multiply-add changes no bit.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c of ggml; ``gguf.quants`` of llama.cpp.
 """
@@ -31,7 +31,7 @@ def _shifted(data: UInt8[Array, "... n"], shifts: tuple[int, ...], mask: int) ->
 
 
 def _decode_bf16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:
-    # By bits: a cast may flush subnormal numbers.
+    # On the bits, because a cast may flush subnormal numbers.
     bits = data[..., 0].astype(jnp.uint32) << 16 | data[..., 1].astype(jnp.uint32) << 24
     return jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
 
@@ -41,10 +41,10 @@ def _decode_f16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:
 
 
 def _halves(first: UInt8[Array, "... n"], second: UInt8[Array, "... n"]) -> UInt8[Array, "... 2 n"]:
-    """Return both, one after the other, by a choice and not by a concatenation.
+    """Return both arrays, one after the other, with ``where`` instead of a concatenation.
 
-    XLA on CPU makes of a concatenation of short rows a branch for each element, which keeps the loops around it from
-    using vectors.
+    XLA:CPU compiles a concatenation of short rows to a branch for each element, which prevents vectorization of the
+    loops around it.
     """
     return jnp.where(jnp.arange(2)[:, None] == 0, first[..., None, :], second[..., None, :])
 
@@ -72,8 +72,8 @@ def unpack_scales(data: UInt8[Array, "... 12"]) -> tuple[UInt8[Array, "... 8"], 
 def _decode_affine_k(data: UInt8[Array, "... bytes"], bits: int) -> Float[Array, "... 256"]:
     """Return ``d · scale · q − dmin · minimum`` of Q4_K and Q5_K, with eight sub-blocks of 32.
 
-    float16 d and dmin, 12 bytes of scales and minimums, in Q5_K 32 bytes of fifth bits (bit j is that of sub-block j),
-    then 128 bytes: sub-blocks 2p and 2p + 1 are the low and high nibbles of bytes 32p on.
+    Layout: float16 d and dmin; 12 bytes of scales and minimums; in Q5_K 32 bytes of fifth bits (bit j belongs to
+    sub-block j); 128 bytes, in which the low and high nibbles of the 32 bytes from 32p on are sub-blocks 2p and 2p + 1.
     """
     scales, minimums = unpack_scales(data[..., 4:16])
     nibbles = blocks_of(data[..., -128:], 32)
@@ -88,8 +88,9 @@ def _decode_affine_k(data: UInt8[Array, "... bytes"], bits: int) -> Float[Array,
 def _decode_q6_k(data: UInt8[Array, "... 210"]) -> Float[Array, "... 256"]:
     """Return ``d · scale · (q − 32)``, with sixteen sub-blocks of 16.
 
-    128 bytes of low nibbles, 64 of high bit pairs, 16 int8 scales, float16 d. In each half of 128 elements the four
-    groups of 32 are: low nibbles of 32 bytes, of the next 32, high nibbles of the first, of the second.
+    Layout: 128 bytes of low nibbles, 64 of high bit pairs, 16 int8 scales, float16 d. In each half of 128 elements, the
+    four groups of 32 are the low nibbles of the first 32 bytes, the low nibbles of the next 32, the high nibbles of the
+    first, and the high nibbles of the next.
     """
     low, high = blocks_of(data[..., :128], 64), blocks_of(data[..., 128:192], 32)  # [..., half, bytes]
     nibbles = (low[..., :32] & 0xF, low[..., 32:] & 0xF, low[..., :32] >> 4, low[..., 32:] >> 4)

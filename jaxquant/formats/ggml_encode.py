@@ -1,8 +1,8 @@
-"""GGML's block formats, encoded as ggml's reference does (no importance matrix).
+"""GGML's block formats, encoded as in ggml's reference (without an importance matrix).
 
-All numbers of a block are divided by a power of two first, which changes no bit of the algorithm (it is homogeneous)
-and keeps its sums of squares finite. A scale beyond float16 saturates, where ggml stores an infinity; a block that
-holds a value that is not finite decodes to NaN.
+A block is first divided by a power of two. This changes no bit of the algorithm, which is homogeneous, and keeps its
+sums of squares finite. A scale beyond float16 saturates, where ggml stores an infinity; a block that contains a value
+that is not finite decodes to NaN.
 
 Source: ``quantize_row_q*_ref``, ``make_qkx2_quants`` and ``make_qx_quants`` of ggml/src/ggml-quants.c.
 """
@@ -24,7 +24,7 @@ from jaxquant.formats.minifloat import SMALLEST_NORMAL, amax, exponent, power_of
 _F16_MAX = 65504.0
 _Q6_EPSILON = 1e-15
 _CACHED = 1 << 15
-"""Elements that a core's cache holds with what is computed of them."""
+"""Number of elements that fit into a core's cache together with their intermediate results."""
 
 
 def _bytes(x: Array) -> UInt8[Array, "... n"]:
@@ -33,28 +33,28 @@ def _bytes(x: Array) -> UInt8[Array, "... n"]:
 
 
 def _f16(x: Float[Array, ...], finite: Array) -> Float[Array, ...]:
-    """Return a float16 scale, saturated, or NaN for a block that is not finite."""
+    """Return a float16 scale, saturated, or NaN if the block is not finite."""
     return prevent_excess_precision(jnp.where(finite, jnp.clip(x, -_F16_MAX, _F16_MAX), jnp.nan).astype(jnp.float16))
 
 
 def _divide(x: Float[Array, ...] | float, by: Float[Array, ...]) -> Float[Array, ...]:
-    """Return ``x / by``, or 0 where ``by`` is 0 or subnormal, of which a quotient could overflow."""
+    """Return ``x / by``, or 0 if ``by`` is 0 or subnormal, because the quotient could overflow."""
     usable = jnp.abs(by) >= SMALLEST_NORMAL
     return jnp.where(usable, x / jnp.where(usable, by, 1), 0)
 
 
 def _normalized(x: Float[Array, "... n"]) -> tuple[Float[Array, "... n"], Float[Array, ...]]:
-    """Return ``x / 2**e`` with a largest magnitude of about 1, and ``2**e``; what is not finite becomes 0."""
+    """Return ``x / 2**e`` with a largest magnitude of about 1, and ``2**e``; values that are not finite become 0."""
     x = jnp.where(jnp.isfinite(x), x, 0)
     power = jnp.clip(exponent(amax(x)), -126, 126)
     return x * power_of_two(-power)[..., None], power_of_two(power)
 
 
 def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
-    """Return the element of largest magnitude with its sign; the first of several, by reductions alone."""
+    """Return the element of largest magnitude with its sign (the first of several), using only reductions."""
     magnitude, place = jnp.abs(x), jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     largest = amax(x)
-    # The place and the sign in one number, of which the smallest is that of the first.
+    # Place and sign in one number; the smallest one belongs to the first such element.
     key = jnp.where(magnitude == largest[..., None], 2 * place + (x < 0).astype(place.dtype), 2 * x.shape[-1])
     return jnp.where(jnp.min(key, axis=-1) & 1, -largest, largest)
 
@@ -64,7 +64,7 @@ def encode_f16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
 
 
 def encode_bf16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
-    """Round to nearest even by bits, a NaN made quiet, so that subnormal numbers are kept."""
+    """Round to nearest even on the bits, to keep subnormal numbers; a NaN becomes quiet."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     quiet = (bits >> 16 | 0x40).astype(jnp.uint16)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(jnp.uint16)
@@ -72,7 +72,7 @@ def encode_bf16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
 
 
 def encode_q4_0(x: Float[Array, "... 32"]) -> UInt8[Array, "... 18"]:
-    """Encode ``d = m / −8`` with m the signed largest, ``q = min(15, trunc(x / d + 8.5))``."""
+    """Encode ``d = m / −8``, where m is the element of largest magnitude, ``q = min(15, trunc(x / d + 8.5))``."""
     largest = _signed_amax(x)
     finite = jnp.isfinite(largest)
     step = jnp.clip(jnp.where(finite, largest, 0) / -8, -_F16_MAX, _F16_MAX)
@@ -94,14 +94,14 @@ def encode_q8_0(x: Float[Array, "... 32"]) -> UInt8[Array, "... 34"]:
 
 
 def _blocks_last(x: Float[Array, "... super sub n"]) -> Float[Array, "... n blocks"]:
-    """Return the sub-blocks of a row side by side, elements along the axis before."""
+    """Return the sub-blocks of a row side by side, with elements along the second-last axis."""
     return jnp.swapaxes(x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]), -1, -2)
 
 
 def _in_parts(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n blocks"]) -> tuple[Array, ...]:
-    """Compute ``fit`` of each row; on CPU of so many at a time that a loop over trials reads them from the cache.
+    """Compute ``fit`` of each row; on CPUs in batches of rows, so that a loop over trials reads them from the cache.
 
-    Elsewhere, and where a mesh with explicit axes cuts the rows, of all at once.
+    On other platforms, and if a mesh with explicit axes shards the rows, all rows are computed at once.
     """
     rows = max(1, _CACHED // max(1, x.shape[-2] * x.shape[-1]))
     lead = x.shape[:-2]
@@ -116,10 +116,10 @@ def _in_parts(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n 
 
 
 def _sums(*terms: Float[Array, "... n blocks"]) -> list[Float[Array, "... blocks"]]:
-    """Return the sums over each block, added one after another as ggml does, all in one pass.
+    """Return the sums over each block, in one pass, in the order in which ggml adds.
 
-    Elements lie along the axis before the last, so that neighbours in memory belong to different blocks and XLA on CPU
-    uses vectors; sums of their own would compute the terms once for each.
+    Elements lie along the second-last axis, so that neighbours in memory belong to different blocks and XLA:CPU can
+    vectorize; separate sums would compute the shared terms again.
     """
     zeros = (jnp.float32(0),) * len(terms)
     return jax.lax.reduce(terms, zeros, lambda x, y: tuple(map(jnp.add, x, y)), (terms[0].ndim - 2,))
@@ -130,9 +130,9 @@ def _fit_affine(
 ) -> tuple[Float[Array, "... blocks"], Float[Array, "... blocks"]]:
     """Fit ``x ≈ scale · q − minimum`` with q in 0 … qmax and minimum ≥ 0; ``make_qkx2_quants``.
 
-    Weights are ``rms(x) + |x|``. From each of ``steps + 1`` trial scales q follows by rounding and (scale, minimum) by
-    weighted least squares; the pair with the smallest weighted squared error wins. As in ggml, a trial starts from the
-    minimum of the best pair so far.
+    Weights are ``rms(x) + |x|``. For each of ``steps + 1`` trial scales, q follows by rounding and (scale, minimum) by
+    weighted least squares; the pair with the smallest weighted squared error is selected. As in ggml, a trial starts
+    from the minimum of the best pair so far.
     """
     (sum_squares,) = _sums(x * x)
     rms = jnp.sqrt(sum_squares / x.shape[-2])[..., None, :]
@@ -172,8 +172,8 @@ def _fit_affine(
 
 
 def _six_bits(values: Float[Array, "... 8"]) -> tuple[Float[Array, ...], Int[Array, "... 8"]]:
-    """Return the largest value and each as a share of it in 63rds."""
-    largest = jnp.abs(jnp.maximum(jnp.max(values, axis=-1), 0))  # never a negative zero
+    """Return the largest value, and each value as a multiple of 1/63 of it."""
+    largest = jnp.abs(jnp.maximum(jnp.max(values, axis=-1), 0))  # avoids a negative zero
     codes = jnp.round(_divide(63, largest)[..., None] * values)
     return largest, jnp.clip(codes, 0, 63).astype(jnp.int32)
 
@@ -194,7 +194,7 @@ def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps:
     largest_scale, scale_codes = _six_bits(scales)
     largest_minimum, minimum_codes = _six_bits(minimums)
     step, offset = _f16(largest_scale / 63, finite), _f16(largest_minimum / 63, finite)
-    # Quantized once more with the scales as they are stored.
+    # Quantize again with the stored scales.
     sub_step = step.astype(jnp.float32)[..., None] * scale_codes.astype(jnp.float32)
     sub_offset = offset.astype(jnp.float32)[..., None] * minimum_codes.astype(jnp.float32)
     codes = jnp.round(_divide(x + sub_offset[..., None], sub_step[..., None]))
@@ -214,8 +214,8 @@ encode_q5_k = functools.partial(_encode_affine_k, qmax=31, start=-0.5, steps=15)
 def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... blocks"]]:
     """Fit ``x ≈ scale · q`` with q in −32 … 31, weighted by x²; ``make_qx_quants`` with rmse_type 1.
 
-    Of 19 trial scales around −32 / m, m the signed largest, the one wins whose q explains most:
-    the largest ``(Σ w x q)² / Σ w q²``.
+    Selects among 19 trial scales around −32 / m, where m is the element of largest magnitude. The best q has the
+    largest ``(Σ w x q)² / Σ w q²``.
     """
     largest = _signed_amax(jnp.swapaxes(x, -1, -2))
     trials = jnp.arange(-9.0, 10.0, dtype=jnp.float32).reshape((1,) * (largest.ndim - 1) + (-1, 1))
@@ -232,13 +232,13 @@ def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... 
         new_scale = _divide(sum_xq, sum_qq)
         return jnp.where(better, new_scale, scale), jnp.where(better, new_scale * sum_xq, best)
 
-    # The trial with −32 / m itself comes first.
+    # The trial with −32 / m comes first.
     scale = _divide(sums_xq[..., 9, :], sums_qq[..., 9, :])
     return jax.lax.fori_loop(0, 19, trial, (scale, scale * sums_xq[..., 9, :]))[:1]
 
 
 def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
-    """Encode sixteen sub-blocks of 16 with int8 shares of a float16 scale; below 1e-15 all is 0."""
+    """Encode sixteen sub-blocks of 16 with int8 multiples of a float16 scale; a block below 1e-15 becomes 0."""
     finite = jnp.isfinite(amax(x))
     x = blocks_of(jnp.where(finite[..., None], x, 0), 16)
     normalized, unit = _normalized(x)
@@ -253,7 +253,7 @@ def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     sub_step = step.astype(jnp.float32)[..., None] * scale_codes.astype(jnp.float32)
     codes = jnp.round(_divide(x, sub_step[..., None]))
     codes = jnp.clip(jnp.where(finite[..., None, None], codes, 0), -32, 31).astype(jnp.int32) + 32
-    # As in ggml, which leaves the codes of sub-blocks of zeros at 0, and all bytes of a block that has no others.
+    # As in ggml, codes of zero sub-blocks are 0, and so are all bytes of a block that has only such sub-blocks.
     codes = jnp.where(used[..., None, None] & ~is_zero[..., None], codes, 0).astype(jnp.uint8)
     groups = joined(codes).reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
     low = joined(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)

@@ -1,7 +1,7 @@
-"""Floats of four, six and eight bits as codes: the bit patterns themselves, by integer arithmetic on any platform.
+"""Floats of four, six and eight bits as codes, which are their bit patterns, by integer arithmetic on any platform.
 
-XLA has no six-bit dtype, and its cast to ``float8_e8m0fnu`` turns 0 into NaN and rounds to nearest; both are made here
-from the bits of a float32.
+XLA has no six-bit dtype, and its cast to ``float8_e8m0fnu`` turns 0 into NaN and rounds to nearest; here both are
+computed from the bits of a float32.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _MANTISSA = 0x7FFFFF
 
 _NAMES = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2")
 MINIFLOATS = {name: floating(name) for name in _NAMES}
-"""The element types of OCP MX v1.0, section 5.3."""
+"""Element types of OCP MX v1.0, section 5.3."""
 
 
 def encode_minifloat(x: Float[Array, ...], kind: Element) -> UInt8[Array, ...]:
     """Return the codes of ``x``: rounded to nearest, ties to even, saturating at ``kind.max``.
 
-    Of the eight-bit types NaN stays NaN; the others have none, and a block that holds one is marked by its scale.
+    The eight-bit types keep NaN. The others cannot represent it; the scale marks a block that contains a NaN.
     """
     x = x.astype(jnp.float32)
     if kind.bits == 8:
         return jax.lax.bitcast_convert_type(saturating_cast(x, kind), jnp.uint8)
     magnitude = jnp.minimum(jnp.abs(x), kind.max)
     binade = jnp.maximum(exponent(magnitude), kind.min_exponent)
-    # Steps of the grid in this binade, 0 to 2^(mantissa_bits + 1); a carry into the next binade adds up by itself.
+    # Steps of the grid in this binade, 0 to 2^(mantissa_bits + 1); a carry into the next binade gives the right code.
     steps = jnp.round(magnitude * power_of_two(kind.mantissa_bits - binade)).astype(jnp.int32)
     code = ((binade - kind.min_exponent) << kind.mantissa_bits) + steps
     return (code | jnp.signbit(x).astype(jnp.int32) << (kind.bits - 1)).astype(jnp.uint8)
@@ -53,9 +53,9 @@ def decode_minifloat(code: UInt8[Array, ...], kind: Element) -> Float[Array, ...
 
 
 def amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
-    """Return the largest magnitude along the last axis, NaN where there is one.
+    """Return the largest magnitude along the last axis, or NaN if the axis contains one.
 
-    By the bits, whose order is that of the magnitudes with NaN above all: XLA's maximum of floats on CPU forgets NaN in
+    Compares the bits, which are ordered like the magnitudes, with NaN last: XLA:CPU's maximum of floats loses NaN in
     arrays that are not small.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
@@ -73,9 +73,9 @@ def power_of_two(power: Int[Array, ...]) -> Float[Array, ...]:
 
 
 def times_power_of_two(x: Float[Array, ...], power: Int[Array, ...]) -> Float[Array, ...]:
-    """Return ``x · 2**power`` by arithmetic on the bits, so that no subnormal result is flushed to zero.
+    """Return ``x · 2**power`` by arithmetic on the bits, so that subnormal results are not flushed to zero.
 
-    Exact where the result has no more digits than float32 holds there, else cut off. Zeros, infinities and NaN stay.
+    Exact if float32 can represent the result, otherwise truncated. Zeros, infinities and NaN stay.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     field = bits >> 23 & 0xFF
@@ -88,11 +88,11 @@ def times_power_of_two(x: Float[Array, ...], power: Int[Array, ...]) -> Float[Ar
 
 
 def encode_e8m0(amax: Float[Array, ...], kind: Element, rounding: str = "up") -> UInt8[Array, ...]:
-    """Return the E8M0 byte of the scale that brings ``amax`` into the range of an element.
+    """Return the E8M0 byte of the scale that maps ``amax`` into the range of an element type.
 
-    ``up``: ``2**ceil(log2(amax / max))``, so that nothing saturates that decodes to a finite float32. ``floor``:
-    ``2**(floor(log2(amax)) − floor(log2(max)))``, under which up to half of the last binade saturates. Both by exponent
-    arithmetic; a zero gives the smallest scale, 2^-127, and what is not finite the byte of NaN, 255.
+    ``up``: ``2**ceil(log2(amax / max))``, so that a value saturates only if it would decode to infinity. ``floor``:
+    ``2**(floor(log2(amax)) − floor(log2(max)))``, with which up to half of the last binade saturates. Both use exponent
+    arithmetic. Zero gives the smallest scale, 2^-127; an amax that is not finite gives the byte of NaN, 255.
 
     Source: OCP MX v1.0, sections 5.4.1 and 6.3 (``floor``); NVIDIA's ``cvt.rp.satfinite.ue8m0x2`` (``up``).
     """
@@ -101,6 +101,6 @@ def encode_e8m0(amax: Float[Array, ...], kind: Element, rounding: str = "up") ->
     if rounding == "up":
         mantissa = jax.lax.bitcast_convert_type(amax, jnp.int32) & _MANTISSA
         power += mantissa > (jax.lax.bitcast_convert_type(largest, jnp.int32) & _MANTISSA)
-    # At most the scale under which the element's largest value is still a finite float32.
+    # At most the scale with which the element's largest value is still a finite float32.
     byte = jnp.clip(power, -E8M0_BIAS, 127 - exponent(largest)) + E8M0_BIAS
     return jnp.where(jnp.isfinite(amax), byte, E8M0_NAN).astype(jnp.uint8)

@@ -1,4 +1,4 @@
-"""Encoded arrays that a model can hold, and training for a format."""
+"""Encoded arrays as leaves of a model, and fake quantization for training for a format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class PackedArray:
     """An array in one of the tensor formats: a pytree of bytes and scales.
 
     Attributes:
-      parts: what the codec made, blocks along the last axis.
+      parts: arrays from the codec, with blocks along the last axis.
       format: name of the codec.
-      shape: of the float array.
-      axis: of ``shape`` that the blocks cut, not negative.
+      shape: shape of the float array.
+      axis: axis of ``shape`` that is split into blocks, not negative.
     """
 
     parts: Parts
@@ -51,32 +51,32 @@ def pack_array(x: Float[Array, ...], format: str, axis: int = -1) -> PackedArray
     """Encode an array.
 
     Args:
-      x: any float dtype.
+      x: array of any float dtype.
       format: name of a codec.
-      axis: that the blocks cut; of a kernel, the contraction.
+      axis: axis that is split into blocks; for a kernel, the contraction axis.
 
     Raises:
-      ValueError: no such format, or the axis does not divide into its blocks.
-      TypeError: not a float array.
+      ValueError: the format does not exist, or the axis does not divide into its blocks.
+      TypeError: the array is not a float array.
     """
     return PackedArray(codec(format).encode(x, axis), codec(format).name, x.shape, axis % x.ndim)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def fake_quantize(x: Float[Array, ...], format: str, axis: int = -1) -> Float[Array, ...]:
-    """Compute what comes back of ``x`` from a tensor format; its gradient goes straight through.
+    """Return ``x`` encoded in a tensor format and decoded, with a straight-through gradient.
 
-    ``decode(encode(x))`` in the dtype of ``x``, ``d/dx = 1`` everywhere, so that a model can be trained for the format
-    it will be served in.
+    ``decode(encode(x))`` in the dtype of ``x``, with ``d/dx = 1`` everywhere, so that a model can be trained for the
+    format in which it will be served.
 
     Args:
-      x: any float dtype.
+      x: array of any float dtype.
       format: name of a codec.
-      axis: that the blocks cut; of a kernel, the contraction.
+      axis: axis that is split into blocks; for a kernel, the contraction axis.
 
     Raises:
-      ValueError: no such format, or the axis does not divide into its blocks.
-      TypeError: not a float array.
+      ValueError: the format does not exist, or the axis does not divide into its blocks.
+      TypeError: the array is not a float array.
     """
     row = codec(format)
     return jnp.moveaxis(row.decode(row.encode(x, axis), x.dtype.name), -1, axis)

@@ -1,4 +1,4 @@
-"""Elements of four and six bits in bytes: what they take in memory and on disk, on every platform."""
+"""Packing of four-bit and six-bit elements into bytes, for memory and files, on every platform."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
 PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn")
-"""Element types that ``pack`` takes, all of four bits."""
+"""Element types that ``pack`` supports; all have four bits."""
 
 
 def pack(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -15,13 +15,13 @@ def pack(x: jax.Array, axis: int = -1) -> jax.Array:
 
     Args:
       x: elements of one of ``PACKED_DTYPES``.
-      axis: along which neighbours share a byte. Where its size is odd, the last high nibble is 0.
+      axis: axis along which neighbours share a byte. If its size is odd, the last high nibble is 0.
 
     Returns:
-      uint8, ``axis`` halved and rounded up.
+      uint8, with the size of ``axis`` halved and rounded up.
 
     Raises:
-      TypeError: another dtype.
+      TypeError: the dtype is not supported.
     """
     _check(x.dtype.name)
     nibbles = jnp.moveaxis(jax.lax.bitcast_convert_type(x, "uint4").astype(jnp.uint8), axis, -1)
@@ -31,26 +31,26 @@ def pack(x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def unpack(packed: jax.Array, dtype: str, size: int, axis: int = -1) -> jax.Array:
-    """Unpack what ``pack`` packed.
+    """Unpack the result of ``pack``.
 
     Args:
-      packed: uint8.
-      dtype: element type by name, one of ``PACKED_DTYPES``.
-      size: elements along ``axis``, which tells whether the last high nibble is one.
-      axis: the axis that was packed.
+      packed: uint8 array.
+      dtype: name of the element type, one of ``PACKED_DTYPES``.
+      size: number of elements along ``axis``; if it is odd, the last high nibble is dropped.
+      axis: axis that was packed.
 
     Raises:
-      TypeError: ``dtype`` is not of four bits, or ``packed`` not of bytes.
-      ValueError: ``size`` does not fit the bytes.
+      TypeError: ``dtype`` does not have four bits, or ``packed`` is not uint8.
+      ValueError: ``size`` does not match the number of bytes.
     """
     _check(dtype)
     if packed.dtype.name != "uint8":
         raise TypeError(
-            f"packed elements are uint8, got {packed.dtype.name}; give what jaxquant.formats.packing.pack made"
+            f"packed elements are uint8, got {packed.dtype.name}; pass the result of jaxquant.formats.packing.pack"
         )
     if packed.shape[axis] != -(-size // 2):
         raise ValueError(
-            f"size {size} does not fit axis {axis} of the packed shape {packed.shape}; "
+            f"size {size} does not match axis {axis} of the packed shape {packed.shape}; "
             f"{packed.shape[axis]} bytes hold {2 * packed.shape[axis] - 1} or {2 * packed.shape[axis]} elements"
         )
     moved = jnp.moveaxis(packed, axis, -1)
@@ -60,18 +60,19 @@ def unpack(packed: jax.Array, dtype: str, size: int, axis: int = -1) -> jax.Arra
 
 
 def pack_codes(codes: UInt8[Array, "... K"], bits: int) -> UInt8[Array, "... B"]:
-    """Pack the low ``bits`` of bytes into a stream, along the last axis: 8 as they are, 4 two and 6 four thirds a byte.
+    """Pack the low ``bits`` of each byte into a stream, along the last axis: 8 bits unchanged, 2 codes of 4 bits in a
+    byte, 4 codes of 6 bits in 3 bytes.
 
-    Element i takes the bits from ``i · bits`` on, counted from the lowest bit of the first byte.
+    Element i starts at bit ``i · bits``, counted from the lowest bit of the first byte.
 
     Args:
-      codes: values below ``2**bits``, with a last axis that fills whole bytes.
-      bits: 4, 6 or 8.
+      codes: values below ``2**bits``, with a last axis that fills complete bytes.
+      bits: number of bits: 4, 6 or 8.
     """
     if bits == 8:
         return codes
-    # Neighbours as one word, not as strided slices, which XLA on CPU fuses with what makes the codes and then computes
-    # one by one.
+    # Neighbours as one word, because XLA:CPU would fuse strided slices into the producer of the codes and then compute
+    # elements one by one.
     if bits == 4:
         pair = jax.lax.bitcast_convert_type(_grouped(codes, 2), jnp.uint16)
         return (pair | pair >> 4).astype(jnp.uint8)
@@ -82,7 +83,7 @@ def pack_codes(codes: UInt8[Array, "... K"], bits: int) -> UInt8[Array, "... B"]
 
 
 def unpack_codes(packed: UInt8[Array, "... B"], bits: int) -> UInt8[Array, "... K"]:
-    """Unpack what ``pack_codes`` packed."""
+    """Unpack the result of ``pack_codes``."""
     if bits == 8:
         return packed
     if bits == 4:
@@ -102,4 +103,4 @@ def _interleave(*parts: jax.Array) -> jax.Array:
 
 def _check(dtype: str) -> None:
     if dtype not in PACKED_DTYPES:
-        raise TypeError(f"{dtype} is no four-bit element type; those that pack are {', '.join(PACKED_DTYPES)}")
+        raise TypeError(f"{dtype} is not a four-bit element type; supported ones are {', '.join(PACKED_DTYPES)}")

@@ -1,4 +1,4 @@
-"""The table of codecs: one row a tensor format."""
+"""The table of codecs, with one row for each tensor format."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def _nibbles(dtype: str) -> Codec:
 
 
 CODECS: dict[str, Codec] = {row.name: row for row in (*map(_nibbles, PACKED_DTYPES), *microscaling.ROWS, *ggml.ROWS)}
-"""Every tensor format by name. The first three are elements alone, two to a byte, without a scale."""
+"""Every tensor format by name. The first three contain only elements, two to a byte, without a scale."""
 
 ENCODINGS.update({row.name: row for row in CODECS.values() if row.encoding is not None})
 
 
 def codec(name: str) -> Codec:
-    """Look up a codec by name, in any case.
+    """Look up a codec by name, ignoring case.
 
     Raises:
-      ValueError: no such codec; names the nearest.
+      ValueError: the codec does not exist; names the nearest.
     """
     row = CODECS.get(name.lower())
     if row is None:
@@ -50,8 +50,8 @@ class BlockParameters(NamedTuple):
     """Sizes of a block.
 
     Attributes:
-      elements_per_block: elements that share it.
-      block_size: bytes that they take.
+      elements_per_block: number of elements in a block.
+      block_size: number of bytes in a block.
     """
 
     elements_per_block: int
@@ -59,6 +59,6 @@ class BlockParameters(NamedTuple):
 
 
 def block_parameters(name: str) -> BlockParameters:
-    """Return elements and bytes of a block of a format, such as ``(256, 144)`` for ``q4_k``."""
+    """Return the number of elements and bytes in a block of a format, such as ``(256, 144)`` for ``q4_k``."""
     row = codec(name)
     return BlockParameters(row.elements_per_block, row.bytes_per_block)

@@ -1,1 +1,1 @@
-"""Quantize models that know nothing of jaxquant, by a backend's ops."""
+"""Quantization of Linen and NNX models without changes to their code."""

@@ -1,4 +1,4 @@
-"""Shared by the Linen and NNX faces: classes of models that know their face, and refusals."""
+"""Code shared by the Linen and NNX faces: subclasses of model classes that carry their face, and errors."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from jaxquant.backends import RANDOM_STREAM
 
 NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
-"""Random streams that an example call of a Linen model gets."""
+"""RNG streams that are passed to an example call of a Linen model."""
 
-# Part of the key of jit's caches too, so that a function which was traced inside a trace is traced anew outside.
-at_work = jax.make_user_context(None)
-"""The face of the model that is being traced or initialized, None where none is."""
+# A user context is part of jit's cache key, so a function that was traced during a trace is traced again outside it.
+traced_face = jax.make_user_context(None)
+"""Face of the model that is being traced or initialized, or None."""
 
 
-def quantized_with(model: Any) -> Any:
-    """Return the face of a quantized model, None for another."""
+def face_of(model: Any) -> Any:
+    """Return the face of a quantized model, or None if the model is not quantized."""
     return getattr(type(model), "_jaxquant_face", None)
 
 
-def refuse_twice(model: Any) -> None:
-    """Refuse a model that is quantized already, where the float model is expected.
+def require_float(model: Any) -> None:
+    """Raise if a model is already quantized where a float model is expected.
 
     Raises:
-      ValueError: it is.
+      ValueError: the model is already quantized.
     """
-    if (face := quantized_with(model)) is not None:
+    if (face := face_of(model)) is not None:
         raise ValueError(
-            f"{type(model).__name__} is quantized already, with {face.engine.config.quantization!r}; give the "
+            f"{type(model).__name__} is already quantized, with {face.engine.config.quantization!r}; pass the "
             "float model"
         )
 
@@ -73,7 +73,7 @@ def sort_arguments(name: str, model: Any, given: Sequence[Any], rest: str, named
 
 def describe_model(model: Any) -> str:
     """Return the ``repr`` of a quantized model: its class, and path and recipe of each layer, like ones together."""
-    engine, kind = quantized_with(model).engine, type(model).__name__
+    engine, kind = face_of(model).engine, type(model).__name__
     if engine.decisions is None:
         return f"{kind}(quantization={engine.config.quantization!r})  # the first call chooses the layers"
     alike: dict[tuple[str, str], int] = collections.Counter()
@@ -85,28 +85,28 @@ def describe_model(model: Any) -> str:
 
 
 @contextlib.contextmanager
-def explained(model: Any, has_inputs: bool, use: str = "") -> Iterator[None]:
-    """Explain an error of a model that is traced in float.
+def explain_errors(model: Any, has_inputs: bool, use: str = "") -> Iterator[None]:
+    """Add an explanation to errors of a model that is traced in float.
 
     Args:
-      model: the float model.
-      has_inputs: whether there are example inputs.
-      use: what else they are for, as the end of the sentence that asks for them.
+      model: float model.
+      has_inputs: whether example inputs were passed.
+      use: further use of the example inputs, appended to the error message.
 
     Raises:
-      TypeError: there are none, and the model is called with inputs.
+      TypeError: no example inputs were passed, and the model requires inputs.
     """
     try:
         yield
     except Exception as error:
         if not has_inputs and "required positional" in str(error):
-            raise TypeError(f"{type(model).__name__} is called with inputs; pass examples of them{use}") from error
-        error.add_note(f"{type(model).__name__} itself raised this, in float, called with the inputs that were given.")
+            raise TypeError(f"{type(model).__name__} is called with inputs; pass example inputs{use}") from error
+        error.add_note(f"{type(model).__name__} itself raised this error, in float, called with the example inputs.")
         raise
 
 
 def subclass(face: Any, base: type, fields: Mapping[str, Any], metaclass: type | None = None) -> type:
-    """Make a class of the same name, with further fields, that knows its face and the class that it stands for."""
+    """Create a subclass with the same name, further fields, and references to its face and its original class."""
     own = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
     own |= {"_jaxquant_face": face, "_jaxquant_base": base}
     return types.new_class(
@@ -117,13 +117,13 @@ def subclass(face: Any, base: type, fields: Mapping[str, Any], metaclass: type |
 def wrap_methods(
     base: type, root: type, is_method: Callable[[str, Any], bool], call: Callable[..., Any]
 ) -> dict[str, Callable[..., Any]]:
-    """Wrap the methods that a model's own classes define: ``__call__`` and public ones, outside of a trace.
+    """Wrap the methods that a model's own classes define: ``__call__`` and public methods. A trace runs them unwrapped.
 
     Args:
-      base: the model's class.
-      root: the framework's class of all modules, whose methods are left alone.
-      is_method: whether a class attribute, of (name, value), is a method that runs layers.
-      call: what a wrapped method does, of (face, module, base, name, args, kwargs).
+      base: class of the model.
+      root: framework's class of all modules, whose methods stay unwrapped.
+      is_method: predicate of (name, value) that selects the class attributes that are methods and run layers.
+      call: function of (face, module, base, name, args, kwargs) that a wrapped method calls.
     """
 
     def wrapped(name: str) -> Callable[..., Any]:
@@ -131,8 +131,8 @@ def wrap_methods(
 
         @functools.wraps(plain)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            face = quantized_with(self)
-            if face is None or at_work.value is face:
+            face = face_of(self)
+            if face is None or traced_face.value is face:
                 return plain(self, *args, **kwargs)
             return call(face, self, base, name, args, kwargs)
 

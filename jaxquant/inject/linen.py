@@ -1,14 +1,14 @@
-"""A Linen model as a face of ``jaxquant.trace``: whatever way leads into it, what it computes is traced and quantized.
+"""Linen face of ``jaxquant.trace``: traces and quantizes every call of a Linen model, whatever its entry point.
 
-    method of a bound module    ──►  pure function of (parameters, other collections, random keys, arguments)
-                                          │ Engine: trace, decide by the parameters' paths, rewrite
-    variables["_overwrite_with_gradient"] ┘ quant state, and as its gradient what was seen
+    method of a bound module    ──►  pure function of (parameters, other collections, RNG keys, arguments)
+                                          │ Engine: trace, choose recipes by parameter path, rewrite
+    variables["_overwrite_with_gradient"] ┘ quant state; its gradient holds the new observations
 
-The model becomes an instance of a subclass of its class, of the same name, whose methods are wrapped. Every route ends
-in a method of a bound module: ``init``, ``apply``, ``bind``, ``nn.apply``, a larger float model. There the wrapper
-takes the module and its variables apart and traces the method. ``bind`` also gives out submodules, which are wrapped
-when they are bound: this is the only place where classes of others are changed. A thread-local mark says that a trace
-is at work, within which every module is the float one.
+The model becomes an instance of a subclass of its class, which has the same name and wrapped methods. Every entry point
+(``init``, ``apply``, ``bind``, ``nn.apply``, a larger float model) calls a method of a bound module. The wrapper of
+this method separates the module from its variables and traces the method. ``bind`` also exposes submodules, which are
+wrapped when they are bound; this is the only place where jaxquant changes the class of other objects. A thread-local
+context marks a running trace, in which every module is the float module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxquant.backends.native import op_name
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name, leaves_by_path, map_by_path
 from jaxquant.core.qtensor import is_tensor
-from jaxquant.inject.faces import STREAMS, at_work, explained, quantized_with, refuse_twice
+from jaxquant.inject.faces import STREAMS, explain_errors, face_of, require_float, traced_face
 from jaxquant.inject.linen_classes import ModuleCall, make_class, run_plain
 from jaxquant.state import watch
 from jaxquant.state.table import Tables
@@ -43,14 +43,14 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
     """Quantize a Linen model.
 
     Args:
-      model: the model; it stays as it is.
-      config: what is asked.
-      example_inputs, example_kwargs: arguments of ``__call__``; without them the first call decides.
+      model: Linen model; it is not changed.
+      config: quantization config.
+      example_inputs, example_kwargs: arguments of ``__call__``. Without them, the first call chooses the recipes.
 
     Raises:
-      ValueError: a rule that matches no layer, no layer at all, or a model that is quantized already.
+      ValueError: a rule matches no layer, there is no layer to quantize, or the model is already quantized.
     """
-    refuse_twice(model)
+    require_float(model)
     face = Face(config)
     if example_inputs or example_kwargs:
         face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
@@ -58,16 +58,16 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
 
 
 def missing_state(recipe: str, path: str, field: str) -> str:
-    """Return the sentence about quant state that a call of a Linen model lacks."""
+    """Return the error message for quant state that a call of a Linen model lacks."""
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', and this "
-        f"call has no {field!r} there: pass the collection beside 'params', all that training keeps of it, or make it "
-        "with jaxquant.calibrate; state that was stored, or of flax's own ops, goes through jaxquant.state.from_flax"
+        f"call has no {field!r} there: pass the whole collection together with 'params', or create it with "
+        "jaxquant.calibrate; convert stored state and the state of flax's own ops with jaxquant.state.from_flax"
     )
 
 
 def operation_name(site: Contraction) -> str:
-    """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
+    """Return the name of a contraction's state: the name that the op module of flax's own layers would have."""
     assert site.recipe is not None
     return f"{op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
@@ -77,7 +77,7 @@ HOOKS = FaceHooks(is_model=True, operation=operation_name, missing=missing_state
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a Linen module as a function of arrays; equal calls share their trace."""
+    """Call of a Linen module as a function of arrays; equal calls share their trace."""
 
     face: Face
     module: nn.Module
@@ -85,17 +85,17 @@ class Call:
     mutable: Any
     capture: Any
     is_init: bool = False
-    # Flax's logical axis rules belong to the thread, and constraints in the model read them.
+    # Flax's logical axis rules are thread-local, and sharding constraints in the model read them.
     rules: Any = dataclasses.field(default_factory=lambda: tuple(nn.get_logical_axis_rules()))
 
     def __call__(self, params: Any, rest: Mapping[str, Any], rngs: Any, args: Any, kwargs: Any) -> Any:
         variables = rest if params is None else {**rest, "params": params}
         if self.is_init:
-            with at_work(self.face):
+            with traced_face(self.face):
                 return _initialize(self.module, self.method, variables, rngs, args, kwargs)
         options = {"rngs": rngs, "method": self.method, "mutable": self.mutable, "capture_intermediates": self.capture}
         options = {name: value for name, value in options.items() if value not in (None, False)}
-        with at_work(self.face):
+        with traced_face(self.face):
             return _function_of(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
 
     def __hash__(self) -> int:
@@ -109,7 +109,7 @@ class Call:
 
 
 def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-    """Run a method as ``init`` does, on parameters that are there already; returns its output."""
+    """Run a method as ``init`` does, with existing parameters. Returns its output."""
 
     def run(scope: Any, *args: Any, **kwargs: Any) -> Any:
         return run_plain(module.clone(parent=scope, _deep_clone=True), method or "__call__", args, kwargs)
@@ -119,12 +119,12 @@ def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args:
 
 
 def _function_of(module: nn.Module, name: str) -> Any:
-    """Return ``init`` or ``apply`` of a float model, perhaps its own; within a call of a quantized one, Linen's."""
-    return getattr(type(module) if quantized_with(module) is None else nn.Module, name)
+    """Return a float model's own ``init`` or ``apply``; during a call of a quantized model, return ``nn.Module``'s."""
+    return getattr(type(module) if face_of(module) is None else nn.Module, name)
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Return whether two unbound modules, or fields of them, compute the same; an array is the same only as itself."""
+    """Whether two unbound modules, or fields of modules, compute the same. Arrays are compared by identity."""
     if first is second:
         return True
     if type(first) is not type(second) or hasattr(first, "shape"):
@@ -139,10 +139,10 @@ def _same(first: Any, second: Any) -> bool:
 
 
 class Face:
-    """What the quantized modules of one model share: the engine, and the classes that were made.
+    """State shared by the quantized modules of one model: the engine, and the created classes.
 
     Args:
-      config: what is asked.
+      config: quantization config.
     """
 
     def __init__(self, config: QuantConfig) -> None:
@@ -152,8 +152,8 @@ class Face:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def trace_example(self, model: nn.Module, *inputs: Any, **kwargs: Any) -> Traced:
-        """Trace a call of the float model on parameters that are shapes only."""
-        with at_work(self):
+        """Trace a call of the float model with abstract parameters."""
+        with traced_face(self):
             variables = unfreeze(trace_init(model, *inputs, **kwargs))
         key = jax.eval_shape(lambda: jax.random.key(0))
         use = ModuleCall(model, variables, inputs, kwargs, rngs=dict.fromkeys(STREAMS, key))
@@ -162,7 +162,7 @@ class Face:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, use: ModuleCall) -> Any:
-        """Compute a method of an unbound module; as ``nn.Module.apply``."""
+        """Compute a method of an unbound module, like ``nn.Module.apply``."""
         params, rest = collections_of(use.variables)
         self._check_converted(params, use)
         is_watched = _interceptors()
@@ -174,35 +174,36 @@ class Face:
             use.key,
             prefix=use.prefix,
             is_whole=use.is_whole,
-            # An interceptor is no part of jit's key, and what it notes belongs to this call.
+            # An interceptor is not part of jit's cache key, and its records belong to this call only.
             is_cached=not is_watched,
         )
 
     def _check_converted(self, params: Any, use: ModuleCall) -> None:
-        """Refuse converted kernels in a model that trains."""
+        """Raise if a model in training has converted kernels."""
         if self.engine.config.checkpoint_is_quantized or not any(map(is_tensor, jax.tree.leaves(params, is_tensor))):
             return
         path, kernel = next((path, leaf) for path, leaf in leaves_by_path(params, is_tensor).items() if is_tensor(leaf))
         raise ValueError(
             f"{layer_name('/'.join((*use.prefix, path)).rpartition('/')[0])} has a converted kernel "
-            f"({kernel.qvalue.dtype.name}) and checkpoint_is_quantized is false; set it to true to serve"
+            f"({kernel.qvalue.dtype.name}), but checkpoint_is_quantized is false; set it to true to serve"
         )
 
     def init_state(self, use: ModuleCall) -> Tables:
-        """Make the quant state of the layers that a call runs, from variables that are initialized; no arithmetic."""
+        """Create the quant state of the layers that a call runs, from initialized variables. Only traces."""
         return self.engine.init(*self._initial_call(use), prefix=use.prefix, is_whole=use.is_whole)
 
     def initial_output(self, use: ModuleCall) -> Any:
-        """Compute in low precision what ``init`` runs, from variables that it has made."""
+        """Compute the output of ``init`` in low precision, from the variables that it created."""
         call, params, rest = self._initial_call(use)
         out = self.engine.run(call, params, rest, use.state, use.key, is_whole=use.is_whole)
         return out[0] if call.mutable else out
 
     def _initial_call(self, use: ModuleCall) -> tuple[Call, Any, tuple[Any, ...]]:
-        """Return the call whose layers ``init`` prepares, with its arguments, from variables that it has made.
+        """Return the call for which ``init`` creates quant state, with its arguments.
 
-        With more than parameters among them, such as a cache for decoding, later calls may go another way, with
-        arguments of other shapes: then it is the call that ``init`` runs, unless that leaves a parameter unread.
+        The variables are those that ``init`` created. If they contain more than parameters, for example a decoding
+        cache, later calls may take another branch, with arguments of other shapes. The result is then the call that
+        ``init`` runs, unless that call leaves a parameter unread.
         """
         params, rest = collections_of(use.variables)
         rest.pop("intermediates", None)
@@ -221,10 +222,10 @@ class Face:
         fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}  # pyright: ignore[reportArgumentType]
         return self._class(type(model), is_model=True)(parent=None, **fields)
 
-    def mark(self, module: nn.Module, root: nn.Module) -> None:
-        """Wrap the submodules that a bound module has so far, in place: they live as long as this binding."""
+    def wrap_children(self, module: nn.Module, root: nn.Module) -> None:
+        """Wrap the existing submodules of a bound module, in place; they live as long as this binding."""
         for child in module._state.children.values():  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(child, nn.Module) and quantized_with(child) is None:
+            if isinstance(child, nn.Module) and face_of(child) is None:
                 object.__setattr__(child, "__class__", self._class(type(child), is_model=False))
                 object.__setattr__(child, "_jaxquant_root", root)
 
@@ -235,57 +236,57 @@ class Face:
 
     @staticmethod
     def restored(base: type, fields: dict[str, Any], config: QuantConfig, decisions: Any) -> nn.Module:
-        """Make the model that was pickled."""
+        """Return the model that was pickled."""
         face = Face(config)
         face.engine.decisions = decisions
         return face.of(base(**fields, parent=None))
 
 
 def collections_of(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Part the variables of a model into its parameters, None where there are none, and collections but quant state."""
+    """Split a model's variables into its parameters (or None) and all other collections except quant state."""
     rest = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return variables.get("params"), rest
 
 
 def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Any:
-    """Trace a model's initialization and return the shapes of its variables."""
+    """Trace a model's initialization. Returns the shapes of its variables."""
 
     def initialize(key: jax.Array, inputs: Any) -> Any:
         args, kwargs = restore_static(inputs)
         return _function_of(model, "init")(model, dict.fromkeys(STREAMS, key), *args, **kwargs)
 
     inputs = mark_static((example_inputs, example_kwargs), numbers=False)
-    with explained(model, has_inputs=bool(example_inputs or example_kwargs)):
+    with explain_errors(model, has_inputs=bool(example_inputs or example_kwargs)):
         return jax.eval_shape(initialize, jax.random.key(0), inputs)
 
 
 def find_kernels(
     model: nn.Module, variables: Mapping[str, Any], config: QuantConfig, *inputs: Any, **kwargs: Any
 ) -> dict[str, LayerKernel]:
-    """Find every kernel that a call with example inputs runs quantized, without computing anything.
+    """Find every kernel that a call with example inputs runs quantized. Only traces.
 
     Args:
-      model: the float model.
-      variables: its parameters, and the quant state of training; anything with a shape and a dtype.
-      config: the quantization.
-      inputs, kwargs: of the call.
+      model: float model.
+      variables: parameters, and the quant state of training; any objects with a shape and a dtype.
+      config: quantization config.
+      inputs, kwargs: arguments of the call.
 
     Returns:
-      The kernels by "/"-joined path of the parameter.
+      Kernels by "/"-joined path of the parameter.
 
     Raises:
-      ValueError: variables without parameters; a parameter that is converted already; a kernel that is missing, of
-        another shape, or read in a dtype that its converted one does not tell; quant state that is missing.
+      ValueError: the variables have no parameters; a parameter is already converted; a kernel is missing, has another
+        shape, or is read in a dtype that cannot be inferred after conversion; quant state is missing.
     """
     if "params" not in variables:
-        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
+        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}; pass those of model.init")
     if config.resolver() is None:
         return {}
     params, rest = collections_of(variables)
     given = leaves_by_path(params, is_tensor)
     for path, leaf in given.items():
         if is_tensor(leaf):
-            raise ValueError(f"parameter {path!r} is converted already ({leaf.qvalue.dtype.name})")
+            raise ValueError(f"parameter {path!r} is already converted ({leaf.qvalue.dtype.name}); pass the float one")
     made = nn.meta.unbox(unfreeze(trace_init(model, *inputs, **kwargs))).get("params", {})
 
     def as_stored(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -310,29 +311,29 @@ def find_kernels(
 
 
 def _check_stored(path: str, kernel: LayerKernel, given: Any, made: Any, served_dtype: str) -> None:
-    """Refuse a parameter that is not the one of the model.
+    """Raise if a parameter does not fit the model.
 
     Args:
-      path: of the parameter.
-      kernel: what is converted.
-      given: the stored parameter, or None if it is missing.
-      made: that of a new model.
-      served_dtype: name of the dtype in which a new model's op reads its own.
+      path: path of the parameter.
+      kernel: kernel to convert.
+      given: stored parameter, or None if it is missing.
+      made: the parameter of a newly initialized model.
+      served_dtype: dtype name in which the op of a newly initialized model reads the parameter.
     """
     if given is None:
         raise ValueError(
-            f"the variables have no parameter {path!r}, the kernel that {kernel.recipe.name!r} converts; pass all "
+            f"the variables have no parameter {path!r}, which recipe {kernel.recipe.name!r} converts; pass all "
             "parameters of the model"
         )
     if tuple(given.shape) != tuple(made.shape):
         raise ValueError(
-            f"parameter {path!r} of {at_layer(kernel.path)} has shape {tuple(given.shape)}, its layer reads "
-            f"{tuple(made.shape)}"
+            f"parameter {path!r} of {at_layer(kernel.path)} has shape {tuple(given.shape)}, but its layer reads "
+            f"{tuple(made.shape)}; pass the parameters of this model"
         )
     if kernel.dtype != served_dtype:
         raise ValueError(
-            f"{layer_name(kernel.path)} has a kernel of {given.dtype.name}, param_dtype {made.dtype.name} and no dtype "
-            "of its own, so the kernel's decides what it computes in; give the layer that dtype or param_dtype"
+            f"{layer_name(kernel.path)} has param_dtype {made.dtype.name}, a {given.dtype.name} kernel and no dtype, "
+            f"so its compute dtype is ambiguous; set dtype or param_dtype to {given.dtype.name} on the layer"
         )
 
 
@@ -341,5 +342,5 @@ def _hashable_filter(mutable: Any) -> Any:
 
 
 def _interceptors() -> bool:
-    """Whether a Linen method interceptor is active. Linen has no public way to ask."""
+    """Whether a Linen method interceptor is active. Linen has no public API for this."""
     return bool(nn.module._global_interceptor_stack)

@@ -1,4 +1,4 @@
-"""The classes that a quantized Linen model and its bound submodules have: their calls go through the model's face."""
+"""Subclasses for a quantized Linen model and its bound submodules, whose calls go through the model's face."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import flax.linen as nn
 import jax
 
 from jaxquant.backends.base import RANDOM_STREAM
-from jaxquant.inject.faces import at_work, describe_model, quantized_with, subclass, wrap_methods
+from jaxquant.inject.faces import describe_model, face_of, subclass, traced_face, wrap_methods
 from jaxquant.state.table import ENTRY, Tables, make_state, rows_of
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
-# Part of the key of jit's caches, as any context.
+# A user context is part of jit's cache key.
 _drops_output = jax.make_user_context(False)
-"""Whether ``init`` runs, whose output nobody reads, so that it is not computed in low precision."""
+"""Whether ``init`` runs. Its output is discarded, so it is not computed in low precision."""
 
 
 class ModuleCall(NamedTuple):
-    """A call of an unbound module, as ``nn.Module.apply`` takes it; ``prefix`` is the module's path in the model.
+    """Call of an unbound module, with the arguments of ``nn.Module.apply``.
 
-    ``state`` is the model's quant state.
+    ``prefix`` is the path of the module in the model, and ``state`` is the quant state of the model.
     """
 
     module: nn.Module
@@ -39,21 +39,21 @@ class ModuleCall(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it runs the whole model."""
+        """Whether this call runs the whole model."""
         return not self.prefix and self.method in (None, "__call__")
 
     @property
     def key(self) -> jax.Array | None:
-        """The random key for stochastic rounding."""
+        """RNG key for stochastic rounding, or None."""
         return self.rngs.get(RANDOM_STREAM) if isinstance(self.rngs, Mapping) else None
 
     def arguments(self, rest: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the arguments of a ``Call`` behind the parameters."""
+        """Return the arguments that follow the parameters in a ``Call``."""
         return rest, self.rngs, self.args, dict(self.kwargs)
 
 
 def make_class(face: Any, base: type, *, is_model: bool) -> type:
-    """Make the class of a quantized model, or of a submodule of one that is bound."""
+    """Create the subclass for a quantized model, or for a bound submodule of it."""
     methods = wrap_methods(base, nn.Module, _runs_layers, _call)
     return subclass(face, base, methods | _BOUND | (_MODEL if is_model else {}))
 
@@ -63,7 +63,7 @@ def _runs_layers(name: str, value: Any) -> bool:
 
 
 def _call(face: Any, module: Any, base: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of a module, named or given as a function of the module; that of a bound one is quantized."""
+    """Call a method of a module, given by name or as a function; run it quantized if the module is bound."""
     if module.scope is None:
         return getattr(base, method)(module, *args, **kwargs)
     root = getattr(module, "_jaxquant_root", module)
@@ -84,19 +84,19 @@ def _call(face: Any, module: Any, base: Any, method: Any, args: Any, kwargs: Any
 
 
 def _initialize(face: Any, module: Any, root: Any, prefix: tuple[str, ...], method: Any, args: Any, kwargs: Any) -> Any:
-    """Initialize the float module and its quant state; returns the output, quantized if the model is not a part."""
+    """Initialize the float module and its quant state. Returns the output, quantized if the module is the root."""
     is_model = module.scope.parent is None
     if is_model and face.engine.config.checkpoint_is_quantized:
         raise ValueError(
-            f"{type(module).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
-            "parameters with jaxquant.convert"
+            f"{type(module).__name__} has checkpoint_is_quantized true, so it has no float kernels to initialize; "
+            "convert the parameters with jaxquant.convert"
         )
-    with at_work(face):
+    with traced_face(face):
         out = run_plain(module, method, args, kwargs)
     rngs = {name: key.as_jax_rng() for name, key in module.scope.rngs.items()}
     use = ModuleCall(*nn.Module.unbind(module), args, kwargs, rngs, method, prefix=prefix)
     state, before = face.init_state(use), root.get_variable(OVERWRITE_WITH_GRADIENT, ENTRY, Tables())
-    if before:  # of a part, or of another method
+    if before:  # state of a submodule, or of another method
         state = make_state(rows_of(state) | rows_of(before))
     if state and root.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
         root.put_variable(OVERWRITE_WITH_GRADIENT, ENTRY, state)
@@ -106,27 +106,27 @@ def _initialize(face: Any, module: Any, root: Any, prefix: tuple[str, ...], meth
 
 
 def run_plain(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Run a method of a bound module, named or given as a function of the module."""
+    """Run a method of a bound module, given by name or as a function."""
     if isinstance(method, str):
         return getattr(module, method)(*args, **kwargs)
     return getattr(method, "__func__", method)(module, *args, **kwargs)
 
 
 def _capture() -> Any:
-    """Return what the ``apply`` around captures of its intermediates. Linen has no public way to ask."""
+    """Return the ``capture_intermediates`` option of the enclosing ``apply``. Linen has no public API for this."""
     stack = nn.module._context.capture_stack
     return stack[-1] if stack else False
 
 
 def _rngs(module: Any) -> dict[str, Any]:
-    """Return the random keys of a call: those of ``apply`` for its first call, new ones for each further call."""
+    """Return the RNG keys of a call: the keys of ``apply`` for its first call, new keys for further calls."""
     scope = module.scope
     is_first = scope.parent is None and not any(scope.rng_counters.values())
     new = {name: module.make_rng(name) for name in scope.rngs}
     return {name: key.as_jax_rng() for name, key in scope.rngs.items()} if is_first else new
 
 
-# -- what the class of a quantized model has beside its methods --------------------------------------------------------
+# -- further attributes of the class of a quantized model --------------------------------------------------------------
 
 
 def _init(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,38 +145,38 @@ def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _with_bound_method(model: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return options of ``apply`` in which ``method`` is a function that quantizes any method."""
     face, method = model._jaxquant_face, kwargs.get("method")
-    if method is None or at_work.value is face:
+    if method is None or traced_face.value is face:
         return kwargs
     return {**kwargs, "method": lambda module, *args, **kwargs: _call(face, module, None, method, args, kwargs)}
 
 
 def _getattr(self: Any, name: str) -> Any:
-    """Set up the module, as Linen does, and wrap the submodules that this made."""
+    """Set up the module, as Linen does, and wrap the submodules that this creates."""
     value = self._jaxquant_base.__getattr__(self, name)
-    _mark(self)
+    _wrap_children(self)
     return value
 
 
 def _post_init(self: Any) -> None:
     self._jaxquant_base.__post_init__(self)
-    _mark(self)
+    _wrap_children(self)
 
 
-def _mark(self: Any) -> None:
-    face = quantized_with(self)
-    if face is not None and self.scope is not None and at_work.value is not face:
-        face.mark(self, getattr(self, "_jaxquant_root", self))
+def _wrap_children(self: Any) -> None:
+    face = face_of(self)
+    if face is not None and self.scope is not None and traced_face.value is not face:
+        face.wrap_children(self, getattr(self, "_jaxquant_root", self))
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:
-    """Pickle as the float model, the config and what was decided."""
+    """Pickle as float model, config and decisions."""
     face, base = self._jaxquant_face, self._jaxquant_base
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init and f.name != "parent"}
     return face.restored, (base, fields, face.engine.config, face.engine.decisions)
 
 
 _BOUND = {"__getattr__": nn.nowrap(_getattr), "__post_init__": _post_init}
-"""What the class of any wrapped module has."""
+"""Attributes of the class of every wrapped module."""
 _MODEL = {
     "init": nn.nowrap(_init),
     "init_with_output": nn.nowrap(_init_with_output),
@@ -184,4 +184,4 @@ _MODEL = {
     "__reduce__": nn.nowrap(_reduce),
     "__repr__": nn.nowrap(describe_model),
 }
-"""What the class of a model has, too."""
+"""Further attributes of the class of a model."""

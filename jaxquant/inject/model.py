@@ -1,4 +1,4 @@
-"""The public functions on whole models, for Linen and NNX alike."""
+"""The public functions on whole models, for Linen and NNX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxquant.config.speeds import warn_if_slow
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen
 from jaxquant.inject import nnx as nnx_face
-from jaxquant.inject.faces import refuse_twice
+from jaxquant.inject.faces import require_float
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
 from jaxquant.trace.report import Report
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 
 def maybe_quantize_model(model: Model, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any) -> Model:
-    """Return a model whose linear layers run in the low precision that a config asks for.
+    """Return a model whose linear layers run in the low precision that a config selects.
 
     A Linen model keeps its ``init`` and ``apply``, an NNX model its methods, and both keep their parameters. A recipe
     with state (delayed scaling, sparsity) adds the collection ``_overwrite_with_gradient`` in Linen and variables of
@@ -30,27 +30,26 @@ def maybe_quantize_model(model: Model, config: ConfigLike, *example_inputs: Any,
     MaxText calls ``jaxquant.compat.maxtext.maybe_quantize_model``.
 
     Args:
-      model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back,
-        which is of a subclass of its class. With ``quantization: ""`` the model itself comes back.
-      config: a QuantConfig, a mapping, a config string such as "fp8", the path of a YAML file, or an object with the
-        fields; see ``QuantConfig.from_any``.
+      model: Linen or NNX module; it is not changed. A quantized NNX model is an instance of a subclass and shares its
+        arrays with the original. With ``quantization: ""`` the model is returned unchanged.
+      config: QuantConfig, mapping, config string such as "fp8", path of a YAML file, or object with the fields; see
+        ``QuantConfig.from_any``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
-        them the rules are checked now, without them at the first call. A recipe that keeps state requires them for an
-        NNX model.
+        them, the rules are checked now, otherwise at the first call. NNX models require them if a recipe keeps state.
 
     Raises:
-      ValueError: a rule that matches no layer, or a model without a layer to quantize.
-      NotImplementedError: a recipe that the backend does not honour, or a setting of serving.
-      TypeError: something that is no model, an NNX model without the example inputs that it requires, or MaxText's
-        config.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      ValueError: a rule matches no layer, or the model has no layer to quantize.
+      NotImplementedError: the backend does not support a recipe, or the config has a setting that only serving reads.
+      TypeError: the model is not a Flax module, an NNX model lacks the example inputs that it requires, or the config
+        is MaxText's.
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
 
     Warns:
       UserWarning: the string is known to be slower than bfloat16 on the first device; once for each string.
     """
     if is_program_config(config) and hasattr(config, "micro_batch_size_to_train_on"):
         raise TypeError(
-            "config is MaxText's, which also decides about its handle, batch and accumulation; call "
+            "config is MaxText's, which also sets the batch and gradient accumulation; call "
             "jaxquant.compat.maxtext.maybe_quantize_model(model, config)"
         )
     program, config = config, QuantConfig.from_any(config)
@@ -60,7 +59,7 @@ def maybe_quantize_model(model: Model, config: ConfigLike, *example_inputs: Any,
 
 
 def quantize_model(model: Model, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Model:
-    """Return a quantized model, for a config that is read; see ``maybe_quantize_model``."""
+    """Return a quantized model, for a ``QuantConfig``; see ``maybe_quantize_model``."""
     resolver = config.resolver()
     if resolver is None:
         return model
@@ -70,8 +69,8 @@ def quantize_model(model: Model, config: QuantConfig, *example_inputs: Any, **ex
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
-                "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters, and this is an "
-                "NNX model; without that field, convert one without arrays and put the saved parameters in: "
+                "checkpoint_is_quantized true needs a Linen model that runs on converted parameters, and this is an "
+                "NNX model; remove that field, convert a model without arrays and add the saved parameters: "
                 "served = nnx.eval_shape(lambda: jaxquant.convert(jaxquant.maybe_quantize_model(make(), config, x), "
                 "config, x)); jaxquant.serving.update_nnx(served, jaxquant.serving.load(folder).params)"
             )
@@ -81,70 +80,70 @@ def quantize_model(model: Model, config: QuantConfig, *example_inputs: Any, **ex
 
 _NOT_OF_MODELS = {
     "save_quantized_params_path": "is not written while a model is quantized; convert its parameters with "
-    "jaxquant.convert and write them with jaxquant.serving.save",
-    "quantize_kvcache": "is not a property of linear layers; give the model's attention a cache of "
-    "jaxquant.serving.kv_cache",
+    "jaxquant.convert and save them with jaxquant.serving.save",
+    "quantize_kvcache": "is not a property of linear layers; use a cache of jaxquant.serving.kv_cache in the model's "
+    "attention",
 }
 
 
 def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> dict[str, Recipe]:
-    """Return the recipe of every layer that a call quantizes, by path, without computing anything.
+    """Return the recipe of every layer that a call quantizes, by path. Only traces.
 
     Args:
-      model: a float Linen module that is not bound, or a float NNX module.
-      config: what is asked.
+      model: float Linen module that is not bound, or float NNX module.
+      config: quantization config.
       example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
-      ValueError: a rule that matches no layer, or a model without a layer to quantize.
+      ValueError: a rule matches no layer, or the model has no layer to quantize.
     """
     if config.resolver() is None:
         return {}
-    refuse_twice(model)
+    require_float(model)
     face: Any = nnx_face.Face.of(config, model) if isinstance(model, nnx.Module) else linen.Face(config)
     decisions = face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
     return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}
 
 
 def describe_layers(model: Any, config: ConfigLike, *example_inputs: Any, **example_kwargs: Any) -> Report:
-    """Report what a config makes of every linear layer of a model, float ones with the reason.
+    """Return a report with a row for every linear layer of a model; layers that stay in float have a reason.
 
-    A layer is a matmul with a parameter, whoever wrote it, in the order of the call.
+    A layer is a matmul with a parameter, in any module. Rows are in the order of the call.
 
     Args:
-      model: the model, before quantization.
-      config: anything that ``QuantConfig.from_any`` takes; "" lists the layers only.
+      model: model, before quantization.
+      config: any value that ``QuantConfig.from_any`` accepts; "" only lists the layers.
       example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
-      ValueError: a rule that matches no layer, float blocks of a model that has none, or a Linen model that is already
-        quantized.
-      TypeError: something that is no model.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      ValueError: a rule matches no layer, float blocks are configured for a model without blocks, or a Linen model is
+        already quantized.
+      TypeError: the model is not a Flax module.
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
     _require_module("describe_layers", "jaxquant.quantize(...).report", model)
     if isinstance(model, nnx.Module):
         return nnx_face.describe(model, config, *example_inputs, **example_kwargs)
-    refuse_twice(model)
+    require_float(model)
     face = linen.Face(config)
     return face.engine.layers(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
 
 
 def _require_module(what: str, of_functions: str, model: Any) -> None:
-    """Refuse what is no Flax module.
+    """Raise if a model is not a Flax module.
 
     Args:
-      what: takes it.
-      of_functions: what takes a function.
-      model: given.
+      what: name of the public function that requires a module.
+      of_functions: name of the function to use for a plain function.
+      model: argument to check.
 
     Raises:
-      TypeError: names it.
+      TypeError: the model is a class or not a Flax module.
     """
     if isinstance(model, (nn.Module, nnx.Module)):
         return
     if isinstance(model, type):
         raise TypeError(f"{what} takes a Flax module, got the class {model.__name__}; make an instance of it")
-    hint = f"; for a function there is {of_functions}" if callable(model) else ""
+    hint = f"; for a function use {of_functions}" if callable(model) else ""
     raise TypeError(f"{what} takes a Flax module, got {type(model).__name__}{hint}")

@@ -61,7 +61,7 @@ def store(ref: Any, value: jax.Array, *, is_optimized: bool = True) -> None:
         ref[...] = value
 
 
-def flipped(ref: Any) -> Any:
+def transposed(ref: Any) -> Any:
     """Return a transposed view of a reference to a matrix."""
     return ref.T if NEW else plgpu.transpose_ref(ref, (1, 0))
 
@@ -88,7 +88,7 @@ def call(
       **options: other arguments of ``plgpu.kernel``.
     """
     alike, result = vary_alike(*operands)
-    given = [each for each in alike if each is not None]
+    arrays = [each for each in alike if each is not None]
     semantics = plgpu.LoweringSemantics.Lane
     run = plgpu.kernel(
         body,
@@ -97,7 +97,7 @@ def call(
         interpret=_API.InterpretGPUParams() if interpret else None,
         **options,
     )
-    return [fit_varying(each, varying_axes(given[0])) for each in run(*given)]
+    return [fit_varying(each, varying_axes(arrays[0])) for each in run(*arrays)]
 
 
 def multiprocessors() -> int:

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from jaxquant.core.scales import compile_impl
-from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_untold, is_whole, platform_of, varying_axes
+from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_whole, may_shard, platform_of, varying_axes
 
 Array = jax.Array
 _KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
@@ -22,24 +22,24 @@ MOST_BLOCKS = 65535
 """Limit of CUDA along each grid axis except its first axis, which is the last axis of a Pallas grid."""
 
 
-def cut_refusal(*operands: Array, waits: bool = False) -> str | None:
-    """Return the reason why a compiler may shard operands, which it cannot do in a kernel, or None if it cannot shard.
+def sharding_refusal(*operands: Array, waits: bool = False) -> str | None:
+    """Return the reason why a kernel cannot run because a compiler may shard its operands, or None if it will not.
 
     The types decide while tracing: operands without a mesh are safe if there is one device, operands inside
     ``jax.shard_map`` if it maps all axes of the mesh.
 
     Args:
       operands: operands of a kernel.
-      waits: whether the caller passes operands without a mesh, with several devices, to ``unless_cut``.
+      waits: whether the caller passes operands without a mesh, with several devices, to ``unless_sharded``.
     """
     if any(explicit_sharding(x) is not None for x in operands):
         return "an operand has a mesh with explicit axes, outside of jax.shard_map"
-    if all(is_whole(x) or (waits and is_untold(x)) for x in operands):
+    if all(is_whole(x) or (waits and may_shard(x)) for x in operands):
         return None
     return "an operand may be sharded automatically: there are several devices, and it is not inside jax.shard_map"
 
 
-def is_cut(context: Any) -> bool:
+def may_be_sharded(context: Any) -> bool:
     """Check whether a compiler may shard this program over devices; unclear cases count as sharded.
 
     The result types that a kernel declares (cuDNN's attention) have no mesh, and the process that lowers for an absent
@@ -55,46 +55,46 @@ def is_cut(context: Any) -> bool:
     return mesh.size != 1 and set(axes.manual_axes) != set(mesh.axis_names)
 
 
-def unless_cut(whole: Callable[..., Array], cut: Callable[..., Array], *operands: Any) -> Array:
-    """Return ``whole(*operands)``, or ``cut(*operands)`` in a program that a compiler may shard over devices.
+def unless_sharded(whole: Callable[..., Array], sharded: Callable[..., Array], *operands: Any) -> Array:
+    """Return ``whole(*operands)``, or ``sharded(*operands)`` in a program that a compiler may shard over devices.
 
     If the types do not decide, both are traced, and the lowering selects one. A program for one device therefore
     computes the same on a host with several devices.
 
     Args:
-      whole: function that uses a kernel which ``cut_refusal`` allows.
-      cut: function that computes the same with operations that a compiler can shard.
+      whole: function that uses a kernel which ``sharding_refusal`` allows.
+      sharded: function that computes the same with operations that a compiler can shard.
       operands: arrays, in any pytree.
     """
     leaves, tree = jax.tree.flatten(operands)
-    if not any(map(is_untold, leaves)):
+    if not any(map(may_shard, leaves)):
         return whole(*operands)
     first, second = (
-        jax.make_jaxpr(lambda *leaves, run=run: run(*tree.unflatten(leaves)))(*leaves) for run in (whole, cut)
+        jax.make_jaxpr(lambda *leaves, run=run: run(*tree.unflatten(leaves)))(*leaves) for run in (whole, sharded)
     )
-    return _unless_cut.bind(*leaves, jaxpr=first, cut=jaxpr_as_fun(second))
+    return _unless_sharded.bind(*leaves, jaxpr=first, sharded=jaxpr_as_fun(second))
 
 
-UNLESS_CUT = "unless_cut"
+UNLESS_SHARDED = "unless_sharded"
 """Name of the primitive. It stores the whole program like a jit, so that program analyses see one program."""
 
-_unless_cut = Primitive(UNLESS_CUT)
-compile_impl(_unless_cut, "jaxpr", "cut")
-_unless_cut.def_abstract_eval(lambda *_, jaxpr, cut: jaxpr.out_avals[0])
+_unless_sharded = Primitive(UNLESS_SHARDED)
+compile_impl(_unless_sharded, "jaxpr", "sharded")
+_unless_sharded.def_abstract_eval(lambda *_, jaxpr, sharded: jaxpr.out_avals[0])
 
 
-def _lower(context: Any, *operands: Any, jaxpr: Any, cut: Callable[..., Any]) -> Any:
-    run = cut if is_cut(context) else jaxpr_as_fun(jaxpr)
+def _lower(context: Any, *operands: Any, jaxpr: Any, sharded: Callable[..., Any]) -> Any:
+    run = sharded if may_be_sharded(context) else jaxpr_as_fun(jaxpr)
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-def _batch(operands: Any, axes: Any, *, jaxpr: Any, cut: Callable[..., Any]) -> tuple[Array, int]:
-    first, second = (jax.make_jaxpr(jax.vmap(run, axes))(*operands) for run in (jaxpr_as_fun(jaxpr), cut))
-    return _unless_cut.bind(*operands, jaxpr=first, cut=jaxpr_as_fun(second)), 0
+def _batch(operands: Any, axes: Any, *, jaxpr: Any, sharded: Callable[..., Any]) -> tuple[Array, int]:
+    first, second = (jax.make_jaxpr(jax.vmap(run, axes))(*operands) for run in (jaxpr_as_fun(jaxpr), sharded))
+    return _unless_sharded.bind(*operands, jaxpr=first, sharded=jaxpr_as_fun(second)), 0
 
 
-mlir.register_lowering(_unless_cut, _lower)
-batching.primitive_batchers[_unless_cut] = _batch
+mlir.register_lowering(_unless_sharded, _lower)
+batching.primitive_batchers[_unless_sharded] = _batch
 
 
 def capability_of(*arrays: Array) -> tuple[int, int]:

@@ -18,8 +18,8 @@ def vary_alike(*operands: Array | None) -> tuple[list[Any], Callable[..., jax.Sh
     Args:
       operands: operands of a kernel; None stands for a missing operand.
     """
-    given = [each for each in operands if each is not None]
-    axes = frozenset[str]().union(*(varying_axes(each) for each in given))
+    arrays = [each for each in operands if each is not None]
+    axes = frozenset[str]().union(*(varying_axes(each) for each in arrays))
 
     def widen(x: Array) -> Array:
         missing = tuple(sorted(axes - varying_axes(x)))

@@ -23,7 +23,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.platforms import capability_of, cut_refusal, module
+from jaxquant.kernels.platforms import capability_of, module, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import select_block_matmul
@@ -51,7 +51,7 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
             return f"the last contraction axis is not split into blocks of {size}"
-    return cut_refusal(lhs.qvalue, rhs.qvalue, waits=True)
+    return sharding_refusal(lhs.qvalue, rhs.qvalue, waits=True)
 
 
 def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:

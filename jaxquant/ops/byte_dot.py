@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor
-from jaxquant.kernels.platforms import capability_of, is_cut
+from jaxquant.kernels.platforms import capability_of, may_be_sharded
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -61,7 +61,7 @@ def _on_gpus(x: Array, *, last: tuple[int, ...], is_row_major: bool) -> Array:
 
 
 def _lower_on_gpus(context: Any, x: Any, **layout: Any) -> Any:
-    if is_cut(context):
+    if may_be_sharded(context):
         return [x]
     return mlir.lower_fun(_on_gpus, multiple_results=False)(context, x, **layout)
 
@@ -107,7 +107,7 @@ def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> 
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 ROWS = 64
-"""Rows of the other operand from which on GPUs copy an int8 operand.
+"""Smallest number of rows of the other operand for which GPUs copy an int8 operand.
 
 On an H200 the copy moves two bytes an element at 4 TB/s. Without it, the matmul computes two operations an element and
 row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). Both take the same time at about 40 rows.
@@ -168,7 +168,7 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
     if tuple(context.module_context.platforms) != ("cuda",) or not _is_result_of(value, "stablehlo.dot_general"):
         return [out]
     dot, made = value.owner, value
-    if is_cut(context):
+    if may_be_sharded(context):
         dot, made = _swap_operands(dot)
     fp8, result = ir.Float8E5M2Type.get(), ir.F32Type.get()
     dot.attributes["algorithm"] = stablehlo.DotAlgorithm.get(fp8, fp8, result, 1, 1, 1, is_fast)
@@ -181,7 +181,7 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
 
 
 def _is_result_of(value: Any, name: str) -> bool:
-    """Check whether an operation of this name produces a value, which may instead be a function argument."""
+    """Check whether a value is the result of an operation with this name; it may be a function argument."""
     return isinstance(value.owner, ir.Operation | ir.OpView) and value.owner.name == name
 
 

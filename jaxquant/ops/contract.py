@@ -19,7 +19,7 @@ from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
-from jaxquant.kernels.platforms import capability_of, unless_cut
+from jaxquant.kernels.platforms import capability_of, unless_sharded
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
@@ -35,7 +35,7 @@ DEQUANTIZED_MARK = "jaxquant dequantized"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dequantized:
-    """A quantized operand whose bfloat16 values, which are multiplied, a kernel wrote."""
+    """The bfloat16 values of a quantized operand of a float matmul, written by a kernel."""
 
     values: Array
 
@@ -104,7 +104,7 @@ def contract(
         if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
             by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
             by_blocks = functools.partial(block_scaled.multiply, dims=dims, out_dtype=returned, by=by)
-            out = None if by == "xla" else unless_cut(by_blocks, as_floats, lhs, rhs)
+            out = None if by == "xla" else unless_sharded(by_blocks, as_floats, lhs, rhs)
         out = as_floats(lhs, rhs) if out is None else out
         return (out if outer is None else out * outer).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
@@ -203,7 +203,7 @@ def _unscaled(x: Any) -> QTensor:
 
 
 def _one_row(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
-    """Multiply a single row with a row of zeros below it. Small weights do not need this.
+    """Multiply a single row, with a row of zeros added below it unless the weight is small.
 
     GPUs and TPUs have no matmul for one row; element by element they take up to 25 times as long (commit b55b3a5).
     """
@@ -365,7 +365,7 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
 
 
 def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
-    """Split axes into pieces of a step. Returns the tensor, and the new places of old axes and of the axes of pieces.
+    """Split axes into pieces of a step. Returns the tensor, the new position of each old axis, and of each tile axis.
 
     A smaller last piece is padded with zeros, which do not change a sum of products.
     """

@@ -1,4 +1,4 @@
-"""Shared by contractions with converted kernels: checks, separate batch elements, the gradient of the activation.
+"""Functions for contractions with converted kernels: checks, separate batch elements, gradient of the activation.
 
 lhs ── quantize_operand ──► qvalues ────────────┐
 QTensor (perhaps with the input's static scale) ┴─ product ──► y, bit for bit what the training op computes

@@ -284,18 +284,18 @@ class _Dot(Operation):
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
     def _copies(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
-        """Check whether copies of the 8-bit operands pay: only with delayed scaling, whose casts need no amax first."""
+        """Check whether copies of the 8-bit operands save time: only with delayed scaling, whose casts need no amax."""
         is_delayed = self.copies and self.recipe.is_lean and self.recipe.delayed is not None
         is_delayed = is_delayed and place is None and not self.dims.lhs_batch
         return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
 
 
 _ENOUGH = {"float32": 16, "float8_e4m3fn": 512}
-"""Scale dtype -> number of dynamic scales whose bits make a key that no other step or layer has."""
+"""Scale dtype -> number of dynamic scales whose bits give each step and layer a different key."""
 
 
 def _is_unique(spec: Operand, scale: Array) -> bool:
-    """Check whether an activation's scales are its own, and numerous enough to distinguish it from all others."""
+    """Check whether an activation's scales are computed from it and numerous enough to identify it."""
     if not isinstance(spec, TensorSpec) or spec.scaling != "dynamic" or spec.calibration.method == "fixed":
         return False
     is_power_of_two = spec.scale_dtype == "float32" and spec.scale_rounding != "exact"

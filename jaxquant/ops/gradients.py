@@ -1,4 +1,4 @@
-"""Shared by all quantized backward passes: names of residuals, scale alignment, refused second derivatives."""
+"""Functions for all quantized backward passes: names of residuals, scale alignment, refused second derivatives."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
 
 
 def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
-    """Return an identity primitive of a tangent that is never evaluated: it is transposed or refused."""
+    """Return an identity primitive for tangents that is never evaluated: it is transposed, or it raises."""
     primitive = Primitive(name)
     primitive.def_impl(refuse)
     primitive.def_abstract_eval(lambda tangent, *_, **__: tangent)

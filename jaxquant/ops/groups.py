@@ -32,7 +32,7 @@ Array = jax.Array
 
 
 class Rows(NamedTuple):
-    """Quantized rows whose scale is their group's scale: qvalue [M, C], scale [G, 1] or [G, C].
+    """Quantized rows with one scale per group: qvalue [M, C], scale [G, 1] or [G, C].
 
     Rows with separate scales are a ``QTensor``.
     """
@@ -123,7 +123,7 @@ class Slabs(NamedTuple):
         x = x.reshape(*self.source.shape, x.shape[1])
         whole = functools.partial(self.groups.largest, except_axes=recipe.expert_axes)
         compute = cast_dtype(recipe, x.dtype.name)
-        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole, compute_dtype=compute)
+        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, outer_amax=whole, compute_dtype=compute)
 
 
 def expand_groups(per_group: Array, ids: Array) -> Array:
@@ -157,14 +157,14 @@ def quantize_rows(
     key: RandomKey | None,
     floor: float = SMALLEST_SCALE,
 ) -> QTensor | Rows:
-    """Quantize rows with separate scales (contracting columns) or their group's (per tensor, contracting rows)."""
+    """Quantize rows with separate scales (contracting columns) or a scale per group (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
     compute, (ids, sizes) = cast_dtype(recipe, x.dtype.name), groups
     has_own = spec.granularity in ("per_channel", "per_tile") and spec.calibration.method != "fixed"
     if has_own and not contracts_rows:
         whole = functools.partial(groups.largest, except_axes=recipe.expert_axes) if x.size else None
-        return quantize(x, spec, (1,), key=key, floor=floor, whole=whole, compute_dtype=compute)
+        return quantize(x, spec, (1,), key=key, floor=floor, outer_amax=whole, compute_dtype=compute)
     is_whole = spec.granularity == "per_tensor"  # a scale of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
@@ -185,7 +185,7 @@ def quantize_rows(
 
 
 def slab_size(recipe: Recipe, lhs: Any) -> int:
-    """Return the number of rows of a slab for the weight gradient (whole tiles, runs and vectors); 0 without tiles.
+    """Return the number of rows of a slab for the weight gradient: whole tiles, runs and vectors; 0 without tiles.
 
     Args:
       recipe: recipe of the matmul.

@@ -163,17 +163,17 @@ def quantize_operand(
 
 
 def _unobserved(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
-    """Return a tensor as (tensor, tensor for the other axes, no observation)."""
+    """Return (tensor, the same tensor for the other axes, no observation)."""
     return tensor, tensor, None
 
 
 def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     """Set the scales of an integer tensor to NaN if its input has NaN or infinity; see ``delayed.poison_lost``."""
-    return dataclasses.replace(tensor, scale=delayed.poison_lost(tensor.scale, amax, element(spec.dtype)))
+    return dataclasses.replace(tensor, scale=delayed.poison_scale(tensor.scale, amax, element(spec.dtype)))
 
 
 def _split(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
-    """Return the axis at which the transposed copy is split, or None if no copy pays.
+    """Return the axis at which the transposed copy is split, or None if a copy saves no time.
 
     Hopper's 8-bit matmuls read operands with the contraction last. One matmul reads the tensor as stored, the others
     read a copy whose memory begins at this axis. A forward pass without a backward pass writes an unused copy. The

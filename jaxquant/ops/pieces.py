@@ -1,4 +1,4 @@
-"""Functions that the quantized ops share: argument checks, quant state, shards, types, scales, replaced equations."""
+"""Functions that the quantized ops share: argument checks, quant state, shards, dtypes, scales, replaced equations."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.scales import SMALLEST_SCALE
-from jaxquant.core.sharding import platform_of, whole_axis
+from jaxquant.core.sharding import gather_axis, platform_of
 from jaxquant.kernels.block_quantize import api as kernel
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.platforms import capability_of
@@ -98,7 +98,7 @@ def make_prepared(
     if spec is not None:
         options = {"key": forward_key(x, spec, key), "is_stored": is_stored}
         forward, other, observation = quantize_operand(x, spec, axes, recipe=recipe, **options, **more)
-    operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
+    operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.residual_kind(side)
     kept = other if kind == "forward" else x
     if kind == "own":
         kept, own = _quantize_residual(x, recipe, side, axes, key, **more)
@@ -167,7 +167,7 @@ def _share(x, states, recipe, axes, implementation, is_stored):
 
 
 def can_share(recipe: Recipe) -> bool:
-    """Check whether an activation is quantized, and alike for all its contractions: without noise or flax mode."""
+    """Check whether an activation is quantized in the same way for all its contractions: without noise or flax mode."""
     kinds = [spec for spec in (recipe.fwd.lhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     return bool(kinds) and not recipe.matches_flax and all(spec.rounding == "nearest" for spec in kinds)
 
@@ -187,7 +187,7 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
     if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor) and x.size):
         return None
     outside = outside_range(x, operand, tensor)
-    return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
+    return checkpoint_name(jnp.packbits(gather_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
 # -- one read of an operand for all its matmuls, by a kernel -----------------------------------------------------------
@@ -212,7 +212,7 @@ def cast_all(
 
     def refused() -> str | None:
         if cast_dtype(recipe, x.dtype.name) != "float32":
-            return "the block cast divides in float32"
+            return "the block cast supports only division in float32"
         return kernel.refusal(x, casts)
 
     arrays = jax.tree.leaves((x, others))
@@ -251,7 +251,7 @@ def cast_forward(
       has_values: whether the forward pass multiplies the operand dequantized, in bfloat16.
     """
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
-    spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.kept(side)
+    spec, own, kind = recipe.resolve("fwd", side), recipe.resolve(name, side), recipe.residual_kind(side)
     if spec is None:
         return None
     cast = Cast(spec, block_shape(x.shape, spec, axes, 1, batch), SMALLEST_SCALE)
@@ -265,7 +265,7 @@ def cast_forward(
         casts.append(Cast(own, block_shape(x.shape, own, others, 1, batch), SMALLEST_SCALE))
     elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
         is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own copy
-        casts = [cast._replace(is_turned=not is_last), cast._replace(is_turned=is_last)]
+        casts = [cast._replace(is_transposed=not is_last), cast._replace(is_transposed=is_last)]
     made = cast_all(x, tuple(casts), recipe=recipe, implementation=implementation)
     if made is None:
         return None

@@ -29,7 +29,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, operand_dtype
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
-from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
+from jaxquant.core.rounding import RandomKey, content_key, gradient_keys, key_of
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
 from jaxquant.ops.converted import check_input_scale, straight_through
@@ -46,7 +46,7 @@ Gradient = Literal["dlhs", "drhs"]
 
 @dataclasses.dataclass(frozen=True)
 class Primal:
-    """Shape, dtype and placement of an operand and of its gradient."""
+    """Shape, dtype and sharding of an operand and of its gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -238,7 +238,7 @@ def _backward(op: Operation, saved: Any, grad: Array):
             key = content_key(grad)
         else:
             key = device_key(key_of(seed) if key is None else key, grad)
-        keys, own = two_keys(key), key
+        keys, own = gradient_keys(key), key
     shared, other, observation = None, None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
@@ -273,7 +273,7 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
 
 
 def _finish(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
-    """Cast a gradient to its operand's dtype and placement, and zero it where the forward pass clipped."""
+    """Cast a gradient to its operand's dtype and varying axes, and zero it where the forward pass clipped."""
     if residual.mask is not None:
         gradient = jnp.where(jnp.unpackbits(residual.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
     elif reads_clip(operand) and isinstance(residual.tensor, QTensor):

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.float_dot import wide_on_cpus
+from jaxquant.core.float_dot import float32_on_cpus
 from jaxquant.core.hadamard import rotation_of
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize_with_scale
@@ -35,7 +35,7 @@ from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import all_reduce, platform_of
-from jaxquant.kernels.platforms import unless_cut
+from jaxquant.kernels.platforms import unless_sharded
 from jaxquant.ops import block_ragged, pieces
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
@@ -194,7 +194,7 @@ class _Ragged(Operation):
         if forward is not x:
             own = QTensor(forward.qvalue, forward.spread(groups.ids)) if isinstance(forward, Rows) else forward
             mask = clip_mask(x, own, spec)
-        residual = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
+        residual = {"forward": forward, "float": x}.get(recipe.residual_kind("lhs"))
         if residual is None:
             residual = self._own_rows(x, groups, key)
         return QuantizedOperand(forward, Residual(tag(residual), mask, observation))
@@ -213,7 +213,7 @@ class _Ragged(Operation):
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> QuantizedOperand:
         recipe, matmul = self.recipe, self.recipe.dlhs
         forward, observation = _forward_weights(recipe, x, state, key)
-        residual = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
+        residual = {"forward": forward, "float": x}.get(recipe.residual_kind("rhs"))
         if residual is None:
             spec = recipe.resolve("dlhs", "rhs")
             assert spec is not None
@@ -366,7 +366,7 @@ class _Ragged(Operation):
         amax = all_reduce(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        return rows._replace(scale=delayed.poison_lost(scale, amax[:, None], element(spec.dtype))), Observation(
+        return rows._replace(scale=delayed.poison_scale(scale, amax[:, None], element(spec.dtype))), Observation(
             scale, amax
         )
 
@@ -403,7 +403,7 @@ class _Ragged(Operation):
 
         if not arrays and block_ragged.choose(left, right, numbers, returned, self.implementation) == "pallas":
             by_blocks = functools.partial(block_ragged.multiply, numbers=numbers, out_dtype=returned)
-            out = unless_cut(by_blocks, as_floats, left, right, groups)
+            out = unless_sharded(by_blocks, as_floats, left, right, groups)
         else:
             out = as_floats(left, right, groups)
         return out * functools.reduce(jnp.multiply, outer) if outer else out
@@ -426,7 +426,7 @@ class _Ragged(Operation):
                 lhs, rhs, groups.sizes, numbers, precision=requested, preferred_element_type=dtype
             )
 
-        return wide_on_cpus(dot, lhs, rhs, dtype)
+        return float32_on_cpus(dot, lhs, rhs, dtype)
 
 
 def _key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:

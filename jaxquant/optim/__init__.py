@@ -1,4 +1,4 @@
-"""Optimizers that take less memory: moments in 8 bits, and weights in bfloat16 without a float32 copy."""
+"""Memory-saving optimizers: moments in 8 bits, and bfloat16 weights without a float32 copy."""
 
 from jaxquant.optim.codes import SCHEMES
 from jaxquant.optim.health import moment_health

@@ -1,4 +1,4 @@
-"""Health of moments in 8 bits: how many of them underflow."""
+"""Health of 8-bit moments: the share that underflows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _E4M3 = ELEMENTS["float8_e4m3fn"]
 
 
 def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str, Float[Array, ""]]]:
-    """Return how many of an optimizer's 8-bit moments are at the low end of their code: path -> shares of its elements.
+    """Return the shares of 8-bit moments at the low end of their code, by path.
 
-    ``zero``: the code is 0, of a moment that was 0 or, where it has a sign, underflowed. ``smallest``: the code is the
-    smallest but 0, as that of a second moment that underflows. No moment overflows: its group's largest magnitude is
-    the largest number of the code. Where shares grow, groups span more than the code: name these moments in
-    ``float32``, or take ``fp8_coat``, which spreads any group over its code.
+    ``zero`` is the share of code 0: the moment was 0 or, if it is signed, underflowed. ``smallest`` is the share of the
+    smallest nonzero code, to which a second moment underflows. Moments do not overflow, because the largest magnitude
+    of a group is the largest value of the code. If the shares grow, the range of the groups exceeds the code: list
+    these moments in ``float32``, or use ``fp8_coat``, which spreads any group over its code.
 
     Args:
-      state: with states of ``jaxquant.optim.quantize_state`` in it, as arrays; it may be traced.
-      moments: as of ``quantize_state``.
+      state: optimizer state that contains states of ``jaxquant.optim.quantize_state``, as arrays or tracers.
+      moments: argument of ``quantize_state``.
     """
     found: dict[str, dict[str, Float[Array, ""]]] = {}
 
@@ -45,10 +45,10 @@ def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str,
 
 
 def _ends(codes: Array, signed: bool) -> dict[str, Array]:
-    """Mark the codes that are 0, and those whose magnitude is the smallest but 0."""
+    """Return masks of the codes that are 0, and of those with the smallest nonzero magnitude."""
     x, smallest = codes.astype(jnp.float32), 1.0
     if codes.dtype == _E4M3.name:
         smallest = 2.0 ** (_E4M3.min_exponent - _E4M3.mantissa_bits)
-    elif codes.dtype == jnp.uint8 and signed:  # two's complement, but for 128, which is +1
+    elif codes.dtype == jnp.uint8 and signed:  # two's complement, except that 128 is +1
         x = jnp.where(x > 128, 256 - x, x)
     return {"zero": x == 0, "smallest": jnp.abs(x) == smallest}

@@ -1,4 +1,4 @@
-"""Run an optimizer on moments in 8 bits: all at once or a parameter at a time by XLA, or by a kernel."""
+"""Running an optimizer on 8-bit moments: all parameters at once or one at a time with XLA, or with a kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxquant.optim.parts import Part, Update
 Shardings = Callable[[str, Any], NamedSharding | None]
 PIECE = "optimizer update"
 _OVERFLOWS = 2.0**54
-"""A momentum of gradients whose square overflows float32: at least (1 - b1) · 2^64, and b1 is .999 at most."""
+"""Bound on momenta: above it the square of the gradient overflows float32 ((1 - b1) · 2^64, with b1 at most 0.999)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Moment:
     """A moment in 8 bits.
 
     Attributes:
-      path: its own.
-      codec, signed: how it is coded.
-      coded: its codes, and what is kept of each group.
+      path: path of the moment.
+      codec, signed: codec, and whether the moment is signed.
+      coded: codes and the statistics of each group.
     """
 
     path: str
@@ -43,20 +43,20 @@ class Moment:
 
     @property
     def axis(self) -> int:
-        """The axis of its groups, counted from the end."""
+        """Axis of the groups, counted from the end."""
         return axis_of(self.coded.codes, self.coded.largest)
 
     @property
     def group(self) -> int:
-        """The elements of a group."""
+        """Number of elements in a group."""
         return self.coded.codes.shape[self.axis] // self.coded.largest.shape[self.axis]
 
 
 def axis_of(codes: Any, largest: Any) -> int:
-    """Return the axis of a moment's groups, counted from the end: where codes are more than groups.
+    """Return the axis of a moment's groups, counted from the end: the axis with more codes than groups.
 
     Args:
-      codes, largest: of the moment, as ``Coded`` has them.
+      codes, largest: arrays of the moment, as in ``Coded``.
     """
     return next(i for i in range(-codes.ndim, 0) if codes.shape[i] != largest.shape[i])
 
@@ -69,15 +69,16 @@ def run(
     applies: bool,
     changes: jax.Array | None = None,
 ) -> Any:
-    """Compute a function of trees with each ``Moment`` as float32; return it with each as ``Coded``.
+    """Run a function of trees with each ``Moment`` decoded to float32; return the result with each as ``Coded``.
 
     Args:
-      function: (updates, state, parameters) -> (updates or parameters, state).
-      args: of it, with moments in the state.
-      implementation: "xla", "pallas" or None, as ``quantize_state`` takes it.
-      shardings: how parameters are cut.
-      applies: whether the function returns parameters.
-      changes: where it is False, state is returned as it was, and parameters where the function returns them.
+      function: function (updates, state, parameters) -> (updates or parameters, state).
+      args: arguments of the function, with moments in the state.
+      implementation: "xla", "pallas" or None, as for ``quantize_state``.
+      shardings: sharding of parameters, as for ``quantize_state``.
+      applies: whether the function returns parameters instead of updates.
+      changes: flag, or None. If it is False, the old state is returned, and the old parameters if the function returns
+        parameters.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Moment))
     start, end = len(jax.tree.leaves(args[0])), len(leaves) - len(jax.tree.leaves(args[2]))
@@ -90,24 +91,24 @@ def run(
         return made
 
     coded = [x for x in leaves if isinstance(x, Moment)]
-    chosen: set[int] = set()  # outputs that the kernel has kept where nothing changes
+    chosen: set[int] = set()  # outputs for which the kernel already applies ``changes``
     platform = platform_of(coded[0].coded.codes) if coded else ""
     kernel = implementation == "pallas" or (implementation is None and platform == "tpu")
     if coded and (kernel or platform == "gpu"):
         shapes = {x.coded.codes.shape for x in coded}
         update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
-        taken = [part for part in update.parts if _is_taken(part, leaves, kernel, implementation, shardings)]
+        taken = [part for part in update.parts if _runs_separately(part, leaves, kernel, implementation, shardings)]
         out, scalars = update.rest(floats, taken)
         last: dict[Any, dict[int, Any]] = {}
         for part, numbers in zip(taken, scalars, strict=True):
-            before = len(out) - end  # an output of the state has the number of its input, and so many more
+            before = len(out) - end  # offset from the index of a state's input to the index of its output
             states = {i + before: i for i in range(start, end)}
             if kernel:
-                order = sorted(part.inputs, reverse=applies)  # weights lie behind the state, gradients before it
-                made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
+                order = sorted(part.inputs, reverse=applies)  # weights come after the state, gradients before it
+                made = _run_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:
-                made = _in_turn(update, part, numbers, leaves, states, last)
+                made = _run_sequentially(update, part, numbers, leaves, states, last)
             out = [made.get(o, x) for o, x in enumerate(out)]
     else:
         out = flat(*floats)
@@ -116,7 +117,7 @@ def run(
         if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
             out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
     if changes is not None:
-        first = 0 if applies else before + start  # updates are no old array's new one
+        first = 0 if applies else before + start  # updates do not replace an old array
         for o, old in enumerate([*(leaves[end:] if applies else ()), *leaves[start:end]], first):
             if o not in chosen:
                 kept = old.coded if isinstance(old, Moment) else old
@@ -124,16 +125,16 @@ def run(
     return structure[0].unflatten(out)
 
 
-def _is_taken(
+def _runs_separately(
     part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
 ) -> bool:
-    """Choose whether a part is computed by itself, and note why not."""
+    """Return whether a part is computed separately, and record the choice."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
     if not coded:
         return False
     if not kernel:
         if part.refusal:
-            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
+            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not one parameter at a time, because {part.refusal}"))
         return part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
@@ -141,9 +142,9 @@ def _is_taken(
         why = "its moments have groups along different axes"
     if why is None:
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
-    asked = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+    reason = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
-    record_choice(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
+    record_choice(PIECE, Choice("pallas", reason) if why is None else Choice("xla", refused))
     return why is None
 
 
@@ -151,7 +152,7 @@ def _sharding(moment: Moment, shardings: Shardings | None) -> NamedSharding | No
     return None if shardings is None else shardings(moment.path, moment.coded.codes)
 
 
-def _by_kernel(
+def _run_kernel(
     update: Update,
     part: Part,
     scalars: Sequence[jax.Array],
@@ -161,21 +162,26 @@ def _by_kernel(
     shardings: Shardings | None,
     changes: jax.Array | None,
 ) -> dict[int, Any]:
-    """Compute a part by the kernel: number of an output -> a ``Coded`` for a moment, an array for others.
+    """Compute a part with the kernel.
 
     Args:
-      update, part: which part of what.
-      scalars: of it.
-      leaves: the inputs of all the update, moments coded.
-      states: number of an output that is state -> the input that it replaces.
-      order: inputs, in the order in which other outputs take their memory.
-      shardings, changes: as ``run`` takes them.
+      update, part: the update and its part.
+      scalars: scalars of the part.
+      leaves: inputs of the complete update, with coded moments.
+      states: mapping from the index of an output that is state to the index of the input that it replaces.
+      order: indices of inputs, in the order in which other outputs reuse their memory.
+      shardings, changes: arguments of ``run``.
+
+    Returns:
+      Outputs by index: a ``Coded`` for a moment, an array otherwise.
     """
-    given = {i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs}
+    coded_inputs = {
+        i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs
+    }
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
     first = next(iter(moments.values()))
     arrays, place, results = [], {}, []
-    for i, x in given.items():
+    for i, x in coded_inputs.items():
         place[i] = len(arrays)
         arrays += _present(x)
     free = [i for i in order if i not in moments and i not in states.values()]
@@ -185,14 +191,14 @@ def _by_kernel(
             i = next((i for i in free if leaves[i].dtype == dtype), None)
             free = [each for each in free if each != i]
         if i in moments:
-            parts = _present(given[i])
+            parts = _present(coded_inputs[i])
             results += [Result(x.dtype.name, moments[i].group if n else 1, place[i] + n) for n, x in enumerate(parts)]
         else:
             results.append(Result(dtype.name, 1, None if i is None else place.get(i)))
 
     def body(scalars: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         rest, floats = iter(arrays), []
-        for i, x in given.items():
+        for i, x in coded_inputs.items():
             parts = Coded(*(next(rest) for _ in _present(x)), *[None] * (x.largest is None))
             floats.append(_decoded(dataclasses.replace(moments[i], coded=parts)) if i in moments else parts.codes)
         made = []
@@ -208,12 +214,12 @@ def _by_kernel(
 
     def output(o: int) -> Any:
         i = states.get(o, -1)
-        return Coded(*(next(made) for _ in _present(given[i]))) if i in moments else next(made)
+        return Coded(*(next(made) for _ in _present(coded_inputs[i]))) if i in moments else next(made)
 
     return {o: output(o) for o in part.outputs}
 
 
-def _in_turn(
+def _run_sequentially(
     update: Update,
     part: Part,
     scalars: Sequence[jax.Array],
@@ -221,20 +227,24 @@ def _in_turn(
     states: Mapping[int, int],
     last: dict[Any, dict[int, Any]],
 ) -> dict[int, Any]:
-    """Compute a part by XLA when the one before it is done: number of an output -> a ``Coded`` or an array.
+    """Compute a part with XLA after the previous part is done.
 
-    XLA for GPUs computes many parts at once, and would hold the float32 moments of all. So a part is decoded with
-    magnitudes of groups that wait for the codes of the part before. Nothing in float32 of a parameter's size goes
-    through the barrier, which would keep it.
+    XLA:GPU would compute many parts at once and hold the float32 moments of all of them. Therefore the largest
+    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. No float32
+    array of a parameter's size passes through the barrier, because the barrier would keep it alive.
 
     Args:
-      update, part, scalars, leaves, states: as ``_by_kernel`` takes them.
-      last: codes of the part before, by the numbers of outputs, for each set of axes over which arrays vary inside of
-        ``jax.shard_map``: a barrier makes all that goes through it vary over the axes of any. It is brought up to date.
+      update, part, scalars, leaves, states: arguments of ``_run_kernel``.
+      last: codes of the previous part, by output index, for each set of axes over which arrays vary inside
+        ``jax.shard_map``, because the outputs of a barrier vary over the axes of all its inputs. It is updated in
+        place.
+
+    Returns:
+      Outputs by index: a ``Coded`` for a moment, an array otherwise.
     """
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
     varying = varying_axes(next(iter(moments.values())).coded.codes)
-    largest, waited = jax.lax.optimization_barrier(
+    largest, previous = jax.lax.optimization_barrier(
         ({i: m.coded.largest for i, m in moments.items()}, last.get(varying, {}))
     )
     for i, m in moments.items():
@@ -246,7 +256,7 @@ def _in_turn(
         if (m := moments.get(states.get(o, -1))) is not None:
             codes[o] = encode(m.codec, m.signed, m.axis, m.coded.largest.shape[m.axis], made[o])
     last[varying] = codes
-    return waited | made | codes
+    return previous | made | codes
 
 
 def _present(coded: Coded) -> list[jax.Array]:
@@ -263,16 +273,16 @@ def _coded(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> 
     return coded._replace(codes=merge_axes(coded.codes, x))
 
 
-# Jits of their own, or an optimizer's init outside of a jit would compile each operation by itself.
+# Jitted, because outside of a jit an optimizer's init would otherwise compile each operation separately.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> Coded:
-    """Encode a moment; what is not finite, or too large, as 0.
+    """Encode a moment; elements that are not finite or too large are encoded as 0.
 
     Args:
-      codec, signed: how.
-      axis: of the groups, counted from the end.
-      groups: their number along it.
-      x: the moment.
+      codec, signed: codec, and whether the moment is signed.
+      axis: axis of the groups, counted from the end.
+      groups: number of groups along the axis.
+      x: moment.
     """
     coded = _coded(codec, signed, axis, groups, x)
     if coded.exponent is None:

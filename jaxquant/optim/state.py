@@ -1,4 +1,4 @@
-"""Optimizer state in 8 bits: the moments of an optax transformation are decoded, updated and encoded in every step."""
+"""8-bit optimizer state: each step decodes, updates and encodes the moments of an optax transformation."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ MOMENTS: Moments = MappingProxyType(
         contrib.MuonState: {"mu": True},
     }
 )
-"""Class of an optimizer's state -> its moments, and whether they have signs."""
+"""Moments of each class of optimizer state, and whether they are signed."""
 
-_FEWEST = 4096  # elements of a moment in 8 bits
-_LEAST_GROUP = 16  # its largest magnitude costs a quarter of a byte an element
+_FEWEST = 4096  # minimum number of elements of an 8-bit moment
+_LEAST_GROUP = 16  # a group's largest magnitude then costs a quarter of a byte per element
 
 
 class QuantizedState(NamedTuple):
-    """State of ``quantize_state``. A checkpoint has the codes themselves, so that loading encodes nothing anew.
+    """State of ``quantize_state``. Checkpoints store the codes, so that loading does not encode again.
 
     Attributes:
-      inner: the state of the optimizer, with codes in the place of moments. Rules that place a moment by its shape or
-        by the end of its path place the codes alike.
-      largest: for each moment, by its path in ``inner``, a tree of the largest magnitude of every group, None where the
-        moment is float32. An array of them has the rank of its parameter.
-      exponent: the same for the exponents of ``fp8_coat``.
+      inner: state of the optimizer, with codes instead of moments. Partition rules that match a moment's shape or the
+        end of its path also match its codes.
+      largest: tree of the largest magnitude of every group, for each moment by its path in ``inner``; None if the
+        moment is float32. Each array has the rank of its parameter.
+      exponent: tree of the exponents of ``fp8_coat``, with the same structure.
     """
 
     inner: Any
@@ -60,11 +60,11 @@ class QuantizedState(NamedTuple):
 
 
 class NewWeights(NamedTuple):
-    """What the ``update`` of ``quantize_state(…, apply=True)`` returns, for ``apply_updates``.
+    """Result of the ``update`` of ``quantize_state(…, apply=True)``, for ``apply_updates``.
 
     Attributes:
-      weights: the new weights.
-      guard: a random key, with which no transformation of updates computes: an error in place of wrong weights.
+      weights: new weights.
+      guard: random key, which makes any further update transformation fail instead of producing wrong weights.
     """
 
     weights: Any
@@ -83,59 +83,58 @@ def quantize_state(
     implementation: str | None = None,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that keeps the moments of another one in 8 bits.
+    """Return an optimizer that stores the moments of another optimizer in 8 bits.
 
     Each step decodes the moments to float32, runs ``tx`` on gradients and parameters cast to float32, and encodes the
-    new moments; updates are float32. Groups of neighbours along one axis depend on the shape of a moment alone, so that
-    no mesh changes a bit. A moment stays float32 where it has fewer than 4096 elements, where no group of 16 or more
-    divides that axis, or where ``float32`` names it; ``describe_state`` lists all moments. An element
-    whose gradient, or its square, is not finite starts again with moments of 0 and spoils its group in no later step;
-    the update of that step is what ``tx`` returns. Second moments that are not 0 never become 0.
+    new moments; updates are float32. Groups of neighbours along one axis depend only on the shape of a moment, so
+    sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group of 16 or more
+    divides that axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
+    or its square is not finite, the moments of the element restart at 0 and do not affect its group in later steps; the
+    update of that step is the result of ``tx``. Nonzero second moments never become 0.
 
     ``optax.MultiSteps`` (accumulated gradients are not moments) and ``stochastic_round`` belong outside.
 
         tx = optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3), "fp8_coat"))
 
     Args:
-      tx: an optimizer.
-      scheme: a row of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
+      tx: optimizer.
+      scheme: key of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
       float32: names of parameters, layers or moments (parts of paths) that stay float32.
-      shards: how many devices share the axis of groups of a parameter at most, or a function from a moment's path and
-        that axis, counted from the end, to that. Where it can be, a group lies on one device.
-      moments: the moments of each class of state: ``MOMENTS``, or that with classes of your own.
-      axis: of the groups, counted from the end; or "rows", the axis before the last, an earlier one whose groups are
-        larger, or the last where neither has groups. None takes the last; on TPUs, unless ``implementation`` is "xla",
-        "rows". ``update`` goes on along the axis that a state has, on any platform.
-      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, in place of updates. The
-        kernel then writes weights, and moves 12 bytes a parameter less. It must be the last of a chain, and not inside
-        of ``optax.MultiSteps``.
-      implementation: "xla", or "pallas", the kernel, which CPUs interpret; None picks the kernel on TPUs. What it does
-        not compute, as an optimizer that mixes elements, is XLA's, by ``jaxquant.ops.implementation.choices_made``. On
-        GPUs XLA computes a parameter when the one before it is done, so that not all float32 moments are held at once.
-      shardings: a function from a moment's path and its codes to the sharding of its parameter. The kernel needs it
-        under automatic axes of a mesh, outside of ``jax.shard_map``.
+      shards: maximum number of devices that share a parameter's axis of groups, or a function of a moment's path and
+        that axis, counted from the end. If possible, a group lies on one device.
+      moments: moments of each class of optimizer state: ``MOMENTS``, or ``MOMENTS`` with your own classes added.
+      axis: axis of the groups, counted from the end; or "rows": the second-last axis, an earlier axis if its groups are
+        larger, or the last axis if neither has groups. None selects the last axis; on TPUs, unless ``implementation``
+        is "xla", it selects "rows". ``update`` keeps the axis of an existing state, on any platform.
+      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, instead of updates. The
+        kernel then writes weights, which saves 12 bytes of memory traffic per parameter. The optimizer must be the last
+        of a chain, and not inside ``optax.MultiSteps``.
+      implementation: "xla", or "pallas" for the kernel, which CPUs interpret. None selects the kernel on TPUs. XLA
+        computes what the kernel does not support, such as an optimizer that mixes elements;
+        ``jaxquant.ops.implementation.choices_made`` lists these. On GPUs XLA computes one parameter after the other, so
+        that not all float32 moments are in memory at once.
+      shardings: function of a moment's path and its codes that returns the sharding of its parameter. The kernel needs
+        it under automatic axes of a mesh, outside of ``jax.shard_map``.
 
     Raises:
-      ValueError: no such scheme or implementation, or no such axis. From ``init``: a name in
-        ``float32`` that no path has, an array as large as a moment in a state of an unknown class, fewer than one
-        shard, or a state of ``stochastic_round``, ``compensated_round`` or ``quantize_state``. From ``update``: codes
-        of another scheme.
-      TypeError: from ``update``, a state that no ``quantize_state`` has made.
+      ValueError: the scheme, implementation or axis does not exist. From ``init``: a name in ``float32`` is not in any
+        path, a state of an unknown class has an array as large as a moment, ``shards`` is below 1, or ``tx`` contains
+        ``stochastic_round``, ``compensated_round`` or ``quantize_state``. From ``update``: the codes belong to another
+        scheme.
+      TypeError: from ``update``: the state does not come from ``quantize_state``.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_state has no scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
     row = SCHEMES[scheme]
     names = (float32,) if isinstance(float32, str) else tuple(float32)
     if implementation not in (None, "xla", "pallas"):
-        raise ValueError(
-            f"quantize_state has no implementation {implementation!r}; known ones are xla, pallas and None"
-        )
+        raise ValueError(f"quantize_state has no implementation {implementation!r}; use 'xla', 'pallas' or None")
     if axis not in (None, "rows") and (not isinstance(axis, int) or axis >= 0):
         raise ValueError(
-            f"quantize_state counts the axis of groups from the end, as -1 or -2, or has 'rows'; got {axis!r}"
+            f"quantize_state axis must be negative (counted from the end, such as -1), 'rows' or None; got {axis!r}"
         )
     if not callable(shards) and shards < 1:
-        raise ValueError(f"quantize_state takes shards of at least 1, got {shards}")
+        raise ValueError(f"quantize_state shards must be at least 1, got {shards}")
     inner_update = optax.with_extra_args_support(tx).update
     if axis is None and implementation == "xla":
         axis = -1
@@ -151,12 +150,12 @@ def quantize_state(
                 found = _groups(_join(name, path), codec, x, names, shards, axis)
                 if found is None:
                     return Coded(x, None)
-                # A compiler would encode moments that it knows, zeros, itself: minutes for a large model.
+                # Without the barrier, XLA would constant-fold the encoding of zeros: minutes for a large model.
                 return encode(codec, signed, *found, jax.lax.optimization_barrier(x))
 
             return map_by_path(of_leaf, tree)
 
-        return _packed(moments, map_moments(of_moment, moments, state))
+        return _split_coded(moments, map_moments(of_moment, moments, state))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *, changes: Any = None, **extra: Any
@@ -165,7 +164,7 @@ def quantize_state(
             raise ValueError("quantize_state(…, apply=True) writes new weights; call update(gradients, state, params)")
 
         if not isinstance(state, QuantizedState):
-            raise TypeError(f"update of quantize_state takes the state that its init made, got {type(state).__name__}")
+            raise TypeError(f"update of quantize_state needs the state from its init, got {type(state).__name__}")
 
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             codec = row.codec(signed)
@@ -176,8 +175,8 @@ def quantize_state(
                 path = _join(name, path)
                 if codes.dtype.name != codec.dtype:
                     raise ValueError(
-                        f"the moment {path!r} has codes of {codes.dtype.name}, and scheme {scheme!r} those of "
-                        f"{codec.dtype}: another scheme made them, or they were cast; make a new state by init"
+                        f"the moment {path!r} has codes of {codes.dtype.name}, but scheme {scheme!r} uses "
+                        f"{codec.dtype}: another scheme made them, or they were cast; make a new state with init"
                     )
                 return Moment(path, codec, signed, Coded(codes, *rest))
 
@@ -191,23 +190,23 @@ def quantize_state(
         inner = map_moments(of_moment, moments, state.inner)
         flag = None if changes is None else changes.read()
         new, inner = run(function, (updates, inner, params), implementation, shardings, apply, flag)
-        return NewWeights(new, jax.random.key(0)) if apply else new, _packed(moments, inner)
+        return NewWeights(new, jax.random.key(0)) if apply else new, _split_coded(moments, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Changes:
-    """Whether an update changes anything, as ``update_where`` hands it to every ``quantize_state``.
+    """Flag whether an update changes anything; ``update_where`` passes it to every ``quantize_state``.
 
     Attributes:
-      reads: how often it was read.
+      reads: number of times that the flag was read.
     """
 
     def __init__(self, flag: jax.Array) -> None:
         self._flag, self.reads = flag, 0
 
     def read(self) -> jax.Array:
-        """Return the flag, and count."""
+        """Return the flag, and count the call."""
         self.reads += 1
         return self._flag
 
@@ -215,33 +214,33 @@ class Changes:
 def update_where(
     changes: Bool[Array, ""], tx: Transformation, gradients: Any, state: Any, params: Any, **extra: Any
 ) -> tuple[Any, Any]:
-    """Return new weights and a new state, or, where ``changes`` is False, the old ones to the bit.
+    """Return new weights and a new state or, if ``changes`` is False, the old ones unchanged.
 
-    A choice between old and new arrays behind an update keeps both where a kernel makes the new ones in the memory of
-    the old. ``quantize_state`` makes the choice within; what others return is chosen here.
+    If a kernel writes new arrays into the memory of the old ones, selecting between them after the update would keep
+    both. ``quantize_state`` selects internally; for other results, this function selects.
 
     Args:
-      changes: whether the update is made, as "loss and gradients are finite".
-      tx: an optimizer, with ``quantize_state`` in it or without; ``optax.MultiSteps`` itself, too.
-      gradients, state, params: of its ``update``.
-      extra: further arguments of it.
+      changes: whether to apply the update, for example "loss and gradients are finite".
+      tx: optimizer, with or without ``quantize_state`` in it; ``optax.MultiSteps`` is supported.
+      gradients, state, params: arguments of its ``update``.
+      extra: further arguments of its ``update``.
 
     Raises:
-      ValueError: something around a ``quantize_state`` hands it no extra arguments.
+      ValueError: a transformation around ``quantize_state`` does not pass extra arguments on.
     """
     flag = counted = Changes(changes)
-    if isinstance(tx, optax.MultiSteps):  # it may run its optimizer in several branches: count in one run
-        counted, inner, takes = Changes(changes), tx.inner_opt, tx
+    if isinstance(tx, optax.MultiSteps):  # it may trace its optimizer in several branches, so count in a separate trace
+        counted, inner, optimizer = Changes(changes), tx.inner_opt, tx
         jax.eval_shape(lambda: inner.update(gradients, state.inner_opt_state, params, changes=counted, **extra))
     else:
-        takes = optax.with_extra_args_support(tx)
-    updates, new = takes.update(gradients, state, params, changes=flag, **extra)
+        optimizer = optax.with_extra_args_support(tx)
+    updates, new = optimizer.update(gradients, state, params, changes=flag, **extra)
     is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
     if counted.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
         raise ValueError(
-            "update_where: what is around a quantize_state hands it no extra arguments; give it an update that takes "
-            "and passes on **extra. Of a MultiSteps m that is optax.GradientTransformationExtraArgs(m.init, m.update), "
-            "not m.gradient_transformation()"
+            "update_where: the transformation that wraps quantize_state does not pass extra arguments to it; use an "
+            "update that accepts and forwards **extra. For a MultiSteps m: "
+            "optax.GradientTransformationExtraArgs(m.init, m.update) instead of m.gradient_transformation()"
         )
 
     def choose(new: Any, old: Any) -> Any:
@@ -254,21 +253,21 @@ def update_where(
 
 
 def apply_updates(params: optax.Params, updates: Any) -> Any:
-    """Return the new weights, as ``optax.apply_updates``; also where an optimizer has returned them itself.
+    """Return the new weights, like ``optax.apply_updates``; also supports ``NewWeights``.
 
     Args:
-      params: the weights.
-      updates: what an optimizer's ``update`` has returned.
+      params: weights.
+      updates: result of an optimizer's ``update``.
     """
     return updates.weights if isinstance(updates, NewWeights) else optax.apply_updates(params, updates)
 
 
 def describe_state(state: Any) -> dict[str, str]:
-    """Return how each moment is stored: path -> dtype, size of groups and bytes an element, or why it is float32.
+    """Return the storage of each moment by path: dtype, group size and bytes per element, or the reason for float32.
 
     Args:
-      state: an optimizer's state with one of ``quantize_state`` in it, as arrays or as shapes. Where a leaf is placed
-        on a mesh, groups that are cut by a shard are reported with it.
+      state: optimizer state that contains a state of ``quantize_state``, as arrays or shapes. If a leaf is placed on a
+        mesh, groups that are split by a shard are reported.
     """
     rows = {}
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, QuantizedState))
@@ -284,13 +283,13 @@ def describe_state(state: Any) -> dict[str, str]:
                 axis = axis_of(codes, largest[path])
                 group = codes.shape[axis] // largest[path].shape[axis]
                 where = "" if axis == -1 else f" along axis {axis}"
-                rows[row] = f"{codes.dtype}, groups of {group}{where}, {size:.3f} bytes an element"
+                rows[row] = f"{codes.dtype}, groups of {group}{where}, {size:.3f} bytes per element"
                 sharding = getattr(codes, "sharding", None)
                 part = sharding.shard_shape(codes.shape)[axis] if sharding else group
                 if part % group:
-                    rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and cuts them"
+                    rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and splits them"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
-                why = "named in float32, or no axis that groups divide"
+                why = "listed in float32, or groups divide no axis"
                 if codes.size < _FEWEST:
                     why = f"fewer than {_FEWEST} elements"
                 rows[row] = f"{codes.dtype}: {why}"
@@ -302,7 +301,7 @@ def _join(*paths: str) -> str:
 
 
 def _float32(tree: Any) -> Any:
-    """Cast what is less precise than float32 to it."""
+    """Cast floats that are less precise than float32 to float32."""
 
     def cast(x: Any) -> Any:
         x = jnp.asarray(x)
@@ -312,7 +311,7 @@ def _float32(tree: Any) -> Any:
 
 
 def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
-    """Replace each moment's tree by a function of its path, whether it has signs, and itself."""
+    """Replace each moment's tree by a function of its path, whether it is signed, and the tree."""
 
     def of_node(path: Any, node: Any) -> Any:
         fields = moments.get(type(node), {})
@@ -323,27 +322,27 @@ def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, sta
 
 
 def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
-    """Check that nothing in an optimizer's state is like a moment and not known as one, and that all names occur."""
+    """Raise if an optimizer's state has an unknown moment or a forbidden transformation, or a name does not occur."""
     kinds = (RoundState, CompensatedState, QuantizedState)
     found = [
         node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)) if isinstance(node, kinds)
     ]
     if found and isinstance(found[0], QuantizedState):
-        raise ValueError("quantize_state(tx, …): tx has a quantize_state in it already; leave one of the two out")
+        raise ValueError("quantize_state(tx, …): tx already contains a quantize_state; remove one of the two")
     if found:
         raise ValueError(
-            "quantize_state hands float32 parameters to its optimizer, and that rounds them to bfloat16; put "
-            "stochastic_round or compensated_round behind it: optax.chain(quantize_state(…), stochastic_round())"
+            "quantize_state passes float32 parameters to its optimizer, which rounds them to bfloat16; put "
+            "stochastic_round or compensated_round after it: optax.chain(quantize_state(…), stochastic_round())"
         )
     parts = {part for path in leaves_by_path(state) for part in path.split("/")}
     for name in names:
         if name not in parts:
-            raise ValueError(f"float32 names {name!r}, which is no part of a path of the state; {nearest(name, parts)}")
+            raise ValueError(f"float32 lists {name!r}, which is not in any path of the state; {nearest(name, parts)}")
     for path, leaf in leaves_by_path(state, is_leaf=lambda node: type(node) in moments).items():
         if type(leaf) not in moments and _is_large(leaf) and not set(names) & set(path.split("/")):
             raise ValueError(
                 f"the optimizer's state has {path!r} of shape {leaf.shape}, in a class whose moments are unknown; put "
-                "quantize_state inside of what made it, add the class to moments, or name it in float32"
+                "quantize_state inside the transformation that made it, add the class to moments, or list it in float32"
             )
 
 
@@ -354,10 +353,10 @@ def _is_large(leaf: Any) -> bool:
 def _groups(
     path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards, axis: int | str | None
 ) -> tuple[int, int] | None:
-    """Return the axis of a moment's groups, counted from the end, and their number there; None for float32."""
+    """Return the axis of a moment's groups, counted from the end, and their number along it, or None for float32."""
     if not _is_large(x) or set(names) & set(path.split("/")):
         return None
-    # TPUs reduce along rows without moving a number, and their kernel takes no other groups, nor larger blocks.
+    # TPUs reduce along rows without moving data, and their kernel supports no other groups and no larger blocks.
     of_rows = axis == "rows" or (axis is None and platform_of(x) == "tpu")
     rows, last = range(-2, -x.ndim - 1, -1) if of_rows else (), axis if isinstance(axis, int) else -1
     fits = {each: min(codec.group, MOST // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
@@ -382,16 +381,16 @@ def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | 
     return None
 
 
-def _packed(moments: Moments, state: Any) -> QuantizedState:
-    """Take a state that has ``Coded`` in the place of moments apart."""
-    apart: list[dict[str, Any]] = [{}, {}]
+def _split_coded(moments: Moments, state: Any) -> QuantizedState:
+    """Split a state with ``Coded`` moments into a ``QuantizedState``."""
+    statistics: list[dict[str, Any]] = [{}, {}]
 
     def of_moment(name: str, signed: bool, tree: Any) -> Any:
         def part(i: int) -> Any:
             is_coded = lambda x: isinstance(x, Coded)  # noqa: E731
             return jax.tree.map(lambda x: x[i] if is_coded(x) else None if i else x, tree, is_leaf=is_coded)
 
-        apart[0][name], apart[1][name] = part(1), part(2)
+        statistics[0][name], statistics[1][name] = part(1), part(2)
         return part(0)
 
-    return QuantizedState(map_moments(of_moment, moments, state), *apart)
+    return QuantizedState(map_moments(of_moment, moments, state), *statistics)

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 without a float32 copy: the new weight is rounded at random, or its rounding error is kept."""
+"""bfloat16 weights without a float32 copy: round the new weight stochastically, or keep its rounding error."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ _MAX = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class RoundState(NamedTuple):
-    """State of ``stochastic_round``: the number of updates, of which the noise is a function."""
+    """State of ``stochastic_round``: the number of updates, from which the noise is derived."""
 
     count: Int[Array, ""]
 
 
 class CompensatedState(NamedTuple):
-    """State of ``compensated_round``: what rounding has taken from each bfloat16 weight; None for others."""
+    """State of ``compensated_round``: the rounding error of each bfloat16 weight, or None for other weights."""
 
     error: Any
 
 
 def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
-    """Return the last link of a chain, after which bfloat16 weights are rounded at random and so change on average.
+    """Return the last transformation of a chain, which rounds bfloat16 weights stochastically.
 
-    The update becomes one with which the weight is a bfloat16 number: of the two next to weight + update, computed in
-    float32, each with the probability that makes the mean right. (To nearest, updates below half a unit in the last
-    place, 2^-9 of the weight, are lost.) The noise is a hash of seed, step, the weight's path and an element's place
-    in it, so that replicas agree and no mesh changes a bit. (Inside of ``jax.shard_map``, where a place is one of a
-    device's part, each part has noise of its own.) Weights of other dtypes are left alone.
+    The update is changed so that the new weight is a bfloat16 number: one of the two neighbours of weight + update,
+    computed in float32, with probabilities that make the expected value exact. (Rounding to nearest loses updates
+    below half a unit in the last place, 2^-9 of the weight.) The noise is a hash of seed, step, the weight's path and
+    an element's index, so that replicas agree and sharding changes no bit. (Inside ``jax.shard_map`` an index is
+    local, and each part of an array has its own noise.) Weights of other dtypes are not changed.
 
-    It must be the last link: what follows it would change the rounded weights, and an optimizer after it takes the
-    rounding for a gradient.
+    It must be the last transformation: a later one would change the rounded weights, and a later optimizer would treat
+    the rounding as a gradient.
 
-    optax keeps moments in the dtype of the weights: wrap the optimizer in ``quantize_state``, which does not.
+    optax keeps moments in the dtype of the weights. Wrap the optimizer in ``quantize_state`` to avoid this.
 
         tx = optax.chain(quantize_state(optax.adamw(1e-3), "fp8_coat"), stochastic_round())
 
     Args:
-      seed: of the noise.
+      seed: seed of the noise.
 
     Raises:
-      ValueError: from ``update``: it is called without parameters, or none of them is bfloat16.
+      ValueError: from ``update``: it is called without parameters, or no parameter is bfloat16.
     """
 
     def init(params: optax.Params) -> RoundState:
-        del params  # of another dtype, perhaps: an optimizer's float32 moments are made of float32 weights
+        del params  # can have another dtype, because float32 moments are created from float32 weights
         return RoundState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
@@ -74,14 +74,14 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
 
 
 def compensated_round() -> optax.GradientTransformation:
-    """Return the last link of a chain, after which what rounding takes from a bfloat16 weight is added to its next one.
+    """Return the last transformation of a chain, which adds the rounding error of a bfloat16 weight to its next update.
 
-    Kahan's summation: the error, in bfloat16 too (2 bytes a weight), gives weights of 16 bits of mantissa. The
+    This is Kahan summation: with the error in bfloat16 (2 bytes per weight), weights have 16 mantissa bits. It is the
     alternative to ``stochastic_round`` without noise.
 
     Raises:
-      ValueError: from ``update``: it is called without parameters, none of them is bfloat16, or the state was made for
-        another dtype.
+      ValueError: from ``update``: it is called without parameters, no parameter is bfloat16, or the state was created
+        for another dtype.
     """
 
     def init(params: optax.Params) -> CompensatedState:
@@ -92,7 +92,7 @@ def compensated_round() -> optax.GradientTransformation:
             if error is None:
                 if p.dtype == jnp.bfloat16:
                     raise ValueError(
-                        "compensated_round has no error of a bfloat16 weight; init it with bfloat16 weights"
+                        "compensated_round has no rounding error for a bfloat16 weight; call init with bfloat16 weights"
                     )
                 return None
             return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
@@ -114,24 +114,24 @@ def compensated_round() -> optax.GradientTransformation:
 
 
 def round_randomly(x: Float[Array, "*shape"], key: RandomKey) -> Float[Array, "*shape"]:
-    """Round float32 up or down to a bfloat16 number at random, so that the mean is x, unless that is out of range.
+    """Round float32 stochastically to a bfloat16 neighbour; the expected value is x, unless x is out of range.
 
-    16 bits of noise are added to the 16 that bfloat16 does not have, and those are cut off. NaN and inf stay.
+    Adds 16 random bits to the low 16 bits, which bfloat16 does not have, and truncates them. NaN and inf stay.
 
     Args:
-      x: numbers.
-      key: of the noise, see ``core.rounding.noise``.
+      x: float32 numbers.
+      key: key of the noise, see ``core.rounding.noise``.
     """
-    # Places count from a different one for each key: if weights share the numbers of places, XLA for GPUs makes one
-    # kernel of all weights of a shape, and needs the float32 moments of all of them at once.
-    drawn = (noise(key, x.shape, seed_of(key).second) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
+    # Indices start at a different number for each key. If weights shared the indices, XLA:GPU would fuse all weights of
+    # a shape into one kernel, which needs the float32 moments of all of them at once.
+    drawn = (noise(key, x.shape, seed_of(key).second) * 2.0**16).astype(jnp.int32)  # the first 16 bits of the noise
     bits = (jax.lax.bitcast_convert_type(x, jnp.int32) + drawn) & jnp.int32(-(2**16))
     rounded = jnp.clip(jax.lax.bitcast_convert_type(bits, jnp.float32), -_MAX, _MAX)
     return jnp.where(jnp.isfinite(x), rounded, x)
 
 
 def _nearest(x: jax.Array) -> jax.Array:
-    """Round float32 to the nearest bfloat16 number, in float32; a compiler drops a cast there and back."""
+    """Round float32 to the nearest bfloat16 number, in float32; a compiler would drop a cast and its inverse."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
@@ -139,12 +139,12 @@ def _require_bfloat16(params: Any, what: str) -> None:
     dtypes = sorted({leaf.dtype.name for leaf in jax.tree.leaves(params)})
     if dtypes and "bfloat16" not in dtypes:
         raise ValueError(
-            f"{what} rounds weights to bfloat16, and those given are {', '.join(dtypes)}; cast them to bfloat16, or "
-            "leave it out"
+            f"{what} rounds weights to bfloat16, but no weight is bfloat16 (dtypes: {', '.join(dtypes)}); cast them to "
+            "bfloat16, or remove it"
         )
 
 
 def _map(function: Any, params: Any, *trees: Any) -> Any:
     if params is None:
-        raise ValueError("rounding of weights needs the weights; call update(updates, state, params)")
+        raise ValueError("stochastic_round and compensated_round need the weights; call update(updates, state, params)")
     return jax.tree_util.tree_map_with_path(function, params, *trees)

@@ -1,4 +1,4 @@
-"""calibrate: static scales for a model that was trained without them, from what its activations are on real inputs."""
+"""Calibration: static scales for a float model, from the amaxes of its activations on real inputs."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ def calibrate(
 @overload
 def calibrate(model: NNXModel, config: ConfigLike, batches: Iterable[Any], /) -> NNXModel: ...
 def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
-    """Make for a float model the quant state that a recipe with delayed scaling would have had, for ``convert``.
+    """Create the quant state that a recipe with delayed scaling needs, for a float model that was trained without it.
 
-    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches; the
-    scales that ``convert`` makes are those of delayed scaling with such a history. Layers run quantized meanwhile, each
-    scaled by what it has seen so far. Recipes without quant state need no calibration, and get none.
+    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches;
+    ``convert`` derives the static scales from them as delayed scaling does. During calibration, layers run quantized,
+    each with scales from the batches so far. Recipes without quant state need no calibration; the model or variables
+    are then returned unchanged.
 
     ``calibrate(model, variables, config, batches)`` calibrates a Linen model, ``calibrate(model, config, batches)`` an
     NNX model.
 
     Args:
       model: float Linen or NNX model.
-      variables: of a Linen model; quant state that they have is dropped.
-      config: as for ``maybe_quantize_model``.
-      batches: real inputs of the model's ``__call__``, each a tuple of arguments or one array. At least one, and no
-        more than the recipe's amax history is long.
+      variables: variables of a Linen model; existing quant state is dropped.
+      config: same as for ``maybe_quantize_model``.
+      batches: real inputs of the model's ``__call__``, each a tuple of arguments or one array. At least one, and at
+        most as many as the recipe's amax history has entries.
 
     Returns:
       Variables with quant state, or a quantized NNX model with it, for ``convert``.
 
     Raises:
-      TypeError: arguments in another order, or ``batches`` that is one array or not a series of batches.
-      ValueError: variables without "params", no batch, or more batches than the history remembers.
-      NotImplementedError: a recipe with weight sparsity, whose mask is made in training.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      TypeError: arguments are in another order, or ``batches`` is one array or not iterable.
+      ValueError: there are no "params", no batches, or more batches than history entries.
+      NotImplementedError: a recipe has weight sparsity, whose mask is computed in training.
+      TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """
     variables, config, batches = sort_arguments("calibrate", model, arguments, "batches", unknown)
     config = QuantConfig.from_any(config)
@@ -61,33 +62,30 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     each = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
     first = next(iter(each), None)
     if first is None:
-        raise ValueError("calibrate got no batch; give it at least one of real inputs")
+        raise ValueError("calibrate got no batches; pass at least one batch of real inputs")
     recipes = choose_recipes(model, config, *first)
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
-                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, whose mask is made in training; set "
+                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, whose mask needs training; set "
                 "weight_sparsity_n and weight_sparsity_m to null"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):
         return model if variables is None else variables
-    longest = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
+    limit = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
     quantized = maybe_quantize_model(model, config, *first)
     if isinstance(quantized, nnx.Module):
-        return _observe_nnx(quantized, _at_most(longest, first, each))
+        return _observe_nnx(quantized, _at_most(limit, first, each))
     if "params" not in variables:
         raise ValueError("the variables to calibrate have no collection 'params'; pass all that model.init returned")
-    return _observe_linen(quantized, variables, _at_most(longest, first, each))
+    return _observe_linen(quantized, variables, _at_most(limit, first, each))
 
 
-def _at_most(longest: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+def _at_most(limit: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
     yield first
     for count, batch in enumerate(rest, start=2):
-        if count > longest:
-            raise ValueError(
-                f"calibrate got more than {longest} batches, and amax_history_length {longest} remembers no more; give "
-                "fewer and larger ones"
-            )
+        if count > limit:
+            raise ValueError(f"more than {limit} batches for amax_history_length {limit}; pass fewer, larger batches")
         yield batch
 
 
@@ -96,13 +94,13 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     others = sorted(set(plain) - {"params"})
 
     @jax.jit
-    def see(plain: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
-        def nothing(quant_state: Any) -> jax.Array:
-            whole = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
-            out = model.apply(whole, *batch, rngs={RANDOM_STREAM: key, "dropout": key}, mutable=others or False)
+    def observe(plain: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
+        def zero_loss(quant_state: Any) -> jax.Array:
+            all_variables = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
+            out = model.apply(all_variables, *batch, rngs={RANDOM_STREAM: key, "dropout": key}, mutable=others or False)
             return _zero(out)
 
-        return update(quant_state, jax.grad(nothing)(quant_state))
+        return update(quant_state, jax.grad(zero_loss)(quant_state))
 
     @jax.jit
     def start(batch: Any, key: jax.Array) -> Any:
@@ -111,24 +109,24 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     key, quant_state = jax.random.key(0), None
     for batch in batches:
         quant_state = start(batch, key) if quant_state is None else quant_state
-        quant_state = see(plain, quant_state, batch, key)
+        quant_state = observe(plain, quant_state, batch, key)
     return plain | {OVERWRITE_WITH_GRADIENT: quant_state}
 
 
 def _zero(out: Any) -> jax.Array:
-    """Return a 0 that hangs on every float output; what is chosen of them, as tokens are, hangs on none."""
+    """Return a zero that depends on every float output, so that its gradient carries the observations."""
     floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum((0 * jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 
 
 def _observe_nnx(model: nnx.Module, batches: Iterable[Any]) -> nnx.Module:
     @nnx.jit
-    def see(model: nnx.Module, batch: Any) -> None:
-        def nothing(model: Any) -> jax.Array:
+    def observe(model: nnx.Module, batch: Any) -> None:
+        def zero_loss(model: Any) -> jax.Array:
             return _zero(model(*batch))
 
-        nnx_state.advance(model, nnx_state.grad(nothing)(model))
+        nnx_state.advance(model, nnx_state.grad(zero_loss)(model))
 
     for batch in batches:
-        see(model, batch)
+        observe(model, batch)
     return model

@@ -1,4 +1,4 @@
-"""The leaves of a quantized checkpoint: what each one is, what of it lies on disk, and whether they fit a model."""
+"""Leaves of a quantized checkpoint: description, arrays on disk, and comparison with a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxquant.export.safetensors import NAMES
 from jaxquant.formats.packing import PACKED_DTYPES
 
 _AS_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz")
-"""Elements that are stored as uint8, because not every reader of safetensors files has a type for them."""
+"""Elements that are stored as uint8, because some readers of safetensors files do not support them."""
 _SCALES = ("scale", "outer_scale", "input_scale")
 _OPTIONAL = ("outer_shape", "input_shape", "block", "codec", "float_dtype", "read_as")
 _WIDE = ("int64", "uint64", "float64")
@@ -28,14 +28,14 @@ class Leaf:
 
     Attributes:
       path: keys joined by "/".
-      role: "quantized" is a ``QTensor``.
-      dtype, shape: of the elements, in the model.
+      role: kind of the leaf; "quantized" is a ``QTensor``.
+      dtype, shape: dtype and shape of the elements in the model.
       bytes: bytes on disk.
-      scale_shape, scale_dtype: of a ``QTensor``.
-      zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
-      outer_shape, input_shape: of the outer scale and the input's, float32; None without one.
-      block: of a ``QTensor`` whose shapes do not tell it.
-      codec: of a ``QTensor`` in a tensor format, which has no scales; ``shape`` is that of its bytes.
+      scale_shape, scale_dtype: shape and dtype of the scale of a ``QTensor``.
+      zero_point: whether there is a zero point; it has ``dtype`` and ``scale_shape``.
+      outer_shape, input_shape: shapes of the outer scale and of the input scale, both float32, or None.
+      block: block shape of a ``QTensor`` if its array shapes do not determine it, otherwise None.
+      codec: tensor format of a ``QTensor`` without scales; ``shape`` is then the shape of its bytes.
       float_dtype, read_as: ``dtype`` and ``read_as`` of a ``QTensor``.
     """
 
@@ -55,19 +55,19 @@ class Leaf:
     read_as: str | None = None
 
     def arrays(self) -> dict[str, Stored]:
-        """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has one to five."""
+        """Return the stored arrays by path; a ``QTensor`` has one to five."""
         if self.role == "array":
             return {self.path: Stored(self.path, self.shape, self.dtype)}
         paths = {f"{self.path}/{name}": of for name, of in self._parts().items()}
         return {path: Stored(path, *of) for path, of in paths.items()}
 
     def as_row(self) -> dict[str, Any]:
-        """Return its fields for the manifest; what only some formats have is left out where it is not."""
+        """Return the fields for the manifest, without empty optional fields."""
         row = dataclasses.asdict(self)
         return {name: value for name, value in row.items() if value or name not in _OPTIONAL}
 
     def _parts(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of each part of a ``QTensor``, in their order there."""
+        """Return shape and dtype of each part of a ``QTensor``, in the order of its fields."""
         parts: dict[str, Any] = {"qvalue": (self.shape, self.dtype)}
         if self.codec is None:
             parts["scale"] = (self.scale_shape, self.scale_dtype)
@@ -79,7 +79,7 @@ class Leaf:
         return parts
 
     def assemble(self, arrays: Mapping[str, Any]) -> Any:
-        """Build the leaf from its arrays by path."""
+        """Build the leaf from a mapping of path to array."""
         if self.role == "array":
             return arrays[self.path]
         parts = {name: arrays[f"{self.path}/{name}"] for name in self._parts()}
@@ -88,7 +88,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One array of a checkpoint: ``shape`` and ``dtype`` are the model's, ``stored_*`` those on disk."""
+    """One array of a checkpoint: ``shape`` and ``dtype`` in the model, ``stored_*`` on disk."""
 
     path: str
     shape: tuple[int, ...]
@@ -112,17 +112,21 @@ class Stored:
 
 
 def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
-    """Return path -> array or ``QTensor``, in order of the paths; ``empty`` mappings are left out or refused.
+    """Return the arrays and ``QTensor`` leaves by path, sorted by path.
+
+    Args:
+      params: nested dict of arrays and ``QTensor``.
+      empty: whether empty mappings are allowed; they are left out.
 
     Raises:
-      TypeError: a node that is no mapping, array or ``QTensor``, or a key that is no string.
-      ValueError: a key that is empty or contains "/", an empty mapping, or no leaf at all.
+      TypeError: a node is not a mapping, array or ``QTensor``, or a key is not a string.
+      ValueError: a key is empty or contains "/", a mapping is empty, or there is no leaf.
     """
     if not isinstance(params, Mapping):
-        raise TypeError(f"params are {type(params).__name__}, not a nested dict; give what jaxquant.convert made")
+        raise TypeError(f"params are {type(params).__name__}, not a nested dict; pass params from jaxquant.convert")
     leaves = dict(sorted(_walk(params, (), empty)))
     if not leaves:
-        raise ValueError("params are an empty dict; give the parameters of a model")
+        raise ValueError("params are an empty dict; pass the parameters of a model")
     return leaves
 
 
@@ -130,7 +134,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
     path = "/".join(keys)
     if isinstance(node, Mapping):
         if keys and not node and not empty:
-            raise ValueError(f"{path} is an empty dict, which a checkpoint does not keep; leave it out")
+            raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; leave it out")
         for key, child in node.items():
             if not isinstance(key, str):
                 raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; keys are strings")
@@ -144,15 +148,15 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``flatten``."""
+    """Return the nested dict that ``flatten`` flattened."""
     return unflatten_dict(dict(leaves), sep="/")
 
 
 def describe(path: str, leaf: Any) -> Leaf:
-    """Describe a leaf; abstract ones do.
+    """Return the description of a leaf, which may be abstract.
 
     Raises:
-      ValueError: a dtype or a shape that is not stored.
+      ValueError: the dtype or shape cannot be stored.
     """
     is_quantized = isinstance(leaf, QTensor)
     elements = leaf.qvalue if is_quantized else leaf
@@ -160,26 +164,26 @@ def describe(path: str, leaf: Any) -> Leaf:
     described = Leaf(path, "array", dtype, shape, 0)
     if is_quantized:
         check(leaf, path)
-        own = {name: getattr(leaf, name) for name in ("block", "codec", "read_as")} | {"float_dtype": leaf.dtype}
-        own |= {f"{name.split('_')[0]}_shape": tuple(x.shape) for name, x in leaf.parts.items() if name in _SCALES}
+        fields = {name: getattr(leaf, name) for name in ("block", "codec", "read_as")} | {"float_dtype": leaf.dtype}
+        fields |= {f"{name.split('_')[0]}_shape": tuple(x.shape) for name, x in leaf.parts.items() if name in _SCALES}
         if leaf.codec is None:
-            own["scale_dtype"] = _dtype_name(path, leaf.scale)
-        described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **own)
+            fields["scale_dtype"] = _dtype_name(path, leaf.scale)
+        described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **fields)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
-            raise ValueError(f"{array.path} is a single {array.dtype}, which does not pack; give it an axis")
+            raise ValueError(f"{array.path} is a scalar {array.dtype}, which cannot be packed; give it an axis")
         if 0 in array.shape:
-            raise ValueError(f"{array.path} has shape {array.shape}, without an element; leave it out")
+            raise ValueError(f"{array.path} has shape {array.shape}, so it is empty; leave it out")
     return dataclasses.replace(described, bytes=sum(array.bytes for array in described.arrays().values()))
 
 
 def _dtype_name(path: str, array: Any) -> str:
     name = array.dtype.name
     if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(f"{path} is {name}, which JAX reads in half of its bits; cast it or set jax_enable_x64")
+        raise ValueError(f"{path} is {name}, which JAX would read with 32 bits; cast it or set jax_enable_x64")
     if name not in PACKED_DTYPES and array.dtype not in NAMES:
-        kept = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
-        raise ValueError(f"{path} is of dtype {name}, which a checkpoint does not keep; it keeps {kept}")
+        supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
+        raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {supported}")
     return name
 
 
@@ -187,16 +191,17 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
     """Compare a checkpoint with the tree that a model expects.
 
     Raises:
-      ValueError: listing the paths on either side that the other lacks, and every leaf of another kind, shape or dtype.
+      ValueError: the trees differ. The message lists missing and extra paths, and leaves with another role, shape or
+        dtype.
     """
-    here = {leaf.path: leaf for leaf in leaves}
-    there = {path: describe(path, leaf) for path, leaf in flatten(like, empty=True).items()}
+    stored = {leaf.path: leaf for leaf in leaves}
+    expected = {path: describe(path, leaf) for path, leaf in flatten(like, empty=True).items()}
     lines = []
-    if here.keys() != there.keys():
-        lines.append(f"missing in the checkpoint: {', '.join(sorted(there.keys() - here.keys())) or 'none'}")
-        lines.append(f"not in the model: {', '.join(sorted(here.keys() - there.keys())) or 'none'}")
-    for path in sorted(here.keys() & there.keys()):
-        differences = _differences(here[path], there[path])
+    if stored.keys() != expected.keys():
+        lines.append(f"missing in the checkpoint: {', '.join(sorted(expected.keys() - stored.keys())) or 'none'}")
+        lines.append(f"not in the model: {', '.join(sorted(stored.keys() - expected.keys())) or 'none'}")
+    for path in sorted(stored.keys() & expected.keys()):
+        differences = _differences(stored[path], expected[path])
         lines += [f"{path}: {'; '.join(differences)}"] if differences else []
     if lines:
         raise ValueError(
@@ -208,7 +213,7 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
 def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = [name for name in ("role", "shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if "role" not in names:
-        # ``read_as`` tells in which dtype a layer reads its weight; that of the float parameter may be another.
+        # A layer reads its weight in ``read_as``; the dtype of the float parameter may differ.
         more = ("scale_shape", "scale_dtype", "zero_point", *(name for name in _OPTIONAL if name != "float_dtype"))
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [

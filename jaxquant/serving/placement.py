@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint lie: packed in the file, and unpacked on the devices into given shardings."""
+"""Reading and writing arrays of a checkpoint: packed in the file, unpacked on the devices into the shardings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jaxquant.formats.packing import unpack
 from jaxquant.serving.leaves import Stored
 
 ChooseSharding = Callable[[str, tuple[int, ...], str], Sharding]
-"""(path, shape, dtype name) of an array in the model -> its sharding."""
+"""Function (path, shape, dtype name) of an array in the model -> its sharding."""
 
 
 def to_stored(stored: Stored, array: Any) -> np.ndarray:
-    """Return an array in host memory as it is stored: four-bit elements two to a byte, the first in the low bits.
+    """Return an array in host memory in its stored form: four-bit elements in pairs, the first in the low bits.
 
     Raises:
-      TypeError: it has a shape and a dtype and no numbers.
+      TypeError: the array is abstract.
     """
     if not isinstance(array, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{stored.path} is {type(array).__name__}, which holds no numbers; give an array")
+        raise TypeError(f"{stored.path} is {type(array).__name__}, which holds no data; pass an array")
     array = np.asarray(array)
     if not stored.is_packed:
         return array.view(stored.stored_dtype)
@@ -37,25 +37,22 @@ def to_stored(stored: Stored, array: Any) -> np.ndarray:
 
 
 def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
-    """Read an array onto devices, one part after the other: the host holds one part at a time.
-
-    Parts that several devices share are read once.
-    """
-    shape, given, found = stored.stored_shape, automatic(sharding), file[stored.path]
+    """Read an array onto devices, one shard at a time in host memory. Replicated shards are read once."""
+    shape, auto_sharding, mapped = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
     devices: dict[Any, list[Any]] = {}
-    for device, index in given.addressable_devices_indices_map(shape).items():
-        spans = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+    for device, index in auto_sharding.addressable_devices_indices_map(shape).items():
+        spans = tuple(shard.indices(size)[:2] for shard, size in zip(index or (), shape, strict=True))
         devices.setdefault(spans, []).append(device)
     placed = []
     for spans, owners in devices.items():
-        part = np.array(found[tuple(slice(*span) for span in spans)])  # a copy: no device array aliases the file
+        shard = np.array(mapped[tuple(slice(*span) for span in spans)])  # a copy: no device array aliases the file
         file.release()
-        part = part if stored.is_packed else part.view(stored.dtype)
-        kinds = [SingleDeviceSharding(device, memory_kind=given.memory_kind) for device in owners]
-        placed += [jax.block_until_ready(jax.device_put(part, kind)) for kind in kinds]
-    array = jax.make_array_from_single_device_arrays(shape, given, placed)
+        shard = shard if stored.is_packed else shard.view(stored.dtype)
+        kinds = [SingleDeviceSharding(device, memory_kind=auto_sharding.memory_kind) for device in owners]
+        placed += [jax.block_until_ready(jax.device_put(shard, kind)) for kind in kinds]
+    array = jax.make_array_from_single_device_arrays(shape, auto_sharding, placed)
     if stored.is_packed:
-        array = _unpacker(stored.dtype, stored.shape[-1], given)(array)
+        array = _unpacker(stored.dtype, stored.shape[-1], auto_sharding)(array)
     return jax.device_put(array, sharding)
 
 
@@ -64,41 +61,40 @@ def _unpacker(dtype: str, size: int, sharding: Sharding) -> Any:
     return jax.jit(functools.partial(unpack, dtype=dtype, size=size), out_shardings=sharding)
 
 
-def choose_sharding(array: Stored, asked: Sharding | ChooseSharding | None) -> Sharding:
+def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) -> Sharding:
     """Return the sharding of one array.
 
     Raises:
-      ValueError: it does not divide the array, or gives a device half a byte.
-      TypeError: the function returned something else.
+      ValueError: the sharding does not divide the array, or splits a byte between devices.
+      TypeError: the function did not return a sharding.
     """
-    if asked is None:
+    if requested is None:
         return jnp.zeros(()).sharding
-    sharding = asked if isinstance(asked, Sharding) else asked(array.path, array.shape, array.dtype)
+    sharding = requested if isinstance(requested, Sharding) else requested(array.path, array.shape, array.dtype)
     if not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding gave {type(sharding).__name__} for {array.path}; return a jax.sharding.Sharding")
+        raise TypeError(f"sharding returned {type(sharding).__name__} for {array.path}; return a jax.sharding.Sharding")
     try:
-        part = sharding.shard_shape(array.shape)
+        shape = sharding.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"{array.path} of shape {array.shape} does not take its sharding ({first_line(error)}); "
-            "choose another for it"
+            f"the sharding of {array.path} does not fit its shape {array.shape} ({first_line(error)}); "
+            "choose another sharding"
         ) from None
     if array.is_packed and _splits_bytes(array, sharding):
         raise ValueError(
-            f"{array.path}: its sharding cuts axis {len(array.shape) - 1} of size {array.shape[-1]} in parts of "
-            f"{part[-1]} elements of {array.dtype}, which lie two to a byte; cut that axis in parts of an even size, "
-            "or another axis"
+            f"the sharding of {array.path} splits axis {len(array.shape) - 1} of size {array.shape[-1]} into shards of "
+            f"{shape[-1]} elements of {array.dtype}, but a byte holds two; use shards of an even size, or another axis"
         )
     return sharding
 
 
 def _splits_bytes(array: Stored, sharding: Sharding) -> bool:
-    part = sharding.shard_shape(array.shape)[-1]
-    return part != array.shape[-1] and part % 2 == 1
+    shard_shape = sharding.shard_shape(array.shape)[-1]
+    return shard_shape != array.shape[-1] and shard_shape % 2 == 1
 
 
-def automatic(sharding: Sharding) -> Sharding:
-    """Return the same cut on a mesh whose axes the compiler handles: packing has no sharding rules to spell out."""
+def with_auto_axes(sharding: Sharding) -> Sharding:
+    """Return the same sharding on a mesh with Auto axes, since unpacking has no explicit sharding rules."""
     if not isinstance(sharding, NamedSharding) or all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return sharding
     names = sharding.mesh.axis_names
@@ -108,6 +104,6 @@ def automatic(sharding: Sharding) -> Sharding:
 
 
 def first_line(error: Exception) -> str:
-    """Describe an error of another library in a line."""
+    """Return the type and first line of another library's error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__

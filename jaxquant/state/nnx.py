@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxquant.state.optimizer import have_stepped, multi_steps
 from jaxquant.state.table import rows_of
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, hold_observation, update, with_waiting
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, add_stored_observation, store_observation, update
 from jaxquant.state.watch import by_hand
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -98,8 +98,8 @@ def value_and_grad(
 
     Args:
       f: loss function of (model, ...).
-      argnums: positions of the models. A position selects the model's ``nnx.Param``; ``nnx.DiffState(0,
-        nnx.LoRAParam)`` selects other parameters. Quant state is added to either.
+      argnums: positions of the models. A position selects the model's ``nnx.Param``, and for example
+        ``nnx.DiffState(0, nnx.LoRAParam)`` other parameters. Quant state is added to either.
       has_aux: whether ``f`` returns (loss, aux).
       options: further arguments of ``nnx.value_and_grad``.
 
@@ -144,16 +144,16 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
             "with wrt=nnx.Param"
         )
     before = [count[...] for count in multi_steps(optimizer.opt_state)]
-    waiting = hold_observation(old, observation) if before else old
+    pending = store_observation(old, observation) if before else old
     optimizer.update(model, _parts(grads).params, **options)
     if not old:
         return
     if not before:
         nnx.update(model, update(old, observation))
         return
-    ended = have_stepped(before, [count[...] for count in multi_steps(optimizer.opt_state)])
+    has_stepped = have_stepped(before, [count[...] for count in multi_steps(optimizer.opt_state)])
     new = update(old, observation)
-    nnx.update(model, jax.tree.map(lambda stepped, kept: jnp.where(ended, stepped, kept), new, waiting))
+    nnx.update(model, jax.tree.map(lambda stepped, kept: jnp.where(has_stepped, stepped, kept), new, pending))
 
 
 def advance(model: nnx.Module, grads: Any) -> None:
@@ -186,7 +186,7 @@ def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[s
             f"the gradients have no quant state, but the model does, such as {_first_path(old)!r}; "
             "differentiate with jaxquant.state.value_and_grad"
         )
-    return old, with_waiting(observation, old)
+    return old, add_stored_observation(observation, old)
 
 
 def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:

@@ -16,12 +16,12 @@ from jaxquant.state.tree import (
     OVERWRITE_WITH_GRADIENT,
     Tree,
     accumulate,
+    match_warm_layout,
     merge,
     no_observation,
     refuse_trained,
     split,
     update,
-    warmed_as,
 )
 
 
@@ -115,11 +115,11 @@ class Optimizer:
         params = optax.apply_updates(params, updates)
         if state.observation is None:
             return merge(params, update(quant_state, observation)), OptimizerState(inner, None)
-        observation = accumulate(warmed_as(state.observation, quant_state), observation)
-        ended = have_stepped(multi_steps(state.inner), multi_steps(inner))
-        quant_state = jax.tree.map(_choose(ended), update(quant_state, observation), quant_state)
-        waiting = jax.tree.map(_choose(ended), no_observation(observation), observation)
-        return merge(params, quant_state), OptimizerState(inner, waiting)
+        observation = accumulate(match_warm_layout(state.observation, quant_state), observation)
+        has_stepped = have_stepped(multi_steps(state.inner), multi_steps(inner))
+        quant_state = jax.tree.map(_choose(has_stepped), update(quant_state, observation), quant_state)
+        pending = jax.tree.map(_choose(has_stepped), no_observation(observation), observation)
+        return merge(params, quant_state), OptimizerState(inner, pending)
 
 
 def _of_params(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:

@@ -182,7 +182,7 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
     return layers
 
 
-def behind(state: Tables, axes: int) -> Tables:
+def move_row_axis(state: Tables, axes: int) -> Tables:
     """Return state whose row axis comes after the first axes of a row, which ``nnx.scan`` slices."""
 
     def move(table: Table) -> Table:
@@ -251,7 +251,7 @@ def _slice(stack: Any, start: int, end: int) -> Any:
     sharding = getattr(stack, "sharding", None)
     if isinstance(sharding, NamedSharding):  # like the rows: a short row axis cannot be sharded
         sharding = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
-    return _kept(lambda x: x[start:end], stack, sharding)
+    return _place_result(lambda x: x[start:end], stack, sharding)
 
 
 def _first(stack: Any) -> Any:
@@ -260,11 +260,11 @@ def _first(stack: Any) -> Any:
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
     if not isinstance(stack, jax.ShapeDtypeStruct):
-        return _kept(lambda x: x[0], stack, sharding)
+        return _place_result(lambda x: x[0], stack, sharding)
     return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
-def _kept(function: Callable[[Any], Any], stack: Any, sharding: Any) -> Any:
+def _place_result(function: Callable[[Any], Any], stack: Any, sharding: Any) -> Any:
     """Apply a function to an array and place the result with a sharding."""
     return jax.jit(function, out_shardings=sharding)(stack) if isinstance(sharding, NamedSharding) else function(stack)
 
@@ -308,9 +308,7 @@ def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
 
     new = [take(prefix, own) for prefix, own in named_tables(like)]
     if rows:
-        raise ValueError(
-            f"quant state has {next(iter(rows))!r}, but the model does not; restore it into the model that was saved"
-        )
+        raise ValueError(f"quant state has {next(iter(rows))!r}, but the model does not; restore it into its own model")
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_tables), new)
 
 
@@ -350,13 +348,13 @@ def _filled(table: Table, rows: Sequence[Fields]) -> Table:
             is_shape = isinstance(rows[0].get(HISTORY), jax.ShapeDtypeStruct)
             fields[field] = own if is_shape else _placed(jnp.zeros(own.shape, own.dtype), own)
             continue
-        found = [row.get(field) for row in rows]
-        wanted = (*own.shape[: table.axis], *own.shape[table.axis + 1 :])
-        for name, value in zip(table.rows, found, strict=True):
-            if value is None or tuple(value.shape) != wanted:
+        arrays = [row.get(field) for row in rows]
+        row_shape = (*own.shape[: table.axis], *own.shape[table.axis + 1 :])
+        for name, value in zip(table.rows, arrays, strict=True):
+            if value is None or tuple(value.shape) != row_shape:
                 has = f"no {field}" if value is None else f"{field} of shape {tuple(value.shape)}"
-                raise ValueError(f"quant state {name!r} has {has}; the model needs shape {wanted}")
-        new: Any = _moved(_stack(found), 0, table.axis)
+                raise ValueError(f"quant state {name!r} has {has}; the model needs shape {row_shape}")
+        new: Any = _moved(_stack(arrays), 0, table.axis)
         if isinstance(new, jax.ShapeDtypeStruct):
             fields[field] = jax.ShapeDtypeStruct(new.shape, own.dtype, sharding=new.sharding)
         else:
@@ -381,13 +379,13 @@ def _stack(rows: Sequence[Any]) -> Any:
     if any(isinstance(row, Tracer) for row in rows):
         return jnp.stack(rows)
     shardings = [getattr(row, "sharding", None) for row in rows]
-    found = shardings[0] if all(each == shardings[0] for each in shardings) else None
+    sharding = shardings[0] if all(each == shardings[0] for each in shardings) else None
     if isinstance(shardings[0], NamedSharding):
-        is_cut = found is not None and any(shardings[0].spec)
-        found = shardings[0].update(spec=PartitionSpec(None, *shardings[0].spec) if is_cut else PartitionSpec())
+        is_cut = sharding is not None and any(shardings[0].spec)
+        sharding = shardings[0].update(spec=PartitionSpec(None, *shardings[0].spec) if is_cut else PartitionSpec())
     if isinstance(rows[0], jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=found)
-    return jax.jit(_stacked, out_shardings=found if isinstance(found, NamedSharding) else None)(rows)
+        return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
+    return jax.jit(_stacked, out_shardings=sharding if isinstance(sharding, NamedSharding) else None)(rows)
 
 
 def _stacked(rows: Sequence[Any]) -> jax.Array:

@@ -59,9 +59,7 @@ def split(variables: Tree) -> tuple[Any, Any]:
         )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
-        raise ValueError(
-            f"variables have collections {others} in addition to parameters and quant state; split them off first"
-        )
+        raise ValueError(f"variables have collections {others} besides parameters and quant state; split those off")
     return variables["params"], variables.get(OVERWRITE_WITH_GRADIENT, {})
 
 
@@ -209,7 +207,7 @@ def no_observation(quant_state: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, quant_state)
 
 
-def hold_observation(quant_state: Any, observation: Any) -> Any:
+def store_observation(quant_state: Any, observation: Any) -> Any:
     """Return quant state that stores an observation in its bins until the next update.
 
     Args:
@@ -220,11 +218,11 @@ def hold_observation(quant_state: Any, observation: Any) -> Any:
       NotImplementedError: the state has no bins (``amax_init: flax`` or sparsity).
       ValueError: the two differ in tensors or shapes.
     """
-    return _in_pairs(quant_state, observation, _take_bins)
+    return _in_pairs(quant_state, observation, _store_bins)
 
 
-def with_waiting(observation: Any, quant_state: Any) -> Any:
-    """Add to an observation the bins that ``hold_observation`` stored in a state; empty bins change nothing.
+def add_stored_observation(observation: Any, quant_state: Any) -> Any:
+    """Add to an observation the bins that ``store_observation`` stored in a state; empty bins change nothing.
 
     State without bins (``amax_init: flax`` or sparsity) stores no observation.
 
@@ -235,7 +233,7 @@ def with_waiting(observation: Any, quant_state: Any) -> Any:
     Raises:
       ValueError: the two differ in tensors or shapes.
     """
-    return _in_pairs(observation, quant_state, _add_waiting)
+    return _in_pairs(observation, quant_state, _add_stored)
 
 
 def warm(quant_state: Any) -> Any:
@@ -280,12 +278,12 @@ def _with_history(table: Table) -> tuple[bool, ...]:
         return table.warm
     if isinstance(history, jax.ShapeDtypeStruct):
         return (True,) * len(table.rows)
-    found = delayed.has_history(table.fields)
-    others = tuple(axis for axis in range(found.ndim) if axis != table.axis)
-    return tuple(np.asarray(jnp.all(found, axis=others)).tolist())
+    has_history = delayed.has_history(table.fields)
+    others = tuple(axis for axis in range(has_history.ndim) if axis != table.axis)
+    return tuple(np.asarray(jnp.all(has_history, axis=others)).tolist())
 
 
-def warmed_as(observation: Any, quant_state: Any) -> Any:
+def match_warm_layout(observation: Any, quant_state: Any) -> Any:
     """Convert an observation from before ``warm`` to the layout of the warm state."""
     return _in_pairs(quant_state, observation, lambda _, own: own)
 
@@ -310,10 +308,10 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
       first, second: states; the result has the structure of the first.
       combine: function of the fields of a table in each state.
     """
-    mine, theirs = (_named_tables(tree) for tree in (first, second))
-    if (what := _difference(mine, theirs)) is not None:
+    first_tables, second_tables = (_named_tables(tree) for tree in (first, second))
+    if (tensor := _difference(first_tables, second_tables)) is not None:
         raise ValueError(
-            f"quant state and its gradient have different structures at {what!r}; differentiate with respect to the "
+            f"quant state and its gradient have different structures at {tensor!r}; differentiate with respect to the "
             "complete quant state, or pass only the part that both contain"
         )
 
@@ -324,7 +322,7 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
             )
         return dataclasses.replace(one, fields=combine(one.fields, other.fields))
 
-    pairs = {name: zip(own.tables, theirs[name].tables, strict=True) for name, own in mine.items()}
+    pairs = {name: zip(own.tables, second_tables[name].tables, strict=True) for name, own in first_tables.items()}
     new = [Tables(tuple(pair(*each) for each in own)) for own in pairs.values()]
     return jax.tree.unflatten(jax.tree.structure(first, is_leaf=is_tables), new)
 
@@ -370,7 +368,7 @@ def _combine(total: Fields, observation: Fields) -> Fields:
     }
 
 
-def _take_bins(fields: Fields, source: Fields) -> Fields:
+def _store_bins(fields: Fields, source: Fields) -> Fields:
     if BINS not in fields:
         raise NotImplementedError(
             "optax.MultiSteps on an NNX model does not support weight sparsity or amax_init 'flax', because their "
@@ -379,5 +377,5 @@ def _take_bins(fields: Fields, source: Fields) -> Fields:
     return fields | {BINS: source[BINS]}
 
 
-def _add_waiting(observation: Fields, state: Fields) -> Fields:
+def _add_stored(observation: Fields, state: Fields) -> Fields:
     return observation | ({BINS: observation[BINS] + state[BINS]} if BINS in observation else {})

@@ -25,8 +25,8 @@ FROZEN_MARK = "jaxquant_frozen_state"
 """Name, in a jaxpr, of quant state that was read under ``frozen``."""
 
 # A user context is part of jit's cache key, so traces with different answers are cached separately.
-_answer = jax.make_user_context(None)
-Answer = Literal["advances", "stands still"] | None
+_mode = jax.make_user_context(None)
+StateMode = Literal["advances", "frozen"] | None
 """Effect of a gradient on quant state; None if no context is active."""
 
 
@@ -37,7 +37,7 @@ def frozen() -> Iterator[None]:
     Enter it around the differentiated function, or around the call of one of several models in a loss. It works for
     Linen, NNX, plain functions and ``configure_quantization``.
     """
-    with _answer("stands still"):
+    with _mode("frozen"):
         yield
 
 
@@ -48,7 +48,7 @@ def by_hand() -> Iterator[None]:
     Inside this context, pass the gradient of the state to ``update``, ``advance`` or ``apply_gradients``; this cannot
     be checked. A gradient that leaves the state out is still an error.
     """
-    with _answer(_answer.value or "advances"):
+    with _mode(_mode.value or "advances"):
         yield
 
 
@@ -76,10 +76,10 @@ class Watch:
           ValueError: outside ``frozen``, an operand or the state is differentiated, and the gradient leaves the state
             out or is taken in an unsupported way.
         """
-        answer: Answer = _answer.value
-        if answer == "stands still":
+        mode: StateMode = _mode.value
+        if mode == "frozen":
             return jax.tree.map(lambda leaf: checkpoint_name(leaf, FROZEN_MARK), state)
-        return _watched(self, path, answer, tuple(operands), state)
+        return _watched(self, path, mode, tuple(operands), state)
 
 
 FUNCTION = Watch(
@@ -117,14 +117,14 @@ def _is_overwritten() -> bool:
 
 # custom_jvp, because after an error in a custom_vjp rule, jax (0.10) loses state that jitted callers rely on.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _watched(watch: Watch, path: str, answer: Answer, operands: tuple[Array, ...], state: Any) -> Any:
+def _watched(watch: Watch, path: str, mode: StateMode, operands: tuple[Array, ...], state: Any) -> Any:
     return state
 
 
-def _watched_jvp(watch: Watch, path: str, answer: Answer, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    *through, weight = map(_is_perturbed, tangents[0])
-    taken = list(map(_is_perturbed, jax.tree.leaves(tangents[1])))
-    if (any(through) or weight) and not all(taken):
+def _watched_jvp(watch: Watch, path: str, mode: StateMode, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    *others, weight = map(_is_perturbed, tangents[0])
+    state_perturbed = list(map(_is_perturbed, jax.tree.leaves(tangents[1])))
+    if (any(others) or weight) and not all(state_perturbed):
         if weight:
             which, fix = "is taken with respect to the kernel but not the state", f"{watch.train}; to keep the state "
             fix += "unchanged, call the model under jaxquant.state.frozen()"
@@ -133,7 +133,7 @@ def _watched_jvp(watch: Watch, path: str, answer: Answer, primals: Any, tangents
             which, fix = "passes through the layer but is not taken with respect to the state", "if the model is not "
             fix += f"trained, call it under jaxquant.state.frozen(); otherwise {watch.train}"
         raise ValueError(f"the quant state of {layer_name(path)} would never be updated: the gradient {which}; {fix}")
-    if watch.by_hand and any(taken) and answer is None and not _is_overwritten():
+    if watch.by_hand and any(state_perturbed) and mode is None and not _is_overwritten():
         raise ValueError(f"{layer_name(path)} has quant state, but {watch.by_hand}")
     return primals[1], tangents[1]
 
@@ -160,7 +160,7 @@ def require_manual(message: str, x: Any) -> Any:
     Raises:
       ValueError: an operand is differentiated.
     """
-    return x if _answer.value is not None else refuse_gradient(message, x)
+    return x if _mode.value is not None else refuse_gradient(message, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

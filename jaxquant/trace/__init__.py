@@ -1,23 +1,23 @@
-"""trace: quantize any JAX function of a tree of parameters by rewriting what it computes.
+"""Quantization of any JAX function of a parameter tree by rewriting its jaxpr.
 
-A model is what it computes: a linear layer is a contraction of data with something that depends on parameters alone,
-named by the path of its parameter. Layer classes, frameworks, jit, scan and remat do not matter.
+A linear layer is a contraction of data with a value that is computed from parameters only. It is named by the path of
+its parameter. Layer classes, frameworks, jit, scan and remat do not matter.
 
     fn(params, *args) ── jax.make_jaxpr ──► jaxpr
-                                              │ analysis (flow.py: what is known of each value)
+                                              │ analysis (flow.py: the facts about each value)
                                               ▼
-                     Contraction: operation, weight's side, leaves it is made of, scans it is stacked over,
-                                  batch axes, or the reason for which it stays float
-                                              │ quantize.py: path ── rules ──► recipe, bound to the leaves, once
+                     Contraction: operation, side of the weight, leaves it is computed from, scans that stack it,
+                                  batch axes, or the reason for which it stays in float
+                                              │ decisions.py: path ── rules ──► recipe, chosen once for the leaves
                                               ▼
     params, quant state, args, key ── rewrite ──► outputs
-                     the jaxpr evaluated equation by equation; a chosen contraction becomes an op of contract.py, what
-                     contains one (jit, remat, scan, while, cond, shard_map) is built again around it
+                     the jaxpr is evaluated equation by equation; a chosen contraction becomes an op of contract.py,
+                     and an equation that contains one (jit, remat, scan, while, cond, shard_map) is rebuilt around it
 
-``registry.py`` knows what functions with derivatives of their own compute. ``paths.py`` names leaves, layers and their
-state. Quant state goes in beside the parameters, and what was seen comes out as its gradient, as with every op of
-``jaxquant.ops``. A jaxpr has no vmap left in it: a batch axis of a weight is what vmap was (or an einsum over experts),
-and each element along it has scales and state of its own.
+``registry.py`` holds the programs of functions with custom derivatives. ``paths.py`` names leaves, layers and their
+state. Quant state is an input next to the parameters, and the new observations are its gradient, as for every op of
+``jaxquant.ops``. A jaxpr contains no vmap: a batch axis of a weight comes from a vmap or from an einsum over experts,
+and each element along it has its own scales and state.
 """
 
 from jaxquant.trace.quantize import QuantizedFunction, quantize

@@ -1,7 +1,7 @@
-"""Analysis: one reading of a jaxpr that says, for each contraction, which parameters one of its operands is made of.
+"""Dataflow analysis of a jaxpr: for each contraction, the parameters that its weight operand is computed from.
 
-Values are followed through jit, remat, scan, while, cond, shard_map and the primal functions of custom derivatives. A
-loop's body is read until what is known of its carry no longer changes.
+The analysis follows values through jit, remat, scan, while, cond, shard_map and the primal functions of custom
+derivatives. It repeats the body of a loop until the facts about its carry reach a fixed point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import CALLS
-from jaxquant.kernels.platforms import UNLESS_CUT
+from jaxquant.kernels.platforms import UNLESS_SHARDED
 from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Derived, Flow, Leaf, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
@@ -26,28 +26,28 @@ from jaxquant.trace.reach import Place, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 from jaxquant.trace.structure import steps_of
 
-JITS = frozenset({"jit", "pjit", "closed_call", "core_call", UNLESS_CUT})
+JITS = frozenset({"jit", "pjit", "closed_call", "core_call", UNLESS_SHARDED})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
 _ALIKE = frozenset({"convert_element_type", "sharding_constraint"})
-"""What each layer does to a tensor before it contracts it; with equal parameters it makes equal tensors of one."""
+"""Primitives that layers apply to an input before its contraction; with equal params, their results are equal."""
 _MIXING = frozenset({"mul", "div", "select_n"})
-"""Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
+"""Primitives that turn a matrix into data if another input is data. Not additions, which also add a bias."""
 _ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice"})
-"""Others, of which the reason of a contraction tells where the matrix is as large as what was made of it."""
-_OF_PARAMETERS = "both operands are made of parameters alone"
-_WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
+"""Additive primitives; the report names a parameter only if it has the shape of the result."""
+_OF_PARAMETERS = "both operands are computed only from parameters"
+_WITH_PRODUCT = "one operand is a product of parameters (such as learned queries), which is not a weight"
 
 
 class OtherUse(NamedTuple):
-    """An operation that reads a leaf and neither moves its elements nor is its quantized contraction.
+    """Reader of a leaf that cannot use a converted kernel instead of the leaf.
 
     Attributes:
-      leaf: which.
-      operation: primitive, or what else reads it.
-      site: the contraction of the leaf that it is, if any: in float, or one that would read the converted kernel well,
-        but the kernel cannot be made of what it reads.
+      leaf: index of the leaf.
+      operation: primitive name, or a description of the reader.
+      site: contraction that reads the leaf, if the reader is one. Either it stays in float, or it could use a converted
+        kernel but the leaf cannot be recovered from the value that it reads.
     """
 
     leaf: int
@@ -56,22 +56,23 @@ class OtherUse(NamedTuple):
 
 
 class Analysis:
-    """Read a closed jaxpr whose first inputs are the leaves of the parameters, and whose others are data.
+    """Analysis of a closed jaxpr whose first inputs are the parameter leaves; all other inputs are data.
 
     Args:
-      closed: the jaxpr.
-      names: path of every leaf.
-      shapes: shape of every leaf.
-      root_is_layer: as in ``paths.layer_names``.
-      inputs: what is known of every input, where that is another: of a whole training step, names and shapes being
-        those of all its inputs. Parameters that a loop carries are its parameters then, though it trains them.
+      closed: closed jaxpr.
+      names: path of each leaf.
+      shapes: shape of each leaf.
+      inputs: flow of each input, if the first inputs are not simply the leaves. Used for a whole training step, where
+        ``names`` and ``shapes`` describe all inputs; a parameter that a loop carries then stays a parameter, although
+        the loop updates it.
+      root_is_layer: see ``paths.layer_names``.
 
     Attributes:
-      plan: what was found.
-      found: every contraction by the index of its equation at each level of nesting.
-      looked_up: indices of leaves from which data picks rows: tables of embeddings.
-      mixed: indices of leaves that were contracted after data was mixed into them: under a norm that data estimates.
-      is_decided: whether the recipe of every contraction is set.
+      plan: plan of the outermost jaxpr.
+      found: all contractions, keyed by the equation index at each level of nesting.
+      looked_up: indices of leaves whose rows are selected by data, such as embedding tables.
+      mixed: indices of leaves that were combined with data before a contraction, such as a kernel normalized by data.
+      is_decided: whether every contraction has its recipe.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class Analysis:
         known = list(inputs or [Flow(frozenset({Leaf(index)}), route=Route(index)) for index in range(len(names))])
         known += [DATA] * (len(jaxpr.invars) - len(known))
         self.plan, outs = self._run(jaxpr, known, Place())
-        self._lose(outs, "the function returns it")
+        self._record_readers(outs, "the output of the function")
 
-    def stops(self) -> Iterator[OtherUse]:
-        """Return every reader of a leaf that cannot read a converted kernel in its place, after decisions."""
+    def other_uses(self) -> Iterator[OtherUse]:
+        """Yield every reader of a leaf that cannot use a converted kernel; call after recipes are chosen."""
         for leaf, reader in self._readers:
             if isinstance(reader, str):
                 yield OtherUse(leaf, reader)
@@ -110,11 +111,11 @@ class Analysis:
                 yield OtherUse(leaf, f"{reader.operation} after it {reader.route.obstacle}", reader)
 
     def path(self, leaves: Sequence[int]) -> str:
-        """Return the layer's path of a weight made of these leaves."""
+        """Return the layer path of a weight that is computed from these leaves."""
         return layer_path(self._layers[leaf] for leaf in leaves)
 
-    def shapes_beside(self, leaf: Leaf) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a leaf and of those beside it by name, in one step of the scans that slice it."""
+    def module_shapes(self, leaf: Leaf) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all leaves in the module of a leaf, by name, without the axes that scans slice."""
         shapes = zip(self._names, self._shapes, strict=True)
         module = self._names[leaf.index][:-1]
         return {name[-1]: shape[len(leaf.stack) :] for name, shape in shapes if name and name[:-1] == module}
@@ -126,12 +127,15 @@ class Analysis:
         return all(site.out_features in wide and not site.is_followed for site in sites)
 
     def weight_path(self, leaves: Sequence[int], size: int) -> str:
-        """Return the path of a weight of a size, stacks of it included: that of the one leaf of its size, or of all."""
+        """Return the layer path of a weight, where ``size`` includes the lengths of its scans.
+
+        If exactly one of the leaves has this size, only that leaf determines the path.
+        """
         fits = [index for index in leaves if math.prod(self._shapes[index]) == size]
         return self.path(fits if len(fits) == 1 else leaves)
 
     def is_part(self, site: Contraction) -> bool:
-        """Whether a weight is smaller than the largest leaf that it is made of."""
+        """Whether a weight is smaller than the largest leaf that it is computed from."""
         assert site.side is not None
         size = math.prod(site.shapes[site.side]) * math.prod(length for _, length in site.stack)
         return any(size < math.prod(self._shapes[leaf.index]) for leaf in site.leaves)
@@ -170,14 +174,15 @@ class Analysis:
             is_einsum = place.is_einsum or eqn.params.get("name") == "_einsum"
             body, outs = self._run(called(eqn), ins, dataclasses.replace(place, is_einsum=is_einsum))
             plan.inner[index] = [body]
-            # Tables hold what was observed of all layers: no operand is made of a weight because its history is.
+            # The tables hold observations of all layers. An operand does not depend on a weight because its history
+            # does.
             return [CONSTANT] * len(outs) if self._is_step and eqn.params.get("name") == OBSERVE else outs
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shards}.get(name)
         if special is not None:
             plan.inner[index], outs = special(eqn, ins, place)
             return outs
         if name == "optimization_barrier":
-            lost = self._lose(ins, name) if len(ins) > 1 else None
+            lost = self._record_readers(ins, name) if len(ins) > 1 else None
             return ins if lost is None else [dataclasses.replace(each, route=lost) for each in ins]
         program = registered_program(eqn)
         if program is not None:
@@ -185,10 +190,10 @@ class Analysis:
             place = dataclasses.replace(place, opened=function_name(eqn))
         elif name in CUSTOM:
             what = f"inside {name} of {function_name(eqn)!r}"
-            why = f"{what}, whose derivative is the function's own; {how_to_register()}"
+            why = f"{what}, which has a custom derivative; {how_to_register()}"
             program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
             if program is not None and any(each.route is None for each in ins):
-                lost = self._lose(ins, f"{name}, whose derivative is the function's own")
+                lost = self._record_readers(ins, f"{name} with a custom derivative")
                 body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
                 plan.inner[index] = [body]
                 return [dataclasses.replace(each, route=lost) for each in outs]
@@ -196,7 +201,7 @@ class Analysis:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
             return outs
-        self._note_closed(plan, index, eqn, ins, place)
+        self._record_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None
         if is_whole and isinstance(whole, Route):
@@ -210,12 +215,12 @@ class Analysis:
             route = whole.then(*steps)
         else:
             site = plan.sites.get(index)
-            route = self._lose(ins, name if site is None else f"{name} in float ({site.reason})")
+            route = self._record_readers(ins, name if site is None else f"{name} in float ({site.reason})")
         out = dataclasses.replace(self._plain(eqn, ins), route=route)
-        # What a mutable reference holds is written later, by anybody: data.
+        # A mutable reference can be written later by other code, so its contents count as data.
         return [dataclasses.replace(out, leaves=None) if hasattr(v.aval, "inner_aval") else out for v in eqn.outvars]
 
-    # -- programs in programs ----------------------------------------------------------------------------------------
+    # -- nested jaxprs -----------------------------------------------------------------------------------------------
 
     def _scan(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         consts, carries = scan_counts(eqn.params)
@@ -237,10 +242,10 @@ class Analysis:
     def _loop(
         self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: Place
     ) -> tuple[Plan, list[Flow]]:
-        """Read a loop's body until what is known of its carry stays. Returns the carry and what it stacks."""
+        """Analyze a loop body until its carry reaches a fixed point. Returns the flows of the carry and the outputs."""
         noted, first = (len(self._readers), set(self.looked_up), set(self.mixed)), carry
         while True:
-            # What was noted with less known of the carry, as zeros that it begins with, is taken back.
+            # Discard the records of the previous iteration, which knew less about the carry (it may start as zeros).
             del self._readers[noted[0] :]
             self.looked_up, self.mixed = set(noted[1]), set(noted[2])
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
@@ -250,23 +255,23 @@ class Analysis:
             ]
             if new == carry:
                 for ways in zip(first, outs, carry, strict=False):
-                    self._lose_unlike(ways, "a loop that changes it")
+                    self._record_unlike(ways, "a loop that changes it")
                 return body, [*carry, *outs[len(carry) :]]
             carry = new
 
-    def _lose_unlike(self, ways: Sequence[Flow], why: str) -> None:
-        """Note that leaves are read whose routes part: the last of ``ways`` is what is known of all others together."""
+    def _record_unlike(self, ways: Sequence[Flow], why: str) -> None:
+        """Record a read of the leaves if their routes differ; the last of ``ways`` is the join of the others."""
         if any(each.route != ways[-1].route for each in ways):
-            self._lose(ways, why)
+            self._record_readers(ways, why)
 
     def _closure(self, aval: Any) -> Flow:
-        """Describe an array that the function closes over; integers and scalars are constants like others."""
+        """Return the flow of an array that the function closes over; integers and scalars count as constants."""
         if math.prod(getattr(aval, "shape", ())) <= 1 or not jnp.issubdtype(aval.dtype, jnp.floating):
             return CONSTANT
         return DATA if self._is_step else Flow(is_closure=True)
 
     def _is_trained(self, flow: Flow, aval: Any) -> bool:
-        """Whether a loop of training steps carries a parameter: a leaf, whole."""
+        """Whether a carry of a loop over training steps is a whole parameter."""
         indices = {leaf.index for leaf in flow.leaves or ()}
         return self._is_step and len(indices) == 1 and tuple(aval.shape) == tuple(self._shapes[min(indices)])
 
@@ -275,9 +280,9 @@ class Analysis:
         outs = []
         for ways in zip(*(outs for _, outs in runs), strict=True):
             outs.append(flows.either(ways, "is chosen by a cond"))
-            self._lose_unlike([*ways, outs[-1]], "a cond that chooses it")
+            self._record_unlike([*ways, outs[-1]], "a cond that chooses it")
         if ins[0].is_data:
-            outs = [self._met_data(each, [each]) for each in outs]
+            outs = [self._data_flow(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
 
     def _shards(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
@@ -286,8 +291,8 @@ class Analysis:
         body, outs = self._run(eqn.params["jaxpr"], parts, place)
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
-    def _lose(self, ins: Sequence[Flow], why: str) -> Derived | None:
-        """Note that an operation reads leaves that come to it whole; returns the route of what it makes."""
+    def _record_readers(self, ins: Sequence[Flow], why: str) -> Derived | None:
+        """Record every leaf whose elements an operation reads unchanged. Returns the route of its output."""
         leaves, routes = set[int](), [each.route for each in ins]
         for each in routes:
             if isinstance(each, Route):
@@ -298,8 +303,8 @@ class Analysis:
                 why = why if any(isinstance(other, Route) for other in routes) else each.why
         return Derived(frozenset(leaves), why) if leaves else None
 
-    def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
-        """Note a program that cannot be opened, where a parameter goes into it and may be multiplied there."""
+    def _record_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
+        """Record a nested program that cannot be analyzed if it receives a parameter that it may multiply."""
         weights = [each for each in ins if each.is_weight]
         name = eqn.primitive.name
         is_matrix = any(each.is_weight and atom.aval.ndim > 1 for each, atom in zip(ins, eqn.invars, strict=True))
@@ -310,7 +315,7 @@ class Analysis:
         site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
-        site.reason = f"handed to {name}, which computes outside of jax" if is_foreign else f"inside {name}"
+        site.reason = f"passed to {name}, which computes outside of JAX" if is_foreign else f"inside {name}"
         if name == "pallas_call":
             site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
         elif kernel := _kernel_name(eqn):
@@ -322,7 +327,7 @@ class Analysis:
     def _plain(self, eqn: Any, ins: list[Flow]) -> Flow:
         name, out = eqn.primitive.name, flows.join(ins)
         if out.is_product and out.leaves:
-            out = self._met_product(out, eqn.outvars[0].aval)
+            out = self._product_flow(out, eqn.outvars[0].aval)
         if name in _RANKING:
             for site in out.marked("result"):
                 site.is_ranked = True
@@ -337,7 +342,7 @@ class Analysis:
             for site in ins[0].marked("exp") & ins[1].marked("sum"):
                 site.is_normalized = True
         if out.is_data and name in _MIXING:
-            return self._met_data(out, ins)
+            return self._data_flow(out, ins)
         if out.is_data and (name in _ADDING or name.startswith("scatter")) and not self._is_step:
             leaves = {leaf for each in ins for leaf in each.leaves or ()}
             shape = tuple(eqn.outvars[0].aval.shape)
@@ -350,18 +355,19 @@ class Analysis:
             return dataclasses.replace(out, picked=out.picked | {(leaf.index, rank) for leaf in ins[0].leaves})
         return out
 
-    def _met_product(self, out: Flow, aval: Any) -> Flow:
-        """Describe a value that is made of parameters and a product of others: a weight where it is a leaf, changed.
+    def _product_flow(self, out: Flow, aval: Any) -> Flow:
+        """Return the flow of a value computed from parameters and a product of parameters.
 
-        The update of a kernel is as large as that is. A bias or a scale is smaller than the product that it is put on.
+        The value is a weight if one of its leaves has at least its size and rank: a kernel plus its update is one. A
+        product with a bias or a scale applied is not, because these leaves are smaller.
         """
         size, rank = math.prod(getattr(aval, "shape", ())), len(getattr(aval, "shape", ()))
         shapes = {leaf: self._shapes[leaf.index][len(leaf.stack) :] for leaf in out.leaves or ()}
         kept = frozenset(leaf for leaf, own in shapes.items() if math.prod(own) >= size and len(own) >= rank)
         return dataclasses.replace(out, leaves=kept, is_product=not kept)
 
-    def _met_data(self, out: Flow, ins: Sequence[Flow]) -> Flow:
-        """Describe a value in which data was mixed into parameters, or chose between them."""
+    def _data_flow(self, out: Flow, ins: Sequence[Flow]) -> Flow:
+        """Return the flow of a value in which parameters were combined with data, or selected by it."""
         met = {(leaf.index, self._rank(leaf)) for each in ins for leaf in each.leaves or ()}
         return dataclasses.replace(out, leaves=None, picked=out.picked | met)
 
@@ -369,7 +375,7 @@ class Analysis:
         return sum(size > 1 for size in self._shapes[leaf.index][len(leaf.stack) :])
 
     def _name(self, site: Contraction, leaves: frozenset[Leaf], size: int = -1) -> None:
-        """Set the leaves of a weight and the path of its layer: that of the one leaf of its size, or of them all."""
+        """Set the leaves, names, scan stack and layer path of a contraction; see ``weight_path`` for ``size``."""
         site.leaves = leaves
         indices = sorted({leaf.index for leaf in leaves})
         site.names = tuple("/".join(self._names[index]) for index in indices)
@@ -386,12 +392,13 @@ class Analysis:
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):
             self._explain_no_weight(site, operands, place)
-            return self._lost_in(site, ins, result)
+            return self._float_result(site, ins, result)
         if all(each.is_weight for each in operands):
             self._name(site, out.leaves or frozenset())
             site.reason = _OF_PARAMETERS
-            # No weight any more: learned queries times keys are attention scores, kernel + a · b is the kernel's layer.
-            return self._lost_in(site, ins, dataclasses.replace(result, leaves=frozenset(), is_product=True))
+            # The product is not a weight: learned queries times keys are attention scores, and kernel + a · b belongs
+            # to the kernel's layer.
+            return self._float_result(site, ins, dataclasses.replace(result, leaves=frozenset(), is_product=True))
         side = 0 if operands[0].is_weight else 1
         weight, other = operands[side], operands[1 - side]
         assert weight.leaves is not None
@@ -399,12 +406,12 @@ class Analysis:
         if not other.is_data:
             if other.is_product:
                 site.reason = _OF_PARAMETERS
-                return self._lost_in(site, ins, dataclasses.replace(result, leaves=frozenset()))
+                return self._float_result(site, ins, dataclasses.replace(result, leaves=frozenset()))
             site.reason = "its other operand is constant"
             if other.is_closure:
                 site.is_out_of_reach = True
-                site.reason = "its other operand is an array that the function closes over; make that an argument"
-            return self._lost_in(site, ins, result)
+                site.reason = "its other operand is an array that the function closes over; pass it as an argument"
+            return self._float_result(site, ins, result)
         site.side, site.route = side, weight.route
         if isinstance(weight.route, Route):
             self._readers.append((weight.route.leaf, site))
@@ -417,9 +424,9 @@ class Analysis:
             before.is_followed = True
         return Flow(None, out.is_closure, frozenset({site}), frozenset({("result", site)}))
 
-    def _lost_in(self, site: Contraction, ins: Sequence[Flow], result: Flow) -> Flow:
-        """Describe the result of a contraction that stays in float, whatever rules say."""
-        lost = self._lose(ins, f"{site.operation} in float ({site.reason})")
+    def _float_result(self, site: Contraction, ins: Sequence[Flow], result: Flow) -> Flow:
+        """Return the flow of the result of a contraction that stays in float under all rules."""
+        lost = self._record_readers(ins, f"{site.operation} in float ({site.reason})")
         return dataclasses.replace(result, route=lost if all(each.route for each in ins) else None)
 
     def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow], place: Place) -> None:
@@ -429,18 +436,18 @@ class Analysis:
             site.names = tuple(sorted({"/".join(self._names[index]) for index in met}))
             site.path = self.path(sorted(set(met)))
             site.is_out_of_reach = True
-            site.reason = "its parameter was mixed with data, or picked by it, before the contraction"
+            site.reason = "its parameter was combined with data, or selected by it, before the contraction"
         else:
             site.path = site.scope
             is_product = any(each.is_product for each in operands)
-            site.reason = _WITH_PRODUCT if is_product else "no operand is made of parameters alone"
+            site.reason = _WITH_PRODUCT if is_product else "no operand is computed only from parameters"
             if any(each.is_closure and not each.is_data for each in operands):
-                site.reason = "an operand is an array that the function closes over; make that a parameter"
+                site.reason = "an operand is an array that the function closes over; pass it as a parameter"
             if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
-                site.reason += f" (made of {', '.join(map(repr, sorted(added)))} and data)"
+                site.reason += f" (computed from {', '.join(map(repr, sorted(added)))} and data)"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
-        """Set the batch axes and the number of outputs."""
+        """Set the axes and batch sizes of the weight and its number of output features."""
         shape = site.shapes[side]
         if site.operation == "conv_general_dilated":
             feature = eqn.params["dimension_numbers"].rhs_spec[0]
@@ -459,7 +466,7 @@ class Analysis:
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
 
     def _split_batch(self, site: Contraction, shape: Sequence[int]) -> None:
-        """Set which mesh axes split each batch axis of a weight, None where that is not known, and the whole sizes."""
+        """Set the mesh axes that split each batch axis of a weight (None if unknown) and the global batch sizes."""
         route, batch = site.route, site.weight_axes[1]
         if not isinstance(route, Route):
             site.split = None if batch and any(leaf.split for leaf in site.leaves) else ()
@@ -471,16 +478,16 @@ class Analysis:
         site.split = tuple(tuple(name for each in own for name in each.names) for own in found)
         site.batch = tuple(n * math.prod(each.parts for each in own) for n, own in zip(site.batch, found, strict=True))
         if route.obstacle == flows.SHARDED and sum(map(len, found)) == len(route.splits):
-            site.route = dataclasses.replace(route, obstacle="")  # a whole leaf is converted expert by expert, too
+            site.route = dataclasses.replace(route, obstacle="")  # conversion handles each expert of a whole leaf
 
 
 def _multiplies(jaxpr: Any) -> bool:
-    known = (*CONTRACTIONS, "wgmma", "wgmma_ref", "mma", "tcgen05_mma")  # those of Mosaic GPU's kernels
+    known = (*CONTRACTIONS, "wgmma", "wgmma_ref", "mma", "tcgen05_mma")  # from Mosaic GPU
     return any(eqn.primitive.name in known or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
 
 
 def _kernel_name(eqn: Any) -> str:
-    """Return the name of the kernel that an equation calls, as Mosaic GPU does in a ``custom_vmap``; "" for none."""
+    """Return the name of the kernel that an equation calls, or "". Mosaic GPU calls kernels in a ``custom_vmap``."""
     if eqn.primitive.name in CALLS:
         return str(eqn.params["name"])
     inner = open_jaxpr(eqn.params["call"]).eqns if eqn.primitive.name == "custom_vmap_call" else ()
@@ -488,17 +495,17 @@ def _kernel_name(eqn: Any) -> str:
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Return the open jaxpr of one that may be closed."""
+    """Return the open jaxpr of an open or closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def called(eqn: Any) -> Any:
-    """Return the program of a jit or a remat."""
+    """Return the jaxpr that a jit or remat equation calls."""
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
 
 
 def programs(params: dict[str, Any]) -> Iterator[Any]:
-    """Return the open jaxprs among a primitive's parameters."""
+    """Yield the open jaxprs in the params of an equation."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(open_jaxpr(item), "eqns"):

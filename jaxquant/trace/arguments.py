@@ -1,4 +1,4 @@
-"""Arguments: mark what of a call is no array, so that the tree of it, with all that is static, is a key of jit's."""
+"""Static arguments: mark the non-array leaves of a call, so that its pytree structure can be a key of jit's cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxquant.trace.paths import Name, leaf_names
 
 
 class ById:
-    """A value that cannot be hashed, as a static argument: equal to itself alone."""
+    """Unhashable static argument, compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -27,11 +27,11 @@ class ById:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, slots=True)
 class Static:
-    """A leaf that is no array, as part of the structure of its tree.
+    """Non-array leaf, stored in the structure of its tree.
 
     Attributes:
-      value: the leaf, in a ``ById`` where it cannot be hashed.
-      kind: its type: 1 is not True.
+      value: the leaf, wrapped in ``ById`` if it is unhashable.
+      kind: type of the leaf, because 1 == True.
     """
 
     value: Any
@@ -47,16 +47,16 @@ class Static:
 
 
 def mark_static(tree: Any, numbers: bool = True, what: str = "") -> Any:
-    """Return a tree whose leaves are arrays, all else being ``Static`` nodes.
+    """Return a tree whose leaves are arrays; all other leaves become ``Static`` nodes.
 
     Args:
-      tree: of what a call is given or returns.
-      numbers: whether Python's int, float and complex are arrays, as under ``jax.jit``; else they are static, as in a
-        call that nobody traces.
-      what: what its leaves are called where one must be hashable; "" for what is equal to itself alone.
+      tree: arguments or results of a call.
+      numbers: whether Python's int, float and complex are arrays, as under ``jax.jit``; otherwise they are static, as
+        in a call that is not traced.
+      what: name of a leaf for the error if static leaves must be hashable; "" compares unhashable leaves by identity.
 
     Raises:
-      TypeError: a leaf that is no array and cannot be hashed, with ``what``.
+      TypeError: ``what`` is set, and a leaf is neither an array nor hashable.
     """
 
     def mark(leaf: Any) -> Any:
@@ -64,7 +64,7 @@ def mark_static(tree: Any, numbers: bool = True, what: str = "") -> Any:
         if (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_tensor(leaf) or (numbers and is_number):
             return leaf
         if what and type(leaf).__hash__ is None:
-            raise TypeError(f"{what} {leaf!r} is no array and cannot be hashed, got {type(leaf).__name__}")
+            raise TypeError(f"{what} {leaf!r} is neither an array nor hashable, got {type(leaf).__name__}")
         return Static.of(leaf)
 
     return jax.tree.map(mark, tree, is_leaf=is_tensor)
@@ -81,10 +81,10 @@ def restore_static(tree: Any) -> Any:
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Any]:
-    """Return the arrays of a marked tree, converted kernels whole, and its structure."""
+    """Return the arrays of a marked tree, with each converted kernel as one leaf, and its structure."""
     return jax.tree.flatten(tree, is_tensor)
 
 
 def array_names(structure: Any) -> list[Name]:
-    """Return the path of every array of a structure."""
+    """Return the path of every array in a tree structure."""
     return leaf_names(jax.tree.unflatten(structure, range(structure.num_leaves)))

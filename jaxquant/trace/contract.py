@@ -1,4 +1,4 @@
-"""contract: the quantized op of one contraction of a traced function, on any backend, and its state."""
+"""The quantized op of one contraction of a traced function, on any backend, and its quant state."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _CONVOLUTION = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "di
 
 
 def make_state(site: Contraction, leaves: Sequence[Any]) -> LayerState:
-    """Make the state of a contraction by tensor and field, {} for a recipe without.
+    """Return the initial state of a contraction by tensor and field, {} for a recipe without state.
 
-    It has a leading axis for each scan over the weight, and then the weight's batch axes.
+    Its leading axes are the scans over the weight, then the batch axes of the weight.
 
     Args:
-      site: the contraction, with its recipe.
-      leaves: the parameters, read only where the state depends on the weight: sparsity that has begun.
+      site: contraction with its recipe.
+      leaves: parameters, read only if the state depends on the weight (sparsity that starts at step 0).
 
     Raises:
-      NotImplementedError: such a weight is more than moved elements of one leaf.
-      TypeError: such a leaf is a shape alone.
+      NotImplementedError: such a weight is not one leaf with moved elements.
+      TypeError: such a leaf is a shape without values.
     """
     assert site.recipe is not None
     spec, shape = site.recipe.sparsity, _layout_of(site)
@@ -60,13 +60,13 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> LayerState:
 
 
 def _layout_of(site: Contraction) -> tuple[Recipe, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return what the state depends on: recipe, leading axes, shape of one element of the weight, its contraction."""
+    """Return what the state depends on: recipe, leading axes, and shape and contraction axes of one weight element."""
     assert site.recipe is not None
     return site.recipe, leading_axes(site), _inner_shape(site), without_batch(*site.weight_axes)
 
 
 def _blank_state(recipe: Recipe, lead: tuple[int, ...], inner: tuple[int, ...], axes: tuple[int, ...]) -> LayerState:
-    """Make state that depends on no weight."""
+    """Return initial state that does not depend on a weight."""
     state: LayerState = {**initial_state(recipe)}
     if recipe.sparsity is not None:
         dense = dataclasses.replace(recipe.sparsity, start_step=1)
@@ -81,25 +81,25 @@ def _blank_shapes(*layout: Any) -> dict[str, Shapes]:
 
 
 def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
-    """Return how a weight is made of its leaf, for its first mask."""
+    """Return the route from a leaf to its weight, for the first sparsity mask."""
     what, route = f"weight_sparsity_start_step 0 at {site.path!r}", site.route
     if not isinstance(route, Route) or route.obstacle:
         why = route.obstacle if isinstance(route, Route) else route.why if route else "a sum"
         raise NotImplementedError(
-            f"{what}, whose first mask is made of a weight that is not one parameter ({why}); begin at step 1"
+            f"{what} computes a mask from the weight, which is not one parameter ({why}); start at step 1"
         )
     if isinstance(leaves[route.leaf], jax.ShapeDtypeStruct):
-        raise TypeError(f"{what} makes its first mask of the weight, and init got a shape; give it the parameters")
+        raise TypeError(f"{what} computes the first mask from the weight, but init got a shape; pass the parameters")
     return route
 
 
 def state_fields(site: Contraction) -> dict[str, Shapes]:
-    """Return the shapes of the state of a contraction by tensor and field."""
+    """Return the shapes of a contraction's state by tensor and field."""
     return dict(_blank_shapes(*_layout_of(site)))
 
 
 def kernel_fields(site: Contraction) -> dict[str, Shapes]:
-    """Return the shapes of the state by which a kernel is converted."""
+    """Return the shapes of the state fields that the conversion of a kernel needs."""
     found = state_fields(site)
     found.pop("output_grad", None)
     kept = (SCALE, HISTORY, MASK)
@@ -107,19 +107,19 @@ def kernel_fields(site: Contraction) -> dict[str, Shapes]:
 
 
 def leading_axes(site: Contraction) -> tuple[int, ...]:
-    """Return the axes of the state of all that one scan step and one batch element has: of the scans, of the batch.
+    """Return the leading axes of a contraction's state: the lengths of its scans, then its batch sizes.
 
-    Batch elements whose scales are shared have no axes.
+    If the batch elements share their scales, the batch sizes are left out.
     """
     is_shared = site.recipe is not None and site.recipe.shares_experts
     return (*(length for _, length in site.stack), *(() if is_shared else site.batch))
 
 
-# -- batch axes: each element is a contraction of its own, as under jax.vmap -------------------------------------------
+# -- batch axes: each element is a separate contraction, as under jax.vmap ---------------------------------------------
 
 
 def batch_steps(site: Contraction) -> tuple[Step, ...]:
-    """Return the steps from a weight to one element of its batch axes; none where the elements share their scales."""
+    """Return the steps from a weight to one element of its batch axes, or () if the elements share their scales."""
     assert site.side is not None
     if site.recipe is not None and site.recipe.shares_experts:
         return ()
@@ -129,7 +129,7 @@ def batch_steps(site: Contraction) -> tuple[Step, ...]:
 
 
 def without_batch(axes: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
-    """Renumber axes of an operand whose batch axes were mapped over."""
+    """Renumber axes of an operand after its batch axes were mapped over."""
     return tuple(axis - sum(other < axis for other in batch) for axis in axes)
 
 
@@ -142,7 +142,7 @@ def _inner_shape(site: Contraction) -> tuple[int, ...]:
 
 
 def check_layout(site: Contraction, kernel: QTensor) -> None:
-    """Refuse a converted kernel whose experts share their scale where the recipe's have their own, or the reverse.
+    """Raise if a converted kernel shares its scale among experts and the recipe does not, or the reverse.
 
     Raises:
       ValueError: names the layer and the option.
@@ -155,7 +155,7 @@ def check_layout(site: Contraction, kernel: QTensor) -> None:
     if counts and shares != all(n == 1 for n in counts):
         has = "a scale for each expert" if shares else "one scale for all experts"
         raise ValueError(
-            f"{layer_name(site.path)} has a converted kernel with {has}, and quantization_share_expert_scales is "
+            f"{layer_name(site.path)} has a converted kernel with {has}, but quantization_share_expert_scales is "
             f"{str(shares).lower()}; serve with the config that it was converted with"
         )
 
@@ -169,19 +169,19 @@ def contract(
     key: RandomKey | None,
     prepared: Any = None,
 ) -> Array:
-    """Compute an equation of one of ``CONTRACTIONS`` in the low precision of its recipe.
+    """Compute a contraction equation in the low precision of its recipe.
 
-    Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``, unless the recipe shares the
-    scales of all.
+    Each element of the weight's batch axes is quantized separately, as under ``jax.vmap``, unless the recipe shares the
+    scales.
 
     Args:
-      backend: whose op it becomes.
-      site: the contraction, with its recipe.
-      eqn: its equation.
-      operands: in the equation's order; the weight may be a converted kernel, which needs no state.
-      state: of this contraction, without axes of scans.
-      key: for stochastic rounding, or None.
-      prepared: the activation, quantized for all contractions that read it; None to quantize it here.
+      backend: backend that runs the op.
+      site: contraction with its recipe.
+      eqn: equation of the contraction, one of ``CONTRACTIONS``.
+      operands: operands in the order of the equation; the weight may be a converted kernel, which needs no state.
+      state: quant state of this contraction, without scan axes.
+      key: RNG key for stochastic rounding, or None.
+      prepared: quantized activation that is shared by all contractions that read it, or None to quantize it here.
     """
     recipe = site.recipe
     assert recipe is not None
@@ -211,7 +211,8 @@ def contract(
             select_implementation(piece, site.implementation, lambda: f"{site.operation} has no kernel")
         return backend.contract(lhs, rhs, setup, *sizes)
     dims = Dimensions.of(eqn.params["dimension_numbers"], *(x.ndim for x in operands))
-    # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
+    # The result has the axes (batch, free axes of the activation, free axes of the weight); in the equation, the free
+    # axes of lhs come first.
     order = tuple(range(dims.out_ndim))
     if site.side == 0:
         dims, operands, order = dims.swap(), operands[::-1], dims.order_of_swapped

@@ -1,10 +1,10 @@
-"""converted: parameters whose kernels are quantized already, run by the traced function that made them (``kernels``).
+"""Converted kernels in a traced function: checks, and replay of structural steps; ``kernels.py`` converts them.
 
-    leaf ── steps ──► weight as its op reads it ── the op's own quantization ──► QTensor ── steps undone ──► leaf
-    leaf (QTensor) ── the same steps, on qvalues and scales ──► contraction; no float kernel is made
+    leaf ── steps ──► weight as its op reads it ── quantization of the op ──► QTensor ── steps undone ──► leaf
+    leaf (QTensor) ── the same steps, on qvalues and scales ──► contraction, without a float kernel
 
-``analysis.py`` finds the steps, ``structure.py`` does them. A trace sees a converted kernel as a stand-in of the float
-shape and dtype.
+``analysis.py`` finds the steps and ``structure.py`` runs them. In a trace, a converted kernel is an abstract array of
+the float shape and dtype.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Array = jax.Array
 
 
 def abstract_leaf(leaf: Any, path: str = "") -> Any:
-    """Return what a trace sees of a leaf: of a converted kernel, an array of its float shape, dtype and place.
+    """Return the abstract value of a leaf in a trace; a converted kernel becomes an array of its float shape and dtype.
 
     Raises:
-      TypeError: a ``QTensor`` without the float dtype for which it stands; names the path.
+      TypeError: a ``QTensor`` does not record the float dtype that it replaces; names the path.
     """
     if not isinstance(leaf, QTensor):
         return leaf
@@ -49,40 +49,41 @@ def abstract_leaf(leaf: Any, path: str = "") -> Any:
 def check_served(
     analysis: Analysis, leaves: Sequence[Any], backend: Backend, *, must_be_converted: bool = False
 ) -> frozenset[Key]:
-    """Check that every reader of a converted kernel is structure or its quantized contraction.
+    """Check that each converted kernel is only moved, reshaped or read by its quantized contraction.
 
     Args:
-      analysis: of the function, decided.
-      leaves: the parameters.
-      backend: that quantizes.
+      analysis: analysis of the function, with decisions.
+      leaves: parameters.
+      backend: backend that quantizes.
       must_be_converted: whether a quantized layer with a float weight is an error (``checkpoint_is_quantized``).
 
     Returns:
-      What needs no quant state: the keys of the contractions with a converted kernel.
+      Keys of the contractions with a converted kernel, which need no quant state.
 
     Raises:
-      NotImplementedError: another operation reads one; names the layer and the operation.
-      ValueError: a float weight, with ``must_be_converted``.
+      NotImplementedError: another operation reads a converted kernel; names the layer and the operation.
+      ValueError: a converted kernel is read in float, a recipe or dtype does not match, or a weight is float with
+        ``must_be_converted``.
     """
     converted = {index for index, leaf in enumerate(leaves) if isinstance(leaf, QTensor)}
     if not converted and not must_be_converted:
         return frozenset()
-    stops = list(analysis.stops())
-    for stop in stops:
-        site = stop.site
-        if stop.leaf in converted and site is not None and site.recipe is None:
-            dtype = leaves[stop.leaf].qvalue.dtype.name
+    other_uses = list(analysis.other_uses())
+    for use in other_uses:
+        site = use.site
+        if use.leaf in converted and site is not None and site.recipe is None:
+            dtype = leaves[use.leaf].qvalue.dtype.name
             raise ValueError(
-                f"{layer_name(site.path)} has a converted kernel ({dtype}) and it stays in float ({site.reason})"
+                f"{layer_name(site.path)} has a converted kernel ({dtype}), but it stays in float ({site.reason})"
             )
-        if stop.leaf in converted and site is None:
-            layer = layer_name(analysis.path([stop.leaf]))
+        if use.leaf in converted and site is None:
+            layer = layer_name(analysis.path([use.leaf]))
             raise NotImplementedError(
-                f"{layer} has a converted kernel, which {stop.operation} reads: only casts, "
-                "transposes, reshapes that keep its blocks and slices of a scan may stand before its quantized "
-                "contraction; leave the kernel in float"
+                f"{layer} has a converted kernel, which {use.operation} reads: it supports only casts, transposes, "
+                "reshapes that keep its blocks and slices of a scan before its quantized contraction; leave the kernel "
+                "in float"
             )
-    served, read_otherwise = set[Key](), {stop.leaf for stop in stops}
+    served, read_otherwise = set[Key](), {use.leaf for use in other_uses}
     routes = {site: site.route for site in analysis.plan.chosen if isinstance(site.route, Route)}
     for site, route in routes.items():
         if route.leaf in converted:
@@ -93,17 +94,17 @@ def check_served(
         assert site.recipe is not None
         if route.leaf not in read_otherwise and site.key not in served and site.recipe.fwd.rhs is not None:
             raise ValueError(
-                f"{layer_name(site.path)} has a float kernel and checkpoint_is_quantized true asks for one converted "
-                f"to {site.recipe.name!r}; convert the parameters with jaxquant.convert"
+                f"{layer_name(site.path)} has a float kernel, but checkpoint_is_quantized true needs one converted to "
+                f"{site.recipe.name!r}; convert the parameters with jaxquant.convert"
             )
     return frozenset(served)
 
 
 def _check_recipe(site: Contraction, kernel: QTensor, backend: Backend) -> None:
-    """Refuse a kernel that another recipe converted; one of a codec is checked by its own op.
+    """Raise if a kernel was converted with another recipe. Kernels with a codec are checked by their own op.
 
     Raises:
-      ValueError: names the layer, what its kernel is and what its recipe takes.
+      ValueError: names the layer, the format of its kernel and the format that its recipe requires.
     """
     assert site.recipe is not None
     left, right = site.recipe.fwd.lhs, site.recipe.fwd.rhs
@@ -126,25 +127,25 @@ def _scales(kernel: QTensor) -> str:
 
 
 def _check_dtype(site: Contraction, weight: Route, kernel: QTensor) -> None:
-    """Refuse a kernel that was quantized in another dtype than the one in which this call reads it."""
+    """Raise if a kernel was quantized in another dtype than this call reads it in."""
     dtype = dtype_read(weight.steps, kernel.float_dtype())
     if kernel.read_as not in (None, dtype):
         raise ValueError(
             f"{layer_name(site.path)} was converted for a kernel read in {kernel.read_as}, and this call reads it in "
-            f"{dtype}; serve with the dtypes of layers and inputs that it was converted with, or convert it with these"
+            f"{dtype}; serve with the same dtypes of layers and inputs, or convert again with the new ones"
         )
 
 
 def replay(eqn: Any, kernel: QTensor, evaluate: Any) -> QTensor:
-    """Do to a converted kernel what an equation of structure does to a float one.
+    """Apply a structural equation to a converted kernel.
 
     Args:
-      eqn: the equation.
-      kernel: its operand.
-      evaluate: (equation, operands) -> results, for arrays.
+      eqn: equation.
+      kernel: operand of the equation.
+      evaluate: function (equation, operands) -> results, for arrays.
 
     Raises:
-      NotImplementedError: the equation is no structure, or breaks the blocks of the kernel's scales.
+      NotImplementedError: the equation is not structural, or would split or merge blocks that share a scale.
     """
     name, shape = eqn.primitive.name, kernel.shape
     if name in ("pvary", "pcast"):
@@ -152,7 +153,7 @@ def replay(eqn: Any, kernel: QTensor, evaluate: Any) -> QTensor:
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         return dataclasses.replace(kernel, qvalue=evaluate(eqn, [kernel.qvalue])[0])
     if (steps := steps_of(eqn)) is None:
-        raise NotImplementedError(f"{name} of a converted kernel of shape {shape}")
+        raise NotImplementedError(f"{name} of a converted kernel of shape {shape}; leave the kernel in float")
     for step in steps:
         try:
             kernel = step(kernel)
@@ -162,7 +163,7 @@ def replay(eqn: Any, kernel: QTensor, evaluate: Any) -> QTensor:
 
 
 def part_specs(leaf: Any, spec: Any) -> Any:
-    """Return the partition specs of a kernel's parts from that of the float one: none along shared axes."""
+    """Return the partition specs of a kernel's parts from the float kernel's spec; axes of size 1 are not split."""
     if not isinstance(leaf, QTensor):
         return spec
 
@@ -174,7 +175,7 @@ def part_specs(leaf: Any, spec: Any) -> Any:
 
 
 def part_shardings(leaf: Any, sharding: Any) -> Any:
-    """Return the shardings of a kernel's parts from that of the float one; as ``part_specs``."""
+    """Return the shardings of a kernel's parts, from the sharding of the float kernel; see ``part_specs``."""
     if not isinstance(leaf, QTensor) or sharding is None:
         return sharding
     if not isinstance(sharding, NamedSharding):

@@ -1,4 +1,4 @@
-"""Decisions: which recipe each layer of a traced function gets and where its state stands, bound to parameters once."""
+"""Decisions: the recipe of each layer of a traced function and the path of its state, chosen once per parameter."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class FaceHooks:
     """Wording and naming that differ between Linen, NNX and plain functions.
 
     Attributes:
-      is_model: whether modules with layers are quantized, not a function with matmuls. A parameter ``kernel`` at the
-        root is a layer of the path "" then, Python's numbers are static, and a layer that no trace has shown so far is
-        decided when one does; of a function that is an error, and numbers are traced as under ``jax.jit``.
-      operation: name below the layer's path under which the state of a contraction stands; "" for none.
-      owner: path of what holds the state of a contraction, where that is not the layer's.
-      missing: the sentence about state that is missing, of (recipe's name, path, field).
-      misfit: the sentence about state of another shape, of (path of the layer, field, shape, shape that is needed).
-      has_scopes: whether the layers' calls are in name scopes already; else each gets that of its path.
-      watch: reads the state of a contraction, of (path, operands, state).
+      is_model: whether modules with layers are quantized, not a function with matmuls. Then a parameter ``kernel`` at
+        the root is a layer with the path "", Python numbers are static, and a layer that first appears in a later trace
+        gets its recipe then. For a function, such a layer is an error, and numbers are traced as under ``jax.jit``.
+      operation: function that returns the name of a contraction's state below the layer's path, or "".
+      owner: function that returns the path of the module that holds the state, or None if that is the layer's path.
+      missing: function of (recipe name, path, field) that returns the error message for missing state.
+      misfit: function of (layer path, field, shape, required shape) that returns the error message for state of a wrong
+        shape.
+      has_scopes: whether the calls of layers already have name scopes; otherwise each gets a scope of its path.
+      watch: function of (path, operands, state) that checks how the state of a contraction is used.
     """
 
     is_model: bool = False
@@ -55,13 +56,13 @@ class FaceHooks:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """What was decided on the trace of a whole model.
+    """Decisions about all layers of a model, made on a trace of the whole model.
 
     Attributes:
-      layers: decision by the paths of the leaves of a weight.
-      states: path of the state by what it belongs to, for recipes that keep state.
-      unsupported: the layers that stay float because their operation does not run their recipe.
-      paths: decision by path of the layer.
+      layers: decisions by the paths of the leaves of a weight.
+      states: path of the state by its key, for recipes that keep state.
+      unsupported: leaf paths of the layers that stay in float because the backend does not run their recipe.
+      paths: decisions by layer path.
     """
 
     layers: Mapping[tuple[str, ...], Decision]
@@ -73,15 +74,15 @@ class Decisions:
         """Set the recipe and the reason of every layer.
 
         Raises:
-          ValueError: a layer that was not in the trace on which was decided.
+          ValueError: a layer did not appear in the trace on which recipes were chosen.
         """
         for site in _layers(plan):
             decision = self.layers.get(site.names)
             if decision is None:
                 raise ValueError(
-                    f"layer {site.path!r} (made of {', '.join(site.names)}) was not in the trace on which "
-                    "jaxquant.quantize decided: call init with arguments that run the whole model before anything "
-                    "else, or quantize the function of these parameters anew"
+                    f"layer {site.path!r} ({', '.join(site.names)}) did not run in the first call, in which "
+                    "jaxquant.quantize chooses recipes; first call init with arguments that run the whole model, or "
+                    "call jaxquant.quantize again"
                 )
             site.recipe, site.reason = decision.recipe, decision.reason
             site.implementation = decision.implementation
@@ -91,21 +92,21 @@ class Decisions:
         self,
         plan: Plan,
         layers: Mapping[str, LayerState],
-        dialect: FaceHooks,
+        hooks: FaceHooks,
         served: Collection[Key] = (),
         fields_of: Callable[[Contraction], dict[str, contract.Shapes]] = contract.state_fields,
     ) -> dict[Key, LayerState]:
-        """Find the state of every chosen contraction among that of the layers.
+        """Return the state of every chosen contraction.
 
         Args:
-          plan: of the program.
-          layers: the state of the whole model's.
-          dialect: says what is missing, and what does not fit.
-          served: what has a converted kernel, and needs no state.
-          fields_of: returns the shapes of the fields that are needed.
+          plan: plan of the program.
+          layers: states of all layers of the model, by path.
+          hooks: functions that build the error messages.
+          served: keys of contractions with a converted kernel, which need no state.
+          fields_of: function that returns the shapes of the required fields.
 
         Raises:
-          ValueError: state that is missing, or of another layout.
+          ValueError: state is missing, or has another layout.
         """
         found: dict[Key, LayerState] = {}
         for site in plan.chosen:
@@ -119,17 +120,17 @@ class Decisions:
                 raise ValueError(
                     f"layer {site.path!r} is used here {_layout(site.key)}, and its quant state was made for "
                     f"{' and '.join(_layout(key) for key in self.states if key[0] == site.names)}; quantize this "
-                    "function by itself, with a state of its own"
+                    "function separately and create its own quant state with init"
                 )
             given = {tensor: layers.get(name, {}).get(tensor, {}) for tensor in wanted}
             for tensor, fields in wanted.items():
                 for field, shape in fields.items():
                     if field not in given[tensor]:
-                        raise ValueError(dialect.missing(site.recipe.name, site.path, f"{tensor}_{field}"))
+                        raise ValueError(hooks.missing(site.recipe.name, site.path, f"{tensor}_{field}"))
                     has = tuple(given[tensor][field].shape)
                     _check_sharing(site, field, has, shape)
                     if not _has_shape(field, has, shape):
-                        raise ValueError(dialect.misfit(site.path, f"{tensor}_{field}", has, shape))
+                        raise ValueError(hooks.misfit(site.path, f"{tensor}_{field}", has, shape))
             found[site.key] = {
                 tensor: {field: given[tensor][field] for field in fields} for tensor, fields in wanted.items()
             }
@@ -137,7 +138,7 @@ class Decisions:
 
 
 def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Refuse state that is one for all experts where each has its own, or the reverse.
+    """Raise if state is shared among experts and the recipe's is not, or the reverse.
 
     Raises:
       ValueError: names the layer and the option.
@@ -149,14 +150,14 @@ def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: 
     if site.batch and has != wanted and _has_shape(field, has, other):
         what = "for each expert" if shares else "for all experts"
         raise ValueError(
-            f"layer {site.path!r} has quant state {field!r} of shape {has}, one {what}, and "
+            f"layer {site.path!r} has quant state {field!r} of shape {has}, one {what}, but "
             f"quantization_share_expert_scales is {str(shares).lower()}, which needs {wanted}; use the config that the "
-            "state was made with"
+            "state was created with"
         )
 
 
 def _has_shape(field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether state has the shape that it is made in; the bins of warm state have a column more."""
+    """Whether state has its initial shape. The bins of warm state have one more column."""
     is_warm = field == BINS and has == (*wanted[:-1], wanted[-1] + 1)
     return has == wanted or is_warm
 
@@ -179,24 +180,24 @@ def decide(
     analysis: Analysis,
     resolver: Resolver,
     backend: Backend,
-    dialect: FaceHooks,
+    hooks: FaceHooks,
     known: Decisions | None = None,
     check: bool = True,
 ) -> Decisions:
-    """Decide over every layer: rules and ``intmp`` entries, default exclusions by name, float blocks, structure.
+    """Choose the recipe of every layer: rules and ``intmp`` entries, exclusions by name, float blocks, structure.
 
     Args:
-      analysis: of the traced function.
-      resolver: of the config.
-      backend: that runs its recipes.
-      dialect: says where state stands.
-      known: decisions on other traces of the model, which stay as they are.
+      analysis: analysis of the traced function.
+      resolver: resolver of the config.
+      backend: backend that runs the recipes.
+      hooks: functions that name the state.
+      known: decisions on other traces of the model, which stay unchanged.
       check: whether a rule that matches no layer of this trace is an error.
 
     Raises:
-      ValueError: a rule that matches no layer; float blocks where there are none, or none but them.
-      NotImplementedError: a rule for what is out of reach or for what the backend does not run, or a sparse weight
-        that is read in two layouts, or in parts.
+      ValueError: a rule matches no layer, or float blocks are configured and there are no blocks or no other blocks.
+      NotImplementedError: a rule matches a layer that cannot be quantized or that the backend does not support, or a
+        sparse weight is read in two layouts or in parts.
     """
     known = known or Decisions({}, {})
     groups: dict[tuple[str, ...], list[Contraction]] = {}
@@ -229,11 +230,11 @@ def decide(
         _check_sizes(site)
     _check_sparsity(analysis)
     stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
-    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, dialect)})
+    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, hooks)})
 
 
 def _check_sizes(site: Contraction) -> None:
-    """Refuse tiles and groups of sparse weights that do not divide the contraction of a layer.
+    """Raise if tiles or groups of sparse weights do not divide the contraction axis of a layer.
 
     Raises:
       ValueError: names the layer, the axis and its size.
@@ -253,7 +254,7 @@ def _check_sizes(site: Contraction) -> None:
 
 
 def _check_sparsity(analysis: Analysis) -> None:
-    """Refuse N:M sparsity of a weight that is read in two layouts, or in parts: it has one mask.
+    """Raise if a weight with N:M sparsity is read in two layouts or in parts, because it has one mask.
 
     Raises:
       NotImplementedError: names the layer.
@@ -264,29 +265,29 @@ def _check_sparsity(analysis: Analysis) -> None:
     for site in sparse:
         layout, why = (site.route, site.weight_axes), ""
         if isinstance(site.route, Derived) and (count[site.key] > 1 or analysis.is_part(site)):
-            why = f"is not one parameter ({site.route.why}), is read in parts or more than once,"
+            why = f"is not one parameter ({site.route.why}) and is read in parts or more than once"
         elif site.route is not None and layouts.setdefault(site.key, layout) != layout:
             why = "is read in two layouts"
         if why:
             raise NotImplementedError(
-                f"weight_sparsity at {site.path!r}, whose weight {why} and has one mask; leave it dense by a rule"
+                f"weight_sparsity at {site.path!r} needs one mask, but the weight {why}; leave it dense with a rule"
             )
 
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:
-    """Return the reason that an operation among a layer's contractions does not run a recipe, "" where all do."""
+    """Return the reason for which the backend cannot run a recipe in one of a layer's operations, or ""."""
     asked = dict.fromkeys((site.operation, site.dtype, bool(site.split)) for site in sites)
     reasons = (backend.unsupported(operation, recipe, dtype, is_split) for operation, dtype, is_split in asked)
     return next(filter(None, reasons), "")
 
 
 def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], resolver: Resolver) -> None:
-    """Refuse a rule that quantizes nothing but what stays in float anyway."""
+    """Raise if a rule matches only contractions that stay in float anyway."""
     for site in lost:
         decision = resolver(site.path, site.out_features)
         if decision.rule is not None and decision.rule not in deciding and decision.recipe is not None:
             raise NotImplementedError(
-                f"rule {decision.rule!r} asks for {decision.recipe.name!r} at {site.path!r}, which stays in float: "
+                f"rule {decision.rule!r} selects {decision.recipe.name!r} at {site.path!r}, which stays in float: "
                 f"{site.reason}"
             )
 
@@ -302,17 +303,17 @@ def _decide_one(
 
 
 def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switches: Sequence[str] = ()) -> str:
-    """Return the reason that a layer is left in float for what the function does with its result, "" where it is not.
+    """Return the reason to leave a layer in float that follows from the uses of its result and weight, or "".
 
     Args:
-      analysis: of the function.
+      analysis: analysis of the function.
       sites: all contractions of the layer.
       switches: fields of ``SWITCHES`` that are on, which quantize heads and routers.
     """
     if any(leaf.index in analysis.looked_up for site in sites for leaf in site.leaves):
         return "tied embedding (its rows are looked up elsewhere), left in float by default"
     if any(leaf.index in analysis.mixed for site in sites for leaf in site.leaves):
-        return "its parameter is contracted elsewhere after data was mixed into it, left in float by default"
+        return "its parameter is combined with data before another contraction, left in float by default"
     is_ranked = any(site.is_ranked for site in sites)
     is_last = not any(site.is_followed for site in sites)
     if is_last and (is_ranked or any(site.is_normalized for site in sites)):
@@ -324,9 +325,9 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switc
     return "" if switch in switches else f"{what}, left in float by default"
 
 
-def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect: FaceHooks) -> dict[Key, str]:
-    """Choose the name of each contraction's state: its layer's, with leaves and layout where several share a path."""
-    operation, owner = dialect.operation, dialect.owner
+def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], hooks: FaceHooks) -> dict[Key, str]:
+    """Choose the path of each contraction's state: the layer path, with leaves and layout if several share a path."""
+    operation, owner = hooks.operation, hooks.owner
     by_place: dict[tuple[str, str], dict[Key, Contraction]] = {}
     for site in sites:
         if site.key not in taken:
@@ -342,11 +343,11 @@ def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect
             if all_names.count(key[0]) > 1:
                 parts.append("x".join(map(str, (*key[1], *key[2]))) or "whole")
             parts = [*parts, operation(site)] if owner is None else ["_".join([operation(site), *parts])]
-            result[key] = _untaken("/".join(filter(None, [path, *parts])), {*taken.values(), *result.values()})
+            result[key] = _unused_path("/".join(filter(None, [path, *parts])), {*taken.values(), *result.values()})
     return result
 
 
-def _untaken(path: str, taken: set[str]) -> str:
-    """Return a path, or one with a number behind it where another layer's state stands there already."""
+def _unused_path(path: str, taken: set[str]) -> str:
+    """Return the path, with a number appended if the state of another layer already uses it."""
     numbered = (path if not number else f"{path}_{number}" for number in itertools.count())
     return next(each for each in numbered if each not in taken)

@@ -1,7 +1,7 @@
-"""Engine: trace a function of parameters, decide over its layers, and run it quantized. The faces stand on it.
+"""Engine: trace a function of parameters, choose recipes for its layers, and run it quantized. All faces use it.
 
-A face (``jaxquant.quantize``, a Linen model, an NNX model) hands over a pure function of parameters and arguments, and
-says in its ``FaceHooks`` how layers, state and errors are called where it comes from.
+A face (``jaxquant.quantize``, a Linen model, an NNX model) passes a pure function of parameters and arguments. Its
+``FaceHooks`` name layers and state and build error messages in the terms of the framework.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
 from jaxquant.trace.decisions import Decisions, FaceHooks, decide
-from jaxquant.trace.plan import Contraction, mark_readings, mark_stored
+from jaxquant.trace.plan import Contraction, mark_shared_activations, mark_stored
 from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Decided, Report, layer_rows, row_of
@@ -40,18 +40,17 @@ from jaxquant.trace.rewrite import Rewriter
 
 Function = Callable[..., Any]
 
-# Part of the key of jit's caches: a function that was traced without it is traced again with it.
+# Part of jit's cache key: a function that was traced without the override is traced again with it.
 evaluator_override = jax.make_user_context(None)
-"""Evaluator that replaces the quantized program in the engine ``evaluator_override.value.engine``; see
-``audit.health``."""
+"""Evaluator that replaces the quantized program in its ``engine`` while set; ``audit.health`` uses it."""
 
 
 _SKIPPED = Static.of(object())
-"""What an engine returns where its trace found nothing to quantize, and its caller computes it otherwise."""
+"""Result of an engine whose trace has nothing to quantize; the caller then computes the call itself."""
 
 
 class Traced(NamedTuple):
-    """A traced call: what analysis found, the program, its outputs as shapes, and the parameters with their paths."""
+    """Traced call: analysis, jaxpr, abstract outputs, and parameters with their paths."""
 
     analysis: Analysis
     closed: Any
@@ -60,37 +59,37 @@ class Traced(NamedTuple):
     names: list[paths.Name]
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """Return the outputs of these arrays."""
+        """Return the outputs of the call, built from these arrays."""
         return jax.tree.unflatten(jax.tree.structure(self.outputs), arrays)
 
 
 class Engine:
-    """Decide over the layers of one model, once, and run functions of its parameters.
+    """Engine that chooses the recipes of one model's layers, once, and runs functions of its parameters.
 
     Args:
-      config: what is asked.
-      dialect: how the face speaks.
+      config: quantization config.
+      hooks: wording and naming of the face.
 
     Attributes:
-      decisions: what was decided, None before the first trace.
+      decisions: chosen recipes, or None before the first trace.
 
     Raises:
-      NotImplementedError: a recipe that the backend does not honour.
+      NotImplementedError: the backend does not support a recipe.
     """
 
-    def __init__(self, config: QuantConfig, dialect: FaceHooks) -> None:
-        self.config, self.dialect = config, dialect
+    def __init__(self, config: QuantConfig, hooks: FaceHooks) -> None:
+        self.config, self.hooks = config, hooks
         self.resolver: Resolver | None = config.resolver()
         self.backend = load(config.resolved_backend or "native", is_completed=config.leaves_backend_open)
         for recipe in () if self.resolver is None else self.resolver.recipes:
             self.backend.check(recipe)
         self.decisions: Decisions | None = None
         self._has_seen_all = False
-        self._left_float: Mapping[str, str] = {}  # by path, why ``convert`` left a weight in float
-        self._warned: set[str] = set()  # layers that cannot be quantized, each with its reason
-        # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
+        self._left_float: Mapping[str, str] = {}  # by path, the reason for which ``convert`` left a weight in float
+        self._warned: set[str] = set()  # layers that cannot be quantized, with the reason
+        # jit is used only for its cache: without it, each call outside of a jit would trace and compile again.
         self._cached = jax.jit(self._run, static_argnums=(0, 1), inline=True)
-        # make_jaxpr keeps programs as jit does, so that init, the first step and convert read the same one.
+        # make_jaxpr caches jaxprs like jit, so that init, the first step and convert share one.
         self._make_jaxpr = self._new_make_jaxpr()
         self._analyses: dict[tuple[Any, ...], Analysis] = {}
 
@@ -110,20 +109,20 @@ class Engine:
         """Compute a function in low precision.
 
         Args:
-          fn: pure, of (params, *args); hashable, and equal to another only where that computes the same.
+          fn: pure function of (params, *args). It must be hashable, and equal functions must compute the same.
           params: parameters.
           args: further arguments.
-          quant_state: tables of the model, or a pytree of them; {} for none.
-          key: for stochastic rounding; None makes noise from the bits of what is rounded.
+          quant_state: tables of the model, or a pytree of them, or {}.
+          key: RNG key for stochastic rounding. None derives the noise from the bits of the rounded values.
           prefix: path of the parameters in the model.
-          is_whole: whether the call runs the whole model, so that rules which match nothing are an error.
-          is_cached: whether the trace may be kept, and a kept one taken.
-          plain: called for the result where there is nothing to quantize.
+          is_whole: whether the call runs the whole model, so that rules without a match are an error.
+          is_cached: whether a cached trace may be used and this trace may be cached.
+          plain: function that computes the result if there is nothing to quantize.
         """
         refuse_trained(quant_state)
         is_cached = is_cached and self._override() is None
         given = *self._marked(params, args), quant_state, key
-        # An enclosing jit caches the program, and differentiates each equation once only if this call adds no jit.
+        # An enclosing jit caches the program, and it differentiates each equation only once if this call adds no jit.
         # Repeated calls in one jit are evaluated each time.
         is_staged = any(map(_is_staged, jax.tree.leaves(given)))
         run = self._cached if is_cached and not is_staged else functools.partial(self._run, is_kept=is_cached)
@@ -133,7 +132,7 @@ class Engine:
     def init(
         self, fn: Function, params: Any, args: tuple[Any, ...], *, prefix: paths.Name = (), is_whole: bool = True
     ) -> Tables:
-        """Make the quant state of a function's layers without computing anything; as ``run``."""
+        """Create the quant state of a function's layers. Only traces. See ``run`` for the arguments."""
         traced = self.trace(fn, params, args, prefix)
         if self.resolver is None:
             return Tables()
@@ -148,11 +147,11 @@ class Engine:
     def convert(
         self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: Any
     ) -> tuple[dict[paths.Name, QTensor], dict[str, str]]:
-        """Quantize the weight of every layer as the training forward does; as ``find_kernels``.
+        """Quantize the weight of every layer like the training forward pass; see ``find_kernels``.
 
         Returns:
-          By path of the parameter, the converted kernel of every layer, and for each layer whose weight stays float the
-          reason.
+          The converted kernel of every layer by path of the parameter, and the reason for each layer whose weight stays
+          in float.
         """
         found, reasons = self.find_kernels(fn, params, args, quant_state)
         arrays, structure = split_arrays(self._marked(params, args)[0])
@@ -162,13 +161,13 @@ class Engine:
     def find_kernels(
         self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: Any
     ) -> tuple[dict[paths.Name, kernels.LayerKernel], dict[str, str]]:
-        """Find the weight of every layer, without computing anything; as ``run``.
+        """Find the weight of every layer. Only traces.
 
         Args:
-          fn, params, args, quant_state: as for ``run``; arrays may be anything with a shape and a dtype.
+          fn, params, args, quant_state: see ``run``; arrays may be any objects with a shape and a dtype.
 
         Returns:
-          By path of the parameter, its kernel, and for each layer whose weight stays float the reason.
+          Kernels by path of the parameter, and the reason for each layer whose weight stays in float.
         """
         refuse_trained(quant_state)
         analysis, _, _, leaves, names = self.trace(fn, params, args)
@@ -177,7 +176,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, leaves, self.backend)
         fields = contract.kernel_fields
-        states = decisions.read_states(analysis.plan, layers_of(quant_state), self.dialect, served, fields_of=fields)
+        states = decisions.read_states(analysis.plan, layers_of(quant_state), self.hooks, served, fields_of=fields)
         for text in kernels.far_examples(analysis, jax.tree.leaves(self._marked(params, args)[1]), states):
             warnings.warn(text, stacklevel=3)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
@@ -185,7 +184,7 @@ class Engine:
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:
-            raise NotImplementedError(f"strict true, and {text}")
+            raise NotImplementedError(f"strict true does not allow that {text}")
         if reasons:
             warnings.warn(text, stacklevel=3)
         return found, reasons
@@ -195,80 +194,80 @@ class Engine:
         return self._trace(fn, *self._marked(params, args), prefix)
 
     def report(self, fn: Function, params: Any, args: tuple[Any, ...]) -> Report:
-        """List every contraction, with its recipe or the reason for which it is in float; binds nothing."""
+        """Return every contraction, with its recipe or the reason for which it is in float. Stores no decisions."""
         analysis = self._trace(fn, *self._marked(params, args), is_kept=self.decisions is not None).analysis
         if self.resolver is not None and not analysis.is_decided:
             self._extended(analysis, self.decisions).apply(analysis.plan)
         return Report(tuple(row_of(site, self.backend) for site in analysis.plan.contractions()))
 
     def decide(self, analysis: Analysis, is_whole: bool = True) -> Decisions:
-        """Apply the decisions to a trace; the first one makes them.
+        """Apply the decisions to a trace; the first call makes them.
 
         Raises:
-          ValueError: a rule that matches no layer, no layer at all, or one that was not decided on.
-          NotImplementedError: the config is strict, and a layer is out of reach.
+          ValueError: a rule matches no layer, there is no layer to quantize, or a layer has no decision.
+          NotImplementedError: the config is strict, and a layer cannot be quantized.
 
         Warns:
-          UserWarning: a layer is out of reach; once for each layer and reason.
+          UserWarning: a layer cannot be quantized; once for each layer and reason.
         """
         is_first = is_whole and not self._has_seen_all
         if analysis.is_decided and self.decisions is not None and not is_first:
             return self.decisions
         if not is_whole and not self._has_seen_all and self.resolver is not None:
-            self.resolver.check_alone()
+            self.resolver.check_no_float_blocks()
         decisions = self._extended(analysis, self.decisions, check=is_first)
         decisions.apply(analysis.plan)
         self._check(analysis, is_first, decisions.paths)
-        mark_readings(analysis.plan, self.backend.can_share)
+        mark_shared_activations(analysis.plan, self.backend.can_share)
         mark_stored(analysis.plan)
         self.decisions, analysis.is_decided = decisions, True
         self._has_seen_all |= is_whole
         return decisions
 
     def layers(self, analysis: Analysis) -> Report:
-        """List the layers of a program, with what would be decided, to the errors of ``decide``; binds nothing."""
+        """Return a row for each layer with its decision. Raises like ``decide``, but stores no decisions."""
         if self.resolver is not None:
             self._extended(analysis, self.decisions).apply(analysis.plan)
         return Report(tuple(layer_rows(analysis, self.resolver, self.backend)), "layers")
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
         assert self.resolver is not None
-        if known is not None and not self.dialect.is_model:
+        if known is not None and not self.hooks.is_model:
             return known
-        return decide(analysis, self.resolver, self.backend, self.dialect, known, check=check)
+        return decide(analysis, self.resolver, self.backend, self.hooks, known, check=check)
 
     def _check(self, analysis: Analysis, is_first: bool, decided: Iterable[str]) -> None:
         assert self.resolver is not None
         sites = list(analysis.plan.contractions())
         if is_first and not analysis.plan.chosen:
-            kind, whole = ("no layer", "this model") if self.dialect.is_model else ("no matmul", "this function")
+            kind, whole = ("no layer", "this model") if self.hooks.is_model else ("no matmul", "this function")
             reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
             what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
-            raise ValueError(f"quantization {self.config.quantization!r} would quantize {kind} of {whole} ({what})")
+            raise ValueError(f"quantization {self.config.quantization!r} quantizes {kind} of {whole} ({what})")
         asked = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
         lost = [each for each in sites if each.is_out_of_reach and each.reason != NO_CONTRACTION]
         floats = self.resolver.float_blocks([*decided, *(each.path for each in lost)], must_have=False)
         lost = [each for each in lost if each.path in asked and each.path not in floats]
         what = list(dict.fromkeys(f"{site.path or 'the root layer'}: {site.reason}" for site in lost))
-        text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); leave them out by a rule"
+        text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); add a rule with recipe null"
         if lost and self.config.strict:
-            raise NotImplementedError(f"strict true, and {text} with recipe null, or set strict to false")
+            raise NotImplementedError(f"strict true does not allow that {text}, or set strict to false")
         if not self._warned.issuperset(what):
-            warnings.warn(f"quantization {self.config.quantization!r}: {text} with recipe null", stacklevel=2)
+            warnings.warn(f"quantization {self.config.quantization!r}: {text}", stacklevel=2)
             self._warned.update(what)
 
     def _marked(self, params: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Return the arguments of a call as ``mark_static`` does; those of a function must be hashable."""
-        if self.dialect.is_model:
+        """Return the marked arguments of a call (``mark_static``); static arguments of functions must be hashable."""
+        if self.hooks.is_model:
             return mark_static(params, numbers=False), mark_static(args, numbers=False)
         return mark_static(params, what="parameter"), mark_static(args, what="argument")
 
     def _new_make_jaxpr(self) -> Any:
-        """Return a ``jax.make_jaxpr`` of calls with a cache of its own."""
-        return jax.make_jaxpr(_Call(not self.dialect.is_model), static_argnums=0, return_shape=True)
+        """Return a ``jax.make_jaxpr`` of calls with its own cache."""
+        return jax.make_jaxpr(_Call(not self.hooks.is_model), static_argnums=0, return_shape=True)
 
     def _trace(self, fn: Function, params: Any, args: Any, prefix: paths.Name = (), is_kept: bool = True) -> Traced:
-        """Trace and analyse a function of marked arguments; with ``is_kept``, once for those of the same shapes."""
+        """Trace and analyze a function of marked arguments; with ``is_kept``, once for each set of shapes."""
         leaves, structure = split_arrays(params)
         own = array_names(structure)
         seen = jax.tree.unflatten(structure, map(converted.abstract_leaf, leaves, map("/".join, own)))
@@ -279,20 +278,20 @@ class Engine:
         if analysis is None:
             names = [(*prefix, *name) for name in own]
             shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-            analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.is_model)
-            # One that closes over traced arrays belongs to this trace alone.
+            analysis = Analysis(closed, names, shapes, root_is_layer=self.hooks.is_model)
+            # An analysis whose jaxpr closes over traced arrays belongs to this trace only.
             if is_kept and not any(isinstance(each, Tracer) for each in closed.consts):
                 self._analyses[place] = analysis
         return Traced(analysis, closed, outputs, leaves, own)
 
     def _missing(self, is_served: bool, recipe: str, path: str, field: str) -> str:
-        """Return the sentence about state that is missing, of a trained model or beside converted kernels."""
+        """Return the error message for missing state, for a trained model or next to converted kernels."""
         if not is_served and path not in self._left_float:
-            return self.dialect.missing(recipe, path, field)
+            return self.hooks.missing(recipe, path, field)
         why = f" ({self._left_float[path]})" if path in self._left_float else ""
         return (
-            f"convert left the weight at {path!r} in float{why}, so that recipe {recipe!r} needs its quant state there "
-            f"and this call has no {field!r}; pass the quant state that convert was given"
+            f"convert left the weight at {path!r} in float{why}, so recipe {recipe!r} needs its quant state there, "
+            f"but this call has no {field!r}; pass the quant state that convert received"
         )
 
     def _override(self) -> Any:
@@ -314,7 +313,7 @@ class Engine:
     ) -> Any:
         instead = self._override()
         if self.resolver is None and instead is None:
-            return _Call(not self.dialect.is_model)(fn, params, args)
+            return _Call(not self.hooks.is_model)(fn, params, args)
         prefix, is_whole, skips = place
         layers = layers_of(quant_state)
         traced = self._trace(fn, params, args, prefix, is_kept)
@@ -326,8 +325,8 @@ class Engine:
             return _SKIPPED
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, traced.leaves, self.backend, must_be_converted=must)
-        speech = dataclasses.replace(self.dialect, missing=functools.partial(self._missing, bool(served)))
-        states = decisions.read_states(analysis.plan, layers, speech, served)
+        hooks = dataclasses.replace(self.hooks, missing=functools.partial(self._missing, bool(served)))
+        states = decisions.read_states(analysis.plan, layers, hooks, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)
@@ -339,7 +338,7 @@ class Engine:
     def _contract(self, site: Contraction, eqn: Any, operands: list[Any], state: Any, *rest: Any) -> Any:
         assert site.side is not None
         if state:
-            state = self.dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
+            state = self.hooks.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
         layer = layer_name(site.path)
         weight = operands[site.side]
         if isinstance(weight, QTensor):
@@ -352,27 +351,27 @@ class Engine:
             return contract.contract(self.backend, site, eqn, operands, state, *rest)
 
     def _share(self, site: Contraction, activation: Any, states: Any) -> Any:
-        """Quantize an activation for all contractions that read it; ``states`` are theirs, without axes of scans."""
-        reading = site.reading
-        assert reading is not None
-        options: dict[str, Any] = {"axes": reading.axes, "implementation": reading.implementation}
+        """Quantize an activation for all contractions that read it; ``states`` are their states, without scan axes."""
+        shared_activation = site.shared_activation
+        assert shared_activation is not None
+        options: dict[str, Any] = {"axes": shared_activation.axes, "implementation": shared_activation.implementation}
         options["is_stored"] = site.stored[0]
         with self._scope(site):
-            return self.backend.share(activation, states, recipe=reading.recipe, **options)
+            return self.backend.share(activation, states, recipe=shared_activation.recipe, **options)
 
     def _scope(self, site: Contraction) -> Any:
-        return contextlib.nullcontext() if self.dialect.has_scopes else jax.named_scope(site.path)
+        return contextlib.nullcontext() if self.hooks.has_scopes else jax.named_scope(site.path)
 
 
 def _is_staged(leaf: Any) -> bool:
-    """Check whether a value belongs to a program that is being traced, differentiated or not."""
+    """Whether a value belongs to a program that is being traced, differentiated or not."""
     while isinstance(inner := getattr(leaf, "primal", None), Tracer):
         leaf = inner
     return isinstance(leaf, DynamicJaxprTracer)
 
 
 class _Call:
-    """A call of a function on marked arguments. Each object has programs of its own in jax's caches."""
+    """Call of a function on marked arguments. Each object has its own entries in jax's caches."""
 
     def __init__(self, numbers: bool) -> None:
         self._numbers = numbers

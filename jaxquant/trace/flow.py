@@ -1,4 +1,4 @@
-"""Flow: the facts known of one value of a traced function, and how they combine."""
+"""Flow: the facts about one value of a traced function, and the rules that combine them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal, NamedTuple
 from jaxquant.trace.structure import MAP, Step, sources_of
 
 Stack = tuple[tuple[int, int], ...]
-"""The scans that a value is sliced by, outermost first: (nesting level, length) of each."""
+"""Scans that slice a value, outermost first: (nesting level, length) of each."""
 Mark = Literal["result", "exp", "sum"]
-"""How a value depends on a contraction: elementwise on its result, on exponentials of it, on a sum of these."""
+"""Dependence of a value on a contraction: elementwise on its result, on exponentials of it, or on a sum of these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of the parameters on its way into a contraction.
+    """Parameter leaf that a value is computed from.
 
     Attributes:
-      index: which leaf.
+      index: index of the leaf.
       stack: scans that slice it.
-      split: its axes that a shard_map around splits over devices.
+      split: axes that an enclosing shard_map splits over devices.
     """
 
     index: int
@@ -31,11 +31,11 @@ class Leaf:
 
 
 class Split(NamedTuple):
-    """One axis of a value that a shard_map splits over devices.
+    """Axis of a value that a shard_map splits over devices.
 
     Attributes:
-      start: number of steps that made the value of its leaf.
-      axis: of the value.
+      start: number of steps between the leaf and the value.
+      axis: axis of the value.
       names: mesh axes.
       parts: number of devices along them.
     """
@@ -48,13 +48,13 @@ class Split(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """How a value is made of one leaf by steps that only move elements.
+    """Route from one leaf to a value, by steps that only move elements.
 
     Attributes:
-      leaf: which.
-      steps: what was done to it, a ``MAP`` for each scan that slices it.
-      obstacle: why the leaf cannot be made from what is read at the end, "" where it can.
-      splits: what shard_maps around split of it.
+      leaf: index of the leaf.
+      steps: steps from the leaf to the value, with a ``MAP`` for each scan that slices it.
+      obstacle: reason for which the leaf cannot be recovered from the value, or "".
+      splits: splits by enclosing shard_maps.
     """
 
     leaf: int
@@ -63,21 +63,21 @@ class Route:
     splits: tuple[Split, ...] = ()
 
     def then(self, *steps: Step) -> Route:
-        """Return the route after further steps."""
+        """Return the route extended by further steps."""
         return dataclasses.replace(self, steps=(*self.steps, *steps))
 
     def splits_of(self, axis: int) -> tuple[Split, ...]:
-        """Return the splits that lie on an axis of the value at the end, whole or together with other axes."""
+        """Return the splits on an axis of the final value, including axes that were merged with others."""
         return tuple(each for each in self.splits if each.axis in sources_of(self.steps[each.start :], axis))
 
     def by_batch(self, batch: Sequence[int], others: Iterable[int]) -> tuple[tuple[Split, ...], ...] | None:
-        """Return the splits of each batch axis of the value at the end.
+        """Return the splits of each batch axis of the final value.
 
-        None where one of them is an axis that lies in several of the value's, or in one beside others.
+        The result is None if a split axis lies in several axes of the value, or in an axis that contains other axes.
 
         Args:
-          batch: its batch axes.
-          others: its other axes of more than one element.
+          batch: batch axes of the value.
+          others: other axes of the value with more than one element.
         """
         found = [self.splits_of(axis) for axis in batch]
         whole = all(
@@ -91,11 +91,11 @@ class Route:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Derived:
-    """A value made of leaves by more than moving elements.
+    """Value computed from leaves by more than moving elements.
 
     Attributes:
-      leaves: which.
-      why: what was done to them.
+      leaves: indices of the leaves.
+      why: operation that changed them.
     """
 
     leaves: frozenset[int]
@@ -104,17 +104,18 @@ class Derived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
-    """What is known of a value.
+    """Facts about a value.
 
     Attributes:
-      leaves: leaves of the parameters that it is made of, if of these (and constants) alone; None where data is in it.
-      is_closure: whether an array that the function closes over is in it.
-      after: parameter contractions that it comes from with no other of these between.
-      marks: of the contractions that it comes from with no contraction of any kind between, how it depends on them.
-      picked: leaves that data was mixed into, or picked from, with the number of their axes that are left; -1 where
-        data was added.
-      is_product: whether it is made of a product of parameters, such as learned queries times their kernel: no weight.
-      route: how it is made of leaves, None where no leaf is in it or a contraction is between.
+      leaves: parameter leaves, if the value is computed only from leaves and constants; None if it depends on data.
+      is_closure: whether it depends on an array that the function closes over.
+      after: parameter contractions that it depends on without another parameter contraction in between.
+      marks: contractions that it depends on without any contraction in between, and the kind of dependence.
+      picked: leaves that were combined with data or indexed by it, with the number of their remaining axes; -1 if data
+        was added.
+      is_product: whether it is a product of parameters, such as learned queries times their kernel, which is not a
+        weight.
+      route: route from the leaves, or None if it depends on no leaf or on a contraction.
     """
 
     leaves: frozenset[Leaf] | None = frozenset()
@@ -127,7 +128,7 @@ class Flow:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is made of parameters alone, of at least one of them."""
+        """Whether it is computed only from parameters, and from at least one."""
         return bool(self.leaves)
 
     @property
@@ -135,7 +136,7 @@ class Flow:
         return self.leaves is None
 
     def marked(self, mark: Mark) -> frozenset[Any]:
-        """Return the contractions on which it depends so."""
+        """Return the contractions that it depends on in this way."""
         return frozenset(contraction for kind, contraction in self.marks if kind == mark)
 
 
@@ -145,7 +146,7 @@ SHARDED = "is split by a shard_map"
 
 
 def join(flows: Iterable[Flow]) -> Flow:
-    """Describe a value that is computed from others; data in one of them is data in it."""
+    """Return the flow of a value computed from others. It is data if one of them is data."""
     flows = list(flows)
     leaves: frozenset[Leaf] | None = frozenset()
     for flow in flows:
@@ -162,11 +163,11 @@ def join(flows: Iterable[Flow]) -> Flow:
 
 
 def either(ways: Sequence[Flow], what: str) -> Flow:
-    """Describe a value that is one of several; its route stays where it is the same in all.
+    """Return the flow of a value that is one of several. It keeps the route if all have the same.
 
     Args:
-      ways: what is known of each.
-      what: says where they meet.
+      ways: flow of each.
+      what: reason that the result records if the routes differ.
     """
     routes, leaves = [each.route for each in ways], set()
     if all(each == routes[0] for each in routes):
@@ -177,7 +178,7 @@ def either(ways: Sequence[Flow], what: str) -> Flow:
 
 
 def obstruct(flow: Flow, what: str) -> Flow:
-    """Note why the leaf cannot be made from a value that is made of it; the first reason but a split stays."""
+    """Record why the leaf cannot be recovered from a value. The first reason stays, except for a split."""
     route = flow.route
     if not isinstance(route, Route) or route.obstacle not in ("", SHARDED):
         return flow
@@ -190,17 +191,17 @@ def with_marks(flow: Flow, mark: Mark, contractions: Iterable[Any]) -> Flow:
 
 
 def change_leaves(flow: Flow, change: Any) -> Flow:
-    """Apply a function to each leaf of a flow that is made of parameters."""
+    """Apply a function to each leaf of a flow that is computed from parameters."""
     if not flow.leaves:
         return flow
     return dataclasses.replace(flow, leaves=frozenset(change(leaf) for leaf in flow.leaves))
 
 
 def enter_scan(flow: Flow, level: int, length: int) -> Flow:
-    """Describe one step's slice of what a scan goes over."""
+    """Return the flow of one step's slice of a scanned input."""
 
     def enter(leaf: Leaf) -> Leaf:
-        split = tuple(axis - 1 for axis in leaf.split)  # −1: the scanned axis itself is split
+        split = tuple(axis - 1 for axis in leaf.split)  # -1 if the scanned axis itself is split
         return dataclasses.replace(leaf, stack=(*leaf.stack, (level, length)), split=split)
 
     if isinstance(flow.route, Route):
@@ -209,14 +210,14 @@ def enter_scan(flow: Flow, level: int, length: int) -> Flow:
 
 
 def leave_scan(flow: Flow, level: int) -> Flow:
-    """Describe what a scan at a nesting level made, as seen from outside."""
+    """Return the flow of an output of a scan at a nesting level, as seen outside the scan."""
     return change_leaves(
         flow, lambda leaf: dataclasses.replace(leaf, stack=tuple(each for each in leaf.stack if each[0] < level))
     )
 
 
 def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
-    """Describe one device's part of an operand of a shard_map, on a mesh of these sizes."""
+    """Return the flow of one device's part of a shard_map operand, on a mesh of these sizes."""
     names = [(each,) if isinstance(each, str) else tuple(each or ()) for each in spec]
     counts = ((axis, each, math.prod(sizes[name] for name in each)) for axis, each in enumerate(names))
     cut = [(axis, each, parts) for axis, each, parts in counts if parts > 1]
@@ -229,7 +230,7 @@ def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
 
 
 def gathered(flow: Flow, dimension: int, names: tuple[str, ...]) -> Flow:
-    """Describe a value whose parts along mesh axes are put together along a dimension, in every device."""
+    """Return the flow of a value that is all-gathered along a dimension over mesh axes."""
     route = flow.route
     if not isinstance(route, Route):
         return flow
@@ -243,7 +244,7 @@ def gathered(flow: Flow, dimension: int, names: tuple[str, ...]) -> Flow:
 
 
 def leave_shards(flow: Flow, outside: Iterable[Flow]) -> Flow:
-    """Describe what a shard_map made, as seen from outside: split as its operands were there."""
+    """Return the flow of an output of a shard_map, as seen outside: split like its operands."""
     outside = list(outside)
     before = {leaf.index: leaf.split for each in outside for leaf in each.leaves or ()}
     splits = {each.route.leaf: each.route.splits for each in outside if isinstance(each.route, Route)}

@@ -1,8 +1,8 @@
-"""kernels: which parameters of a traced function are converted, and their conversion as the training forward does it.
+"""Parameters of a traced function that can be converted, and their conversion, which matches the training forward pass.
 
-    leaf ── steps ──► weight as its op reads it ── the op's own quantization ──► QTensor ── steps undone ──► leaf
+    leaf ── steps ──► weight as its op reads it ── quantization of the op ──► QTensor ── steps undone ──► leaf
 
-All of it, or one layer of a stack at a time.
+Conversion runs on the whole leaf, or on one layer of a stack at a time.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from jaxquant.trace.plan import Contraction, Key, readers_of
 from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of, without_axes
 
 Array = jax.Array
-_FAR = 16.0  # amaxes of two batches of one distribution do not differ by so much
+_FAR = 16.0  # the amaxes of two batches from one distribution differ by less than this factor
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """How one leaf is converted. Hashable, so that equal layers share a compiled program.
+    """Conversion of one leaf. Hashable, so that equal layers share a compiled program.
 
     Attributes:
       operation: primitive of the contraction.
-      backend: whose quantization.
-      recipe: all numbers.
-      steps: from the leaf to one weight that is quantized by itself: of one step of the scans, of one batch element.
-      axes: its contraction axes.
-      batch: its batch axes, whose elements share their scales.
+      backend: backend that quantizes.
+      recipe: recipe of the layer.
+      steps: steps from the leaf to one weight that is quantized separately (one scan step, one batch element).
+      axes: contraction axes of the weight.
+      batch: batch axes of the weight whose elements share their scales.
     """
 
     operation: str
@@ -61,7 +61,7 @@ class _Job:
         assert site.recipe is not None
         backend = chosen.runner(site.operation, site.recipe, site.dtype, bool(site.split)).name
         axes, batch = site.weight_axes
-        if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
+        if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements together
             return cls(site.operation, backend, site.recipe, route.steps, axes, batch)
         steps = (*route.steps, *batch_steps(site))
         return cls(site.operation, backend, site.recipe, steps, without_batch(axes, batch))
@@ -80,12 +80,12 @@ def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -
 
 
 def as_converted(backend: Backend, site: Contraction, leaf: Any) -> QTensor | None:
-    """Return the shapes of the kernel that a leaf is converted to; None where that needs quant state or a mask.
+    """Return the shapes of the kernel that a leaf converts to, or None if that requires quant state or a mask.
 
     Args:
-      backend: that quantizes.
-      site: a contraction with a recipe and a route to the leaf.
-      leaf: the float parameter, or anything of its shape and dtype.
+      backend: backend that quantizes.
+      site: contraction with a recipe and a route to the leaf.
+      leaf: float parameter, or any object with its shape and dtype.
     """
     recipe, route = site.recipe, site.route
     if recipe is None or recipe.delayed is not None or recipe.sparsity is not None or not isinstance(route, Route):
@@ -99,17 +99,17 @@ def as_converted(backend: Backend, site: Contraction, leaf: Any) -> QTensor | No
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerKernel:
-    """The kernel of one layer that is converted.
+    """Kernel of one layer that can be converted.
 
     Attributes:
-      path: of the layer.
+      path: path of the layer.
       name: path of the parameter.
-      dtype: name of the dtype in which the op reads it.
-      states: its quant state, as it was given; then those of the contractions that read the same activation.
-      axes: its contraction axes, in a parameter without stacked layers.
+      dtype: dtype name in which the op reads it.
+      states: quant state of the layer, as passed; then the states of the contractions that read the same activation.
+      axes: contraction axes of the parameter without stacked layers.
       stacked: axes of the parameter along which scans stack layers, outermost first.
-      shape: of the parameter without those.
-      made: what the whole parameter becomes, as shapes.
+      shape: shape of the parameter without the stacked axes.
+      made: abstract value of the whole converted parameter.
     """
 
     path: str
@@ -129,7 +129,7 @@ class LayerKernel:
     ) -> LayerKernel:
         try:
             steps, stacked = sliced(job.steps, len(site.stack))
-        except BlocksError:  # the layers lie among each other, and are converted together
+        except BlocksError:  # the layers are interleaved, so they are converted together
             steps, stacked = job.steps, []
         axes = set().union(*(sources_of(job.steps, axis) for axis in job.axes))
         axes = without_batch(tuple(sorted(axes)), tuple(stacked))
@@ -146,15 +146,15 @@ class LayerKernel:
         """Convert the kernel of one of the stacked layers.
 
         Args:
-          kernel: of shape ``shape``.
-          index: of the layer, along the stacked axes of ``states``; () without any. None converts as before training,
-            when nothing was seen.
+          kernel: float kernel of shape ``shape``.
+          index: index of the layer along the stacked axes of ``states``; () without stacked axes. None converts with
+            the initial state, without observations.
 
         Returns:
-          The kernel, with an ``input_scale`` of 0 where the recipe has a static one and its tensor was never seen.
+          The converted kernel. Its ``input_scale`` is 0 if the recipe has a static scale without an observation.
 
         Raises:
-          ValueError: NaN or infinity in the kernel.
+          ValueError: the kernel has NaN or infinity.
         """
         self._check_finite(kernel)
         count = len(self.stacked)
@@ -162,25 +162,27 @@ class LayerKernel:
         return _convert(self._one, kernel, _joined(jax.tree.map(part, self.states)))
 
     def convert_stacked(self, leaf: Array) -> QTensor:
-        """Convert the parameter, all its layers at once, by ``states``, which must be arrays.
+        """Convert the parameter, all its layers together, with ``states``, which must be arrays.
 
         Raises:
-          ValueError: the recipe has a static scale for an activation that was never seen; NaN or infinity in the leaf.
+          ValueError: the recipe has a static scale without an observation, or the leaf has NaN or infinity.
         """
         self._check_finite(leaf)
         return self.filled(_convert(self._whole, leaf, _joined(self.states)))
 
     def filled(self, kernel: QTensor) -> QTensor:
-        """Return the whole converted parameter with the static scales of experts that never got a row filled in.
+        """Return the converted parameter, in which missing static scales of experts are filled in.
+
+        Experts that never received a row have no scale.
 
         Raises:
-          ValueError: the recipe has a static scale for an activation that was never seen.
+          ValueError: the recipe has a static scale for an activation that was never observed.
         """
         scale = fill_missing_input_scales(self.path, self.recipe, kernel.input_scale, self.stacked)
         return dataclasses.replace(kernel, input_scale=scale)
 
     def _check_finite(self, kernel: Array) -> None:
-        """Refuse what a converted kernel would hide; under jit there is no telling."""
+        """Raise if the kernel has NaN or infinity, which conversion would hide. Not checked under jit."""
         found = _is_finite(kernel)
         if not isinstance(found, Tracer) and not found:
             raise ValueError(
@@ -190,11 +192,11 @@ class LayerKernel:
 
 
 def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
-    """Describe each layer that reads an example input directly and whose history is of inputs of another magnitude.
+    """Yield a warning for each layer that reads an example input whose magnitude differs from the layer's history.
 
     Args:
-      analysis: of the function, decided.
-      examples: its last arguments. Shapes, and arrays of one number, such as zeros, are not compared.
+      analysis: analysis of the function, with decisions.
+      examples: last arguments of the function. Shapes and constant arrays, such as zeros, are not compared.
       states: quant state of every quantized contraction.
     """
     for site, example in readers_of(analysis.plan, examples):
@@ -203,9 +205,9 @@ def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Ke
             amax, seen = (float(np.max(np.abs(each))) for each in pair)
             if seen and np.ptp(example) and not seen / _FAR <= amax <= seen * _FAR:
                 yield (
-                    f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the "
-                    f"quant state that gives its static scale has seen {seen:.3g}; calibrate with inputs like "
-                    "those that the model will serve"
+                    f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, but its static "
+                    f"scale comes from quant state that observed {seen:.3g}; calibrate with inputs like those that the "
+                    "model will serve"
                 )
 
 
@@ -215,7 +217,7 @@ def _is_finite(kernel: Array) -> Array:
 
 
 def _joined(states: Sequence[Mapping[str, Any]]) -> LayerState:
-    """Return the state of a contraction, that of its activation joined with the others that read it."""
+    """Return the state of a contraction; its activation's state is merged with the states of the other readers."""
     own, *others = states
     inputs = [each["input"] for each in others if "input" in each]
     return {**own} | ({"input": merge_states(inputs)} if inputs else {})
@@ -228,17 +230,17 @@ def find_kernels(
     states: Mapping[Key, Mapping[str, Any]],
     backend: Backend,
 ) -> tuple[dict[tuple[str, ...], LayerKernel], dict[str, str]]:
-    """Find every leaf that is the weight of a quantized contraction; computes nothing.
+    """Find every leaf that is the weight of a quantized contraction. Only traces.
 
     Args:
-      analysis: of the function, decided.
-      leaves: the parameters, arrays or anything with a shape and a dtype.
-      names: their paths.
-      states: quant state of every quantized contraction, arrays or anything with a shape and a dtype.
-      backend: that quantizes.
+      analysis: analysis of the function, with decisions.
+      leaves: parameters; arrays or any objects with a shape and a dtype.
+      names: paths of the parameters.
+      states: quant state of every quantized contraction; arrays or any objects with a shape and a dtype.
+      backend: backend that quantizes.
 
     Returns:
-      The kernels by the path of their leaf, and for each layer whose weight stays float the reason.
+      Kernels by the path of their leaf, and the reason for each layer whose weight stays in float.
     """
     reasons: dict[str, str] = {}
     jobs: dict[int, dict[_Job, Contraction]] = {}
@@ -248,7 +250,7 @@ def find_kernels(
         if site.recipe.fwd.rhs is None or weight is None:
             continue
         if site.split and site.recipe.shares_experts:
-            reasons[site.path] = "its experts lie on several devices of a shard_map and share one scale"
+            reasons[site.path] = "its experts are split over devices by a shard_map and share one scale"
         elif isinstance(weight, Derived):
             whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
             reasons[site.path] = f"its weight {whole}: {weight.why}"
@@ -259,17 +261,17 @@ def find_kernels(
     found: dict[tuple[str, ...], LayerKernel] = {}
     for index, ways in jobs.items():
         path = next(iter(ways.values())).path
-        stops = [stop.operation for stop in analysis.stops() if stop.leaf == index]
+        other_uses = [use.operation for use in analysis.other_uses() if use.leaf == index]
         if isinstance(leaves[index], QTensor):
             continue
-        if stops:
-            reasons[path] = f"{stops[0]} reads its weight, too"
+        if other_uses:
+            reasons[path] = f"{other_uses[0]} also reads its weight"
             continue
         if len(ways) > 1:
-            reasons[path] = f"its weight is read in {len(ways)} ways, and one converted kernel cannot be all"
+            reasons[path] = f"its weight is read in {len(ways)} ways, but a converted kernel supports only one"
             continue
         ((job, site),) = ways.items()
-        shared = [] if site.reading is None or not states[site.key] else site.reading.keys
+        shared = [] if site.shared_activation is None or not states[site.key] else site.shared_activation.keys
         given = (states[site.key], *(states[key] for key in shared if states[key]))
         shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves[index], given))
         try:

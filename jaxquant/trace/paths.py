@@ -1,4 +1,4 @@
-"""Paths: what the leaves of a parameter tree, the layers made of them and the state of those are called."""
+"""Paths: names of parameter leaves, of layers, and of their state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxquant.core.paths import join_path
 Name = tuple[str, ...]
 
 GENERIC = frozenset({"kernel", "weight", "weights", "w", "W", "embedding", "table"})
-"""Last names of a leaf that say nothing beside the module's."""
+"""Last names of a leaf that do not describe it beyond the name of its module."""
 _GENERIC_IF_ALONE = frozenset({"value", "scale"})
-"""Names that are generic where no other leaf stands beside them; in ``{"query", "key", "value"}`` one is a layer."""
+"""Names that are generic only for the single leaf of a module; in ``{"query", "key", "value"}`` each is a layer."""
 _BOXES = frozenset({"value", "raw_value"})
 """Attributes under which a variable (NNX, a boxed Linen parameter) holds its array."""
 
@@ -25,7 +25,7 @@ def leaf_names(tree: Any) -> list[Name]:
 
 
 def replace_leaves(tree: Any, new: Mapping[Name, Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return a tree with other leaves at some paths."""
+    """Return a tree with the leaves at some paths replaced."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
     names = leaf_names(jax.tree.unflatten(structure, range(len(leaves))))
     return jax.tree.unflatten(structure, [new.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
@@ -39,13 +39,14 @@ def _leaf_name(path: Sequence[Any]) -> Name:
 
 
 def layer_names(names: Sequence[Name], root_is_layer: bool = False) -> list[Name]:
-    """Return the layer of each leaf: its path, without a last name that is generic.
+    """Return the layer of each leaf: its path, without a generic last name.
 
     Three experts ``wi_0``, ``wi_1`` and ``wo`` of one module stay three layers.
 
     Args:
       names: path of every leaf.
-      root_is_layer: whether ``kernel`` alone is of a layer with the empty path, as of a model that is one layer.
+      root_is_layer: whether a root leaf named ``kernel`` is a layer with the empty path, as in a model that is one
+        layer.
     """
     beside: dict[Name, int] = {}
     for name in names:
@@ -62,7 +63,7 @@ def _layer(name: Name, alone: bool, root_is_layer: bool) -> Name:
 
 
 def layer_path(layers: Iterable[Name]) -> str:
-    """Join the layers of the leaves of one weight to one path: what they have in common, or all of them."""
+    """Join the layers of a weight's leaves to one path: their common prefix, or all of them."""
     distinct = sorted(set(layers))
     if not distinct:
         return ""

@@ -1,4 +1,4 @@
-"""Plan: the findings of analysis for each occurrence of a jaxpr, read by the report and the rewriter."""
+"""Plan: the results of the analysis for each occurrence of a jaxpr, read by the report and the rewriter."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ OPERATIONS = {name: name for name in CONTRACTIONS} | {
     block_scaled.NAME: "dot_general",
     block_ragged.NAME: "ragged_dot_general",
 }
-"""Each primitive that multiplies -> the contraction that it is."""
+"""Each primitive that multiplies -> its kind of contraction."""
 
 _COLLECTIVES = "all_gather all_gather_invariant all_to_all ppermute psum psum_invariant reduce_scatter"
 _WRITES = {*OPERATIONS, *_COLLECTIVES.split(), "pallas_call", "scan", "while"}
 """Primitives whose results XLA does not fuse into their readers."""
 _KEEPS = ("reshape", "name", "sharding_constraint", "copy_p", "copy")
-"""Primitives that leave a tensor where it is."""
+"""Primitives that do not move a tensor in memory."""
 Flags = tuple[bool, ...]
 
 Key = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-"""What state belongs to: paths of the leaves, lengths of the scans, sizes of the weight's batch axes."""
+"""Key of quant state: paths of the leaves, lengths of the scans, sizes of the weight's batch axes."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SharedActivation:
-    """One tensor that several contractions of a jaxpr read, each as its activation, to quantize it alike.
+    """Activation that several contractions of a jaxpr share, so that it is quantized once for all of them.
 
     Attributes:
-      keys: of the contractions' state.
-      recipe: of all of them.
+      keys: keys of the contractions' state.
+      recipe: recipe of all of them.
       axes: contraction axes of the tensor.
-      implementation: what computes its cast.
+      implementation: requested implementation of the cast, or None to choose one.
     """
 
     keys: tuple[Key, ...]
@@ -53,37 +53,37 @@ class SharedActivation:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Contraction:
-    """One contraction of the function: an equation, in one place that runs it.
+    """Contraction of the function: an equation, in one occurrence of its jaxpr.
 
     Attributes:
-      operation: primitive, one of ``CONTRACTIONS``, or that of a program which is not opened.
-      scope: name scopes around it.
-      shapes: of both operands.
-      dtype: of both operands, by name; "" where they differ.
-      side: which operand is the weight, None where none is.
-      leaves: what the weight is made of.
-      route: how the weight is made of them.
-      stack: the scans that slice it.
-      batch: sizes of its batch axes, on all devices together.
-      split: for each of them the mesh axes that a shard_map around splits it over, () where it splits none; None where
-        that is not known.
-      weight_axes: the contraction axes of the weight, and its batch axes, groups first.
+      operation: primitive, one of ``CONTRACTIONS``, or the primitive of a program that is not analyzed.
+      scope: enclosing name scopes.
+      shapes: shapes of both operands.
+      dtype: dtype name of both operands, or "" if they differ.
+      side: index of the weight operand, or None if no operand is a weight.
+      leaves: leaves that the weight is computed from.
+      route: route from the leaves to the weight.
+      stack: scans that slice the weight.
+      batch: global sizes of the weight's batch axes.
+      split: mesh axes that an enclosing shard_map splits each batch axis over; () if no batch axis is split, None if
+        that is unknown.
+      weight_axes: contraction axes and batch axes of the weight, groups first.
       out_features: number of outputs.
-      path: of the layer.
+      path: path of the layer.
       names: paths of the leaves.
-      reason: why it is in float, or which rule or default decided.
-      is_out_of_reach: whether it has a parameter and stays float whatever rules say.
+      reason: reason for which it stays in float, or the rule or default that decided.
+      is_out_of_reach: whether it has a parameter and stays in float under all rules.
       is_unsupported: whether that is only because the backend does not run its recipe in its operation.
       is_followed: whether another parameter contraction follows it.
-      is_normalized: whether its result goes into a softmax or a log-sum-exp.
+      is_normalized: whether its result is an input of a softmax or a log-sum-exp.
       is_ranked: whether its result is ranked by top_k, argmax or sort.
-      recipe: what it is quantized with, None for float.
+      recipe: recipe that quantizes it, or None for float.
       is_einsum: whether it is part of a ``jnp.einsum``.
-      precision: that the program asks for.
-      implementation: what computes its casts and matmuls, None to pick.
-      activation: which tensor its activation is: equal for contractions that read one, or equal casts of one.
-      reading: of its activation, where other contractions share it.
-      stored: whether its activation, its weight and its output gradient lie in memory; see ``mark_stored``.
+      precision: precision that the program requests.
+      implementation: requested implementation of its casts and matmuls, or None to choose one.
+      activation: identifier of its activation: equal for contractions that read one tensor, or equal casts of one.
+      shared_activation: shared activation, or None if no other contraction shares its activation.
+      stored: whether its activation, its weight and its output gradient are stored in memory; see ``mark_stored``.
     """
 
     operation: str
@@ -111,17 +111,17 @@ class Contraction:
     precision: Any = None
     implementation: str | None = None
     activation: Hashable = None
-    reading: SharedActivation | None = None
+    shared_activation: SharedActivation | None = None
     stored: tuple[bool, bool, bool] = (False, False, False)
 
     @property
     def is_layer(self) -> bool:
-        """Whether rules decide over it."""
+        """Whether rules apply to it."""
         return self.side is not None and not self.is_out_of_reach
 
     @property
     def is_replaceable(self) -> bool:
-        """Whether something else can be computed in its place."""
+        """Whether another op can replace it."""
         return self.is_layer or self.is_unsupported
 
     @property
@@ -131,15 +131,15 @@ class Contraction:
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """One occurrence of a jaxpr.
+    """Occurrence of a jaxpr.
 
     Attributes:
-      jaxpr: open.
+      jaxpr: open jaxpr.
       sites: contractions by the index of their equation.
       inner: occurrences of the jaxprs of an equation, by its index.
-      programs: what was read in place of a registered function's own program, by the index of its equation.
-      level: number of scans around.
-      opened: the registered function that is read around it, or "".
+      programs: program that replaces a registered function's own program, by the index of its equation.
+      level: number of enclosing scans.
+      opened: name of the enclosing registered function whose program is analyzed instead, or "".
     """
 
     jaxpr: Any
@@ -150,7 +150,7 @@ class Plan:
     programs: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def contractions(self) -> Iterator[Contraction]:
-        """Return all contractions in the order of the program."""
+        """Yield all contractions in the order of the program."""
         for index in sorted({*self.sites, *self.inner}):
             if index in self.sites:
                 yield self.sites[index]
@@ -159,21 +159,22 @@ class Plan:
 
     @functools.cached_property
     def chosen(self) -> list[Contraction]:
-        """The contractions to quantize; decisions must be made before this is read."""
+        """Contractions to quantize; read this only after recipes are chosen."""
         return [each for each in self.contractions() if each.recipe is not None]
 
     @functools.cached_property
     def has_loop(self) -> bool:
-        """Whether it holds a while loop of a function that is read in place of its own derivative."""
+        """Whether it contains a while loop of a function whose custom derivative is bypassed."""
         own = bool(self.opened) and any(eqn.primitive.name == "while" for eqn in self.jaxpr.eqns)
         inner = (plan for index, plans in self.inner.items() if index not in self.programs for plan in plans)
         return own or any(plan.has_loop for plan in inner)
 
     @functools.cached_property
     def seeds(self) -> np.ndarray:
-        """A number for the noise of every chosen contraction: of the leaves of its weight, and of how often it came.
+        """Noise seed of every chosen contraction, from the leaves of its weight and its index among their uses.
 
-        What is around it (jit, remat, other layers) does not change it; asked of the plan of a whole function.
+        The surrounding program (jit, remat, other layers) does not change it. Read it from the plan of a whole
+        function.
         """
         counts: collections.Counter[tuple[str, ...]] = collections.Counter()
         seeds = []
@@ -184,16 +185,16 @@ class Plan:
 
     @functools.cached_property
     def stacks(self) -> dict[Key, Stack]:
-        """The scans of every state that it needs, in the order of the program."""
+        """Scans of every state that the plan needs, in the order of the program."""
         return {each.key: each.stack for each in self.chosen}
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
-        """A value equal for two occurrences of one jaxpr that become one program, given states in order."""
+        """Value that is equal for two occurrences of a jaxpr that become one program, given their states in order."""
         order = {key: position for position, key in enumerate(self.stacks)}
 
         def own(each: Contraction) -> tuple[Any, ...]:
-            shared = () if each.reading is None else tuple(order[key] for key in each.reading.keys)
+            shared = () if each.shared_activation is None else tuple(order[key] for key in each.shared_activation.keys)
             return (
                 each.recipe,
                 each.implementation,
@@ -209,16 +210,16 @@ class Plan:
         return tuple(None if each.recipe is None else own(each) for each in self.contractions())
 
 
-def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
-    """Set the reading of every chosen contraction that shares its activation with others of its jaxpr.
+def mark_shared_activations(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
+    """Set the shared activation of every chosen contraction that shares its activation with others of its jaxpr.
 
-    Layers that share a tensor (query, key, value) keep state of their own, and each observes it. Their states are equal
-    as long as all of them observe the same tensors, so only layers that read the same ones everywhere share any. What
-    differs in recipe, by a rule or an implementation, stays apart.
+    Layers that share a tensor (query, key, value) keep separate states, and each observes the tensor. Their states are
+    equal as long as all of them observe the same tensors, so layers share only if they read the same tensors
+    everywhere. Layers with different recipes or implementations do not share.
 
     Args:
-      plan: of the program, on which was decided.
-      can_share: whether the backend quantizes activations by themselves in a recipe.
+      plan: plan of the program, with recipes.
+      can_share: whether the backend quantizes activations separately under a recipe.
     """
     tensors: dict[Key, set[Hashable]] = {}
     for site in plan.chosen:
@@ -231,17 +232,17 @@ def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
             groups.setdefault(alike, []).append(site)
     for (recipe, implementation, (_, axes), _), sites in groups.items():
         keys = tuple(dict.fromkeys(site.key for site in sites))
-        reading = SharedActivation(keys, recipe, axes, implementation) if len(sites) > 1 else None
+        shared_activation = SharedActivation(keys, recipe, axes, implementation) if len(sites) > 1 else None
         for site in sites:
-            site.reading = reading
+            site.shared_activation = shared_activation
 
 
 def readers_of(plan: Plan, arguments: Sequence[Any]) -> Iterator[tuple[Contraction, Any]]:
-    """Yield each contraction that reads an argument directly, at most cast, reshaped or transposed, and the argument.
+    """Yield each contraction that reads an argument directly or after a cast, reshape or transpose, and the argument.
 
     Args:
-      plan: of a function.
-      arguments: the function's last arguments.
+      plan: plan of a function.
+      arguments: last arguments of the function.
     """
     known = dict(zip(map(id, reversed(plan.jaxpr.invars)), reversed(arguments), strict=False))
     for index, eqn in enumerate(plan.jaxpr.eqns):
@@ -253,7 +254,7 @@ def readers_of(plan: Plan, arguments: Sequence[Any]) -> Iterator[tuple[Contracti
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Count the constants and the carried values among the operands of a scan."""
+    """Return the numbers of constants and of carried values among the operands of a scan."""
     if "ft_in" in params:  # jax 0.12
         consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
         return consts, carries
@@ -261,14 +262,14 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def mark_stored(plan: Plan) -> None:
-    """Set ``stored`` of every chosen contraction: whether its operands and its output gradient lie in memory.
+    """Set ``stored`` of every chosen contraction: whether its operands and its output gradient are stored in memory.
 
-    Arguments of the program, values that a scan carries, and results of matmuls, kernels and collectives lie in memory.
-    An output gradient lies in memory if the program returns the result, or if only another contraction reads it. A
-    jaxpr that is called several times gets the flags that hold for all calls, so that equal calls stay one function.
+    Arguments of the program, values that a scan carries, and results of matmuls, kernels and collectives are stored. An
+    output gradient is stored if the program returns the result, or if only another contraction reads it. A jaxpr that
+    is called several times gets the flags that hold for all calls, so that equal calls stay one function.
 
     Args:
-      plan: of a program, on which was decided.
+      plan: plan of a program, with recipes.
     """
     known: dict[int, tuple[Flags, Flags]] = {}
     before = None
@@ -304,9 +305,9 @@ def _mark(plan: Plan, ins: Flags, outs: Flags, known: dict[int, tuple[Flags, Fla
 
 
 def _inner_flags(eqn: Any, plan: Plan, flags: Sequence[bool]) -> tuple[Flags, Flags]:
-    """Return which inputs of a program within an equation lie in memory, and which gradients of its results."""
+    """Return which inputs of a nested program are stored in memory, and which gradients of its results."""
     count, results = len(plan.jaxpr.invars), len(plan.jaxpr.outvars)
-    if eqn.primitive.name == "scan":  # slices of what it goes over are taken where they are read
+    if eqn.primitive.name == "scan":  # slices of the scanned inputs are taken where they are read
         consts, carries = scan_counts(eqn.params)
         ins = (*flags[:consts], *[True] * carries, *[False] * (count - consts - carries))
         return ins, (True,) * carries + (False,) * (results - carries)

@@ -1,4 +1,4 @@
-"""quantize: the public function, and the quantized function that it returns."""
+"""The public function ``quantize`` and the quantized function that it returns."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from jaxquant.trace.report import Report
 
 
 def quantize(fn: Callable[..., Any], config: ConfigLike, *, like: QuantizedFunction | None = None) -> QuantizedFunction:
-    """Return a function whose matmuls with parameters run in the low precision that a config asks for.
+    """Return a function whose matmuls with parameters run in the low precision that a config selects.
 
-    The function is traced, and every ``dot_general`` of which one operand is made of parameters alone is a linear
-    layer, whatever library wrote it. Its path is that of its parameter, without a last name such as ``kernel``; rules
-    and ``intmp`` files match this path. The quantized function is called as ``qfn(params, quant_state, *args,
-    key=None)``, and its training loop is
+    The function is traced. Every ``dot_general`` with one operand that is computed only from parameters is a linear
+    layer, in any library. Its path is the path of its parameter, without a last name such as ``kernel``; rules and
+    ``intmp`` files match this path. Call the quantized function as ``qfn(params, quant_state, *args, key=None)``. Its
+    training loop is
 
         quant_state = qfn.init(params, *args)
         grads, seen = jax.grad(lambda p, s: loss(qfn(p, s, *args)), argnums=(0, 1))(params, quant_state)
         params, quant_state = optimizer_step(params, grads), jaxquant.state.update(quant_state, seen)
 
-    Weights that a scan slices have state for each of its steps, a weight that is the same in every step has one state,
-    and each element of a weight's batch axes (experts) has scales and state of its own. (``vmap`` over weights of which
-    all take one activation leaves no batch axis: that is one wide matmul, with one scale.) Decisions are made once, on
-    the first trace (that of ``init``, or of the first call), and hold for the parameters whatever is called later.
+    A weight that a scan slices has state for each step; a weight that is the same in every step has one state. Each
+    element of a weight's batch axes (experts) has its own scales and state. (``vmap`` over weights that all read one
+    activation leaves no batch axis: it becomes one wide matmul, with one scale.) Recipes are chosen once, on the first
+    trace (by ``init`` or the first call), and hold for these parameters in all later calls.
 
-    Left in float by default, below rules: tables of embeddings that are also looked up; the last layer where its result
-    goes into a softmax, a log-sum-exp or an argmax; layers whose result is ranked (routers); and what
-    ``maybe_quantize_model`` excludes by name. A layer that cannot be replaced is in ``qfn.report(params, *args)``
-    with the reason and in a warning, and is an error if the config is ``strict``.
+    By default, these stay in float unless a rule selects them: embedding tables that are also looked up; the last
+    layer, if its result is an input of a softmax, a log-sum-exp or an argmax; layers whose result is ranked (routers);
+    and the layers that ``maybe_quantize_model`` excludes by name. A layer that cannot be quantized is listed with the
+    reason in ``qfn.report(params, *args)`` and in a warning, and is an error if the config is ``strict``.
 
     Args:
-      fn: ``fn(params, *args)``, of any tree of parameters. What it closes over is constant. As under ``jax.jit``,
-        arrays and numbers are traced; other leaves of the arguments (bool, str, functions) are static.
-      config: anything that ``QuantConfig.from_any`` takes.
-      like: the quantized whole model, of whose parameters ``fn`` computes a part: its decisions are taken, and its
-        quant state.
+      fn: function ``fn(params, *args)`` with any tree of parameters. Arrays that it closes over are constants. As under
+        ``jax.jit``, arrays and numbers are traced; other leaves of the arguments (bool, str, functions) are static.
+      config: any value that ``QuantConfig.from_any`` accepts.
+      like: quantized whole model, if ``fn`` computes a part of it with the same parameters. Its decisions and quant
+        state are used.
 
     Raises:
-      NotImplementedError: what the backend does not honour, and settings of serving.
-      ValueError: a function without an argument by position, or with one called ``quant_state``.
-      TypeError: a Flax module or class instead of a function.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      NotImplementedError: the backend does not support a recipe, or the config has a setting that only serving reads.
+      ValueError: the function has no positional argument, or has an argument named ``quant_state``.
+      TypeError: ``fn`` is a Flax module or class instead of a function.
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
 
     Source: the interpreter pattern of "Writing custom interpreters in JAX"; quax does the same for array types.
     """
@@ -68,20 +68,20 @@ def quantize(fn: Callable[..., Any], config: ConfigLike, *, like: QuantizedFunct
 
 
 _NOT_OF_FUNCTIONS = {
-    "save_quantized_params_path": "does not run in jaxquant.quantize; write converted parameters with "
+    "save_quantized_params_path": "does not run in jaxquant.quantize; save converted parameters with "
     "jaxquant.serving.save",
-    "quantize_kvcache": "does not run in jaxquant.quantize; give the model's attention a cache of "
-    "jaxquant.serving.kv_cache",
+    "quantize_kvcache": "does not run in jaxquant.quantize; use a cache of jaxquant.serving.kv_cache in the model's "
+    "attention",
 }
 
 
 class QuantizedFunction:
-    """A function of parameters, quant state and arguments; make it with ``jaxquant.quantize``.
+    """Quantized function of parameters, quant state and arguments; create it with ``jaxquant.quantize``.
 
     Attributes:
-      config: what it was quantized with.
-      engine: what traces and decides.
-      hashable: the function, as the engine takes it.
+      config: quantization config.
+      engine: engine that traces and chooses recipes.
+      hashable: original function, in a hashable form for the engine.
     """
 
     def __init__(self, fn: Callable[..., Any], config: QuantConfig, like: QuantizedFunction | None) -> None:
@@ -93,8 +93,8 @@ class QuantizedFunction:
         self.convert = _signed(self.convert, self._stateful)
         if like is not None and config != like.config:
             raise ValueError(
-                f"jaxquant.quantize like: the other function was quantized with {like.config.quantization!r}, and this "
-                f"config asks for {config.quantization!r} or has other options; give one config to both"
+                f"jaxquant.quantize(like=...) needs the same config for both functions: the other one has quantization "
+                f"{like.config.quantization!r}, this one {config.quantization!r} (or other options)"
             )
         self.config = config
         self.hashable, self._like = _hashable(fn), like
@@ -104,74 +104,74 @@ class QuantizedFunction:
         """Compute the function in low precision: ``qfn(params, quant_state, *args, key=None)``.
 
         Args:
-          args, kwargs: of the function, by its own names, behind whose first, the parameters, stands ``quant_state``:
-            from ``init`` and ``jaxquant.state.update``; {} for recipes that keep none. Its gradient is
-            what was seen.
-          key: for stochastic rounding; None makes noise from the bits of what is rounded.
+          args, kwargs: arguments of the function, with its names. ``quant_state`` follows the first argument, the
+            parameters. It comes from ``init`` and ``jaxquant.state.update``; pass {} for recipes without state. Its
+            gradient holds the new observations.
+          key: RNG key for stochastic rounding. None derives the noise from the bits of the rounded values.
 
         Raises:
-          TypeError: an argument of the function where the quant state goes.
-          ValueError: state that is missing or does not fit, a layer on which was not decided, a rule that matches no
-            layer, or no layer at all.
-          NotImplementedError: the config is strict, and a layer is out of reach.
+          TypeError: another argument is in the position of the quant state.
+          ValueError: state is missing or does not fit, a layer has no decision, a rule matches no layer, or there is no
+            layer to quantize.
+          NotImplementedError: the config is strict, and a layer cannot be quantized.
         """
         if key is not None and "key" in self._plain.parameters:
             raise TypeError(
-                "key= is the random key of stochastic rounding, and the quantized function has an argument 'key' of "
-                "its own; give its own by position, or quantize a function that calls it otherwise"
+                "key= is the random key of stochastic rounding, and the quantized function has an argument named "
+                "'key'; pass that argument by position, or rename it"
             )
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         return self.engine.run(fn, params, tuple(rest), _checked(quant_state), key)
 
     def init(self, *args: Any, **kwargs: Any) -> Tables | dict[str, Any]:
-        """Make the quant state, {} for recipes that keep none, without computing anything of the function.
+        """Create the quant state, {} for recipes without state. Only traces the function.
 
         Args:
-          args, kwargs: as the function takes them, parameters first; arrays may be ``jax.ShapeDtypeStruct``.
-            Where the function has collectives, their axes must be bound, as for the function itself.
+          args, kwargs: arguments of the function, parameters first; arrays may be ``jax.ShapeDtypeStruct``. If the
+            function has collectives, their axes must be bound, as in a call of the function.
 
         Raises:
-          ValueError, NotImplementedError: as the function itself.
+          ValueError, NotImplementedError: see ``__call__``.
         """
         fn, (params, *rest) = self._bound(self._plain, args, kwargs)
         return self.engine.init(fn, params, tuple(rest)) or {}
 
     def convert(self, *args: Any, **kwargs: Any) -> Any:
-        """Quantize the weight of every layer as the training forward does.
+        """Quantize the weight of every layer like the training forward pass.
 
-        The function itself runs on what comes back, on the same codes and scales, and needs quant state no more:
-        ``qfn(converted, {}, *args)``. A weight that its layer does not read as it is (sums, fused weights that are
-        split) stays float, with a warning that says why; such a layer is quantized as in training, with the quant state
-        that it has there: ``qfn(converted, quant_state, *args)``.
+        The quantized function runs on the result, with the same codes and scales, and needs no quant state:
+        ``qfn(converted, {}, *args)``. A weight that its layer does not read directly (sums, fused weights that are
+        split) stays in float, and a warning names the reason. Such a layer is quantized as in training and needs its
+        quant state: ``qfn(converted, quant_state, *args)``.
 
         Args:
-          args, kwargs: as of a call; the quant state is that of training or calibration, arrays may be as for ``init``.
+          args, kwargs: arguments of a call, with the quant state of training or calibration; arrays as for ``init``.
 
         Returns:
-          The parameters, with a ``QTensor`` for the leaf of every layer that is converted.
+          The parameters, with a ``QTensor`` for the leaf of every converted layer.
 
         Raises:
-          ValueError: quant state that is missing, or has not seen what a static scale must know.
-          NotImplementedError: the config is strict, and the weight of a quantized layer stays float.
+          ValueError: quant state is missing, or has no observation for a static scale.
+          NotImplementedError: the config is strict, and the weight of a quantized layer stays in float.
         """
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         found, _ = self.engine.convert(fn, params, tuple(rest), _checked(quant_state))
         return replace_leaves(params, found, is_tensor)
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """List every contraction of the function, with its recipe or the reason for which it is in float.
+        """Return every contraction of the function, with its recipe or the reason for which it is in float.
 
         Args:
-          args, kwargs: as for ``init``.
+          args, kwargs: see ``init``.
         """
         fn, (params, *rest) = self._bound(self._plain, args, kwargs)
         return self.engine.report(fn, params, tuple(rest))
 
     def _bound(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
-        """Return a function of positions alone, and the arguments for it in order.
+        """Return a function with positional arguments only, and its arguments in order.
 
         Raises:
-          TypeError: arguments that do not fit the signature.
+          TypeError: the arguments do not fit the signature.
           ValueError: the function is part of a whole model that has no decisions yet.
         """
         if self._like is not None and self.engine.resolver is not None and self.engine.decisions is None:
@@ -189,7 +189,7 @@ class QuantizedFunction:
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """A function whose last arguments go to it by name."""
+    """Function that receives its last arguments by name."""
 
     fn: Callable[..., Any]
     names: tuple[str, ...]
@@ -202,14 +202,14 @@ class _Named:
 def _checked(quant_state: Any) -> Any:
     if not isinstance(quant_state, Mapping | Tables):
         raise TypeError(
-            "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
-            f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"
+            "a quantized function is called as qfn(params, quant_state, *args): quant_state must be the "
+            f"result of qfn.init(params, *args), or {{}}, got {type(quant_state).__name__}"
         )
     return quant_state
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function of parameters; of one that has none to read, that of any."""
+    """Return the signature of a function of parameters, or a generic one if it has no readable signature."""
     try:
         return inspect.signature(fn)
     except ValueError:
@@ -217,24 +217,24 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _with_state(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with the quant state behind the parameters, the first argument.
+    """Return a signature with the quant state after the parameters, which are the first argument.
 
     Raises:
-      ValueError: an argument of the function is called so already, or it takes none by position.
+      ValueError: the function has an argument named ``quant_state``, or no positional argument.
     """
     if "quant_state" in signature.parameters:
-        raise ValueError("the function to quantize has an argument 'quant_state' of its own; call it otherwise")
+        raise ValueError("the function to quantize has an argument named 'quant_state'; rename it")
     first, *rest = signature.parameters.values() or [inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)]
     if first.kind is first.VAR_POSITIONAL:
         first, rest = inspect.Parameter("params", first.POSITIONAL_ONLY), [first, *rest]
     if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise ValueError("the function to quantize takes no argument by position; the parameters must be its first")
+        raise ValueError("the function to quantize has no positional argument; the parameters must be its first")
     first = first.replace(default=first.empty)
     return signature.replace(parameters=[first, first.replace(name="quant_state", annotation=first.empty), *rest])
 
 
 def _with_key(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with the random key, where no argument of the function is called so."""
+    """Return a signature with the RNG key, unless the function has an argument of that name."""
     parameters = list(signature.parameters.values())
     if "key" not in signature.parameters:
         at = len(parameters) - any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -243,7 +243,7 @@ def _with_key(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _signed(method: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """Return a method of a quantized function with the signature that it is called with."""
+    """Return a method of a quantized function with its call signature."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ def _signed(method: Callable[..., Any], signature: inspect.Signature) -> Callabl
 
 
 def _hashable(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that can be hashed; a callable that holds arrays cannot."""
+    """Return a hashable function; a callable that holds arrays is not hashable."""
     try:
         hash(fn)
     except TypeError:

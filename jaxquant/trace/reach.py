@@ -1,4 +1,4 @@
-"""Reach: where an equation of a traced function stands, and why a parameter contraction cannot be replaced there."""
+"""Reach: the place of an equation in a traced function, and why a contraction there cannot be quantized."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jaxquant.trace.plan import CONTRACTIONS, Contraction
 
 NOT_FLOAT = "its operands are not float"
 NO_CONTRACTION = "contracts no axis"
-"""Reason of an outer or elementwise product, such as a norm's scale in an einsum: there is no matmul to quantize."""
+"""Reason for an outer or elementwise product, such as a norm's scale in an einsum, which has no matmul to quantize."""
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a jaxpr occurs.
+    """Place of a jaxpr in the program.
 
     Attributes:
-      level: number of scans around.
-      context: index of the equation at each level of nesting, which tells occurrences apart.
+      level: number of enclosing scans.
+      context: index of the equation at each level of nesting, which distinguishes occurrences.
       scopes: name scopes.
-      is_differentiated: whether it is part of a derivative that the function takes itself.
-      is_backward: whether of that derivative's backward pass.
-      is_einsum: whether a ``jnp.einsum`` is around.
-      closed: why nothing in it can be replaced, or "".
-      opened: the registered function that is read around it, or "".
+      is_differentiated: whether it is part of a derivative that the function itself computes.
+      is_backward: whether it is part of the backward pass of that derivative.
+      is_einsum: whether it is inside a ``jnp.einsum``.
+      closed: reason for which nothing in it can be replaced, or "".
+      opened: name of the enclosing registered function whose program is analyzed instead, or "".
     """
 
     level: int = 0
@@ -56,13 +56,13 @@ class Place:
 
 
 def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
-    """Explain why a parameter contraction cannot be replaced; "" where it can."""
+    """Return the reason for which a parameter contraction cannot be quantized, or ""."""
     if place.closed:
         return place.closed
     if eqn.primitive.name not in CONTRACTIONS:
-        return "multiplies blocks that are quantized already"
+        return "multiplies blocks that are already quantized"
     if place.is_differentiated:
-        return "part of a derivative that the function takes itself; quantize what is differentiated instead"
+        return "part of a derivative that the function computes; quantize the differentiated function instead"
     if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn)):
         return why
     if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
@@ -77,17 +77,17 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return "its weight has batch axes and is split over devices by a shard_map"
     precision = eqn.params["precision"]
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-        return f"asks for the algorithm {precision}"
+        return f"requests the algorithm {precision}"
     return ""
 
 
 def _unusual_ragged(site: Contraction, eqn: Any) -> str:
-    """Explain why a ragged matmul is not the one of ``jax.lax.ragged_dot``; "" where it is."""
+    """Return the reason for which a ragged matmul is not like ``jax.lax.ragged_dot``, or ""."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
     plain = (tuple(map(tuple, contracted)), tuple(map(tuple, batch))) == (((1,), (1,)), ((), ()))
     if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(groups) != (0,) or site.side != 1:
-        return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
+        return "a ragged matmul with other dimensions than jax.lax.ragged_dot"
     if eqn.params["group_offset"] is not None:
         return "a ragged matmul with a group_offset"
     return ""

@@ -1,10 +1,10 @@
-"""Registry: programs that a trace reads in place of kernels and of functions with a derivative of their own.
+"""Registry: programs that a trace reads instead of kernels and of functions with custom derivatives.
 
-    custom_vjp, custom_jvp   its own primal program, or the jax function that was registered
-    pallas_call, any other   the jax function that was registered
+    custom_vjp, custom_jvp   its own primal program, or the registered JAX function
+    pallas_call, any other   the registered JAX function
 
-A registered function whose contractions are quantized runs as that program, forward and backward by the quantized ops:
-its own derivative is not asked any more. One of which nothing is quantized runs as it was written.
+If contractions of a registered function are quantized, it runs as that program: the quantized ops compute the forward
+and backward pass, and its custom derivative is bypassed. If nothing in it is quantized, it runs unchanged.
 """
 
 from __future__ import annotations
@@ -18,45 +18,44 @@ import jax
 from jax.sharding import AxisType
 
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-"""Primitives of functions with derivatives of their own."""
+"""Primitives of functions with custom derivatives."""
 _registered: dict[str, Callable[..., Any] | None] = {}
 
 
 def register_function(function: str | Callable[..., Any], computes: Callable[..., Any] | None = None) -> None:
-    """Register what a function with a derivative of its own, or a kernel, computes, so that traces quantize it.
+    """Register a JAX program for a kernel or a function with a custom derivative, so that traces can quantize it.
 
-    Call it before the model is quantized: a program that was traced already stays what it is.
+    Register before you quantize the model; programs that were already traced do not change.
 
     Args:
-      function: a ``jax.custom_vjp`` or ``jax.custom_jvp`` function; or the name of one, of a Pallas kernel or of a
-        primitive, as the report has it. A name is that of every function so called.
-      computes: a function of jax's of the same arrays, those in the arguments of ``function`` in order, that returns
-        arrays of the same shapes and dtypes; arguments that are static are not handed to it. Under
-        ``jax.vmap`` the arrays have the batch's axes too, wherever vmap put them, so that what reduces over an axis has
-        to count them from the end. None reads the function itself, without its derivative, and is right under vmap; a
-        kernel cannot be read so.
+      function: a ``jax.custom_vjp`` or ``jax.custom_jvp`` function, or the name of such a function, of a Pallas kernel
+        or of a primitive, as the report shows it. A name matches every function with that name.
+      computes: JAX function of the same arrays, in the order of the arguments of ``function``, that returns arrays of
+        the same shapes and dtypes; it receives no static arguments. Under ``jax.vmap`` the arrays also have the batch
+        axes, at any position, so count reduced axes from the end. None uses the function itself, without its custom
+        derivative, and is correct under vmap; kernels do not support None.
 
     Raises:
-      TypeError: neither a name nor such a function.
-      ValueError: it is registered already; ``computes`` for one of several functions that a program makes at one place
-        of its source.
+      TypeError: ``function`` is neither a name nor such a function.
+      ValueError: it is already registered, or ``computes`` is given for a closure, which cannot be told apart from
+        other closures that are created at the same source line.
     """
     name = _name(function)
     if computes is not None and not isinstance(function, str) and _plain(function).__closure__:
         raise ValueError(
-            f"{name!r} is a closure, and register_function cannot tell it from others made at the same place: register "
-            "it without a function that says what it computes, or make what it closes over an argument"
+            f"{name!r} is a closure, which register_function cannot distinguish from others of the same source line: "
+            "register it without a function that computes it, or make the values that it closes over arguments"
         )
     if name in _registered:
-        raise ValueError(f"{name!r} is registered already; take it back with jaxquant.trace.unregister_function first")
+        raise ValueError(f"{name!r} is already registered; call jaxquant.trace.unregister_function first")
     _registered[name] = computes
 
 
 def unregister_function(function: str | Callable[..., Any]) -> None:
-    """Take back what was registered.
+    """Remove a registered function.
 
     Args:
-      function: as for ``register_function``.
+      function: see ``register_function``.
 
     Raises:
       ValueError: it is not registered.
@@ -68,7 +67,7 @@ def unregister_function(function: str | Callable[..., Any]) -> None:
 
 
 def registered() -> tuple[Any, ...]:
-    """Return what is registered, as a value to compare."""
+    """Return all registered functions, as a comparable value."""
     return tuple(_registered.items())
 
 
@@ -77,44 +76,44 @@ def _name(function: str | Callable[..., Any]) -> str:
         return function
     if not isinstance(function, (jax.custom_vjp, jax.custom_jvp)):
         raise TypeError(
-            f"register_function takes a jax.custom_vjp or jax.custom_jvp function, or a name, got {function!r}; a "
-            "Pallas kernel is registered by the name that the report has"
+            f"register_function takes a jax.custom_vjp or jax.custom_jvp function, or a name, got {function!r}; "
+            "register a Pallas kernel by its name in the report"
         )
     plain = _plain(function)
     return f"{plain.__name__} at {plain.__code__.co_filename}:{plain.__code__.co_firstlineno}"
 
 
 def _plain(function: Any) -> Any:
-    """Return the Python function behind wrappers and partials, whose place in the source names it."""
+    """Return the Python function inside wrappers and partials, whose source location names it."""
     plain = inspect.unwrap(function.fun)
     while isinstance(plain, functools.partial):
         plain = inspect.unwrap(plain.func)
     if not inspect.isfunction(plain):
-        raise TypeError(f"register_function takes derivatives of a Python function, and {function!r} wraps {plain!r}")
+        raise TypeError(f"register_function needs derivatives of a Python function, but {function!r} wraps {plain!r}")
     return plain
 
 
 def own_program(eqn: Any) -> Any:
-    """Return the program of a function with a derivative of its own."""
+    """Return the primal program of a function with a custom derivative."""
     return eqn.params["fun_jaxpr" if eqn.primitive.name == "custom_vjp_call_jaxpr" else "call_jaxpr"]
 
 
 def function_name(eqn: Any) -> str:
-    """Return the name of the function behind an equation, that of its primitive where it has none."""
+    """Return the name of the function that an equation calls, or else the name of its primitive."""
     return _source(eqn).partition(" at ")[0]
 
 
 def how_to_register() -> str:
-    """Return the end of the reason for which a function is not read, with the names that are registered so far."""
+    """Return the end of the reason for which a function is not analyzed, with the names registered so far."""
     taken = f" (registered so far: {', '.join(map(repr, _registered))})" if _registered else ""
-    return f"jaxquant.register_function says what it computes{taken}"
+    return f"register it with jaxquant.register_function{taken}"
 
 
 def registered_program(eqn: Any) -> Any:
-    """Return the program that a registered function computes, closed; None for a function that is not registered.
+    """Return the closed jaxpr of a registered function, or None if the function is not registered.
 
     Raises:
-      ValueError: what was registered does not fit the function's arrays.
+      ValueError: the registered function does not fit the arrays of the call.
     """
     if not _registered:
         return None
@@ -128,19 +127,19 @@ def registered_program(eqn: Any) -> Any:
         if eqn.primitive.name in CUSTOM:
             return own_program(eqn)
         raise ValueError(
-            f"{name!r} is registered without a function that says what it computes, and {eqn.primitive.name} has no "
-            "program to read; give register_function one"
+            f"{name!r} is registered without a function that computes it, and {eqn.primitive.name} has no program to "
+            "read; pass computes to register_function"
         )
     given, wanted = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     try:
         with eqn.ctx.manager:
             program = jax.make_jaxpr(computes)(*map(_typed, given))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"what is registered for {name!r} does not take its {_texts(given)}: {error}") from error
+        raise ValueError(f"the function registered for {name!r} does not take {_texts(given)}: {error}") from error
     if _texts(program.out_avals) != _texts(wanted):
         raise ValueError(
-            f"what is registered for {name!r} returns {_texts(program.out_avals)} of {_texts(given)}, and the function "
-            f"returns {_texts(wanted)}"
+            f"the function registered for {name!r} returns {_texts(program.out_avals)} for {_texts(given)}, but "
+            f"{name!r} returns {_texts(wanted)}"
         )
     return program
 
@@ -152,7 +151,7 @@ def _source(eqn: Any) -> str:
 
 
 def _typed(aval: Any) -> jax.ShapeDtypeStruct:
-    """Describe an array with what its type says, such as where explicit axes cut it."""
+    """Return the shape, dtype, weak type and explicit sharding of an array."""
     return jax.ShapeDtypeStruct(
         aval.shape,
         aval.dtype,

@@ -1,4 +1,4 @@
-"""Report: the contractions of a traced function, or its layers, each with its recipe or the reason it is in float."""
+"""Report: the contractions or layers of a traced function, each with its recipe or the reason it is in float."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ class Row:
     """One contraction, or all contractions of one layer.
 
     Attributes:
-      path: of the layer; of a contraction without a parameter, the name scopes around it.
+      path: path of the layer; for a contraction without a parameter, its name scopes.
       operation: primitive of the traced program.
-      lhs, rhs: shapes of the operands, in one step of the scans around them.
-      weight: "lhs" or "rhs", None where no operand is made of parameters alone.
+      lhs, rhs: shapes of the operands, in one step of the enclosing scans.
+      weight: "lhs" or "rhs", or None if no operand is computed only from parameters.
       stack: lengths of the scans over the weight, outermost first.
-      batch: sizes of the weight's batch axes, whose elements are quantized each by itself.
-      kernel_shape: of the weight, in one step of the scans; () where there is none.
+      batch: sizes of the weight's batch axes, whose elements are quantized separately.
+      kernel_shape: shape of the weight in one step of the scans, or () without a weight.
       out_features: number of outputs.
-      precision: that the program asks for.
-      recipe: config string, None for float.
-      backend: "aqt", "qwix" or "native", None for float.
-      dtypes: operand dtypes of the three matmuls, by "fwd", "dlhs" and "drhs", which are also properties with their
-        text, such as "int8 × int8"; "float (int8 dequantized)" is a float matmul on values that were rounded to int8.
-      reason: which rule or default decided, or why it stays float.
-      is_out_of_reach: whether it has a parameter and stays float whatever rules say.
-      input_shapes: of a layer, the shape of its activation in each of its contractions.
-      parameter_shapes: of a layer, the shapes of its weight and of the parameters beside it, by name.
+      precision: precision that the program requests.
+      recipe: config string, or None for float.
+      backend: "aqt", "qwix" or "native", or None for float.
+      dtypes: operand dtypes of the three matmuls, by "fwd", "dlhs" and "drhs". The properties of these names return
+        their text, such as "int8 × int8"; "float (int8 dequantized)" is a float matmul on values that were rounded to
+        int8.
+      reason: rule or default that decided, or the reason for which it stays in float.
+      is_out_of_reach: whether it has a parameter and stays in float under all rules.
+      input_shapes: for a layer, the shape of its activation in each of its contractions.
+      parameter_shapes: for a layer, the shapes of all parameters in the module of its weight, by name.
     """
 
     path: str
@@ -79,11 +80,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Report(Tabular, Sequence[Row]):
-    """The contractions of a function, or the layers of a model, in the order of the program; prints as a table.
+    """Contractions of a function, or layers of a model, in the order of the program; prints as a table.
 
     Attributes:
-      rows: the contractions or layers.
-      unit: what a row is.
+      rows: contractions or layers.
+      unit: name of what a row describes, in the plural.
     """
 
     rows: tuple[Row, ...]
@@ -97,7 +98,7 @@ class Report(Tabular, Sequence[Row]):
 
     @property
     def quantized(self) -> list[Row]:
-        """The rows with a recipe."""
+        """Rows with a recipe."""
         return [row for row in self.rows if row.recipe is not None]
 
     def _lines(self) -> list[Sequence[str]]:
@@ -117,7 +118,7 @@ def _shape(shape: Shape) -> str:
 
 
 def row_of(site: Contraction, backend: Backend) -> Row:
-    """Describe a contraction, decided, whose recipe this backend is asked to run."""
+    """Return the row of a contraction with a decision; ``backend`` runs its recipe."""
     lhs, rhs = (*site.shapes, (), ())[:2]
     return Row(
         path=site.path,
@@ -138,7 +139,7 @@ def row_of(site: Contraction, backend: Backend) -> Row:
 def decision_fields(
     recipe: Recipe | None, reason: str, backend: Backend, operation: str, dtype: str, is_split: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of a row that say what was decided."""
+    """Return the fields of a row that hold the decision."""
     runner = None if recipe is None else backend.runner(operation, recipe, dtype, is_split).name
     return {
         "recipe": None if recipe is None else recipe.name,
@@ -150,10 +151,10 @@ def decision_fields(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decided:
-    """Entry of the name stack of a quantized program that holds the layers of its model. It adds no text to the stack.
+    """Name stack entry of a quantized program that holds the layers of its model. It adds no text to the stack.
 
     Attributes:
-      rows: returns what ``layer_rows`` lists.
+      rows: function that returns ``layer_rows``.
       name: text of the scope.
     """
 
@@ -161,25 +162,25 @@ class Decided:
     name: str = ""
 
     def wrap(self, names: list[str]) -> None:
-        """Add no name; a scope would add its own."""
+        """Leave the names unchanged; a scope would add its own."""
 
     @functools.cached_property
     def layers(self) -> dict[str, Row]:
-        """The layers by path."""
+        """Layers by path."""
         return {row.path: row for row in self.rows()}
 
 
 def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, has_tables: bool = False) -> list[Row]:
-    """List the layers of a function, a row for each path: every contraction with a parameter.
+    """Return a row for each layer path of a function: every contraction with a parameter.
 
-    A table of embeddings is a layer where a rule makes it one, or with ``has_tables``. A kernel that is out of reach
-    stands with what the rules ask for, so that ``coverage`` compares that with what is there.
+    An embedding table is included if a rule quantizes it, or with ``has_tables``. For a kernel that cannot be
+    quantized, the row has the decision of the rules, so that ``coverage`` can compare it with the actual program.
 
     Args:
-      analysis: of the function, with decisions.
-      resolver: of the config, None where quantization is off.
-      backend: that runs its recipes.
-      has_tables: whether float tables of embeddings count.
+      analysis: analysis of the function, with decisions.
+      resolver: resolver of the config, or None if quantization is off.
+      backend: backend that runs the recipes.
+      has_tables: whether float embedding tables are included.
     """
     layers: dict[str, list[Contraction]] = {}
     for site in analysis.plan.contractions():
@@ -201,12 +202,12 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
         elif row.recipe and _HEADS not in resolver.switches and analysis.is_as_wide_as_a_table(sites):
             row = dataclasses.replace(row, reason=row.reason + _MAYBE_HEAD * (resolver.base.reason == row.reason))
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
-        beside = analysis.shapes_beside(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
-        rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(beside.items())))
+        siblings = analysis.module_shapes(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
+        rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(siblings.items())))
     return rows
 
 
 def _is_lost_kernel(site: Contraction) -> bool:
-    """Whether a contraction is out of reach, and of what flax's linear layers call their kernel."""
+    """Whether a contraction cannot be quantized although its parameter is named like a kernel of flax's layers."""
     is_kernel = all(name.rpartition("/")[2] == "kernel" for name in site.names)
     return site.is_out_of_reach and site.operation == "dot_general" and is_kernel and site.reason != NOT_FLOAT

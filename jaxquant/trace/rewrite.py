@@ -1,9 +1,9 @@
 """Rewrite: evaluate a jaxpr with its chosen contractions replaced by quantized ops.
 
-An equation that is not replaced goes through ``jax.core.eval_jaxpr`` as a jaxpr of its own, so that no primitive's way
-to be bound is known here. One that holds a chosen contraction is built again: jit (shardings kept; donation, layouts
-and compiler options of inner jits are dropped), remat with its policy, scan, while, cond and shard_map. So is one that
-a converted kernel goes into; a step of structure is replayed on the kernel (``converted.py``).
+Other equations are evaluated by ``jax.core.eval_jaxpr``, each as its own jaxpr, so that this file needs no knowledge of
+their primitives. An equation that contains a chosen contraction is rebuilt: jit (with its shardings; donation, layouts
+and compiler options of inner jits are dropped), remat with its policy, scan, while, cond and shard_map. An equation
+that reads a converted kernel is also rebuilt; structural steps are replayed on the kernel (``converted.py``).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Share = Callable[[Contraction, Array, list[LayerState]], Any]
 
 
 class Rewriter:
-    """Evaluate plans.
+    """Evaluator of plans.
 
     Args:
-      contract: computes the equation of a chosen contraction.
-      share: quantizes an activation for all contractions of its reading, of (the first, activation, their states);
-        None to have each quantize it.
+      contract: function that computes the equation of a chosen contraction.
+      share: function of (first contraction, activation, states) that quantizes an activation for all contractions that
+        share it, or None if each quantizes it.
     """
 
     def __init__(self, contract: Contract, share: Share | None = None) -> None:
@@ -55,10 +55,10 @@ class Rewriter:
         """Evaluate a jaxpr.
 
         Args:
-          plan: of the jaxpr.
-          consts, args: its constants and inputs.
+          plan: plan of the jaxpr.
+          consts, args: constants and inputs of the jaxpr.
           states: quant state of every chosen contraction in it, by key.
-          noise: the seeds of its chosen contractions, in the order of the program, one array of each number; or None.
+          noise: seeds of its chosen contractions in the order of the program, one array for each number, or None.
         """
         jaxpr = plan.jaxpr
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -76,7 +76,7 @@ class Rewriter:
             chosen = int(site is not None and site.recipe is not None) + sum(len(each.chosen) for each in inner)
             has_loop = index not in plan.programs and any(each.has_loop for each in inner)
             if chosen or has_loop or any(isinstance(each, QTensor) for each in ins):
-                own = noise and _part(noise, seen, chosen)
+                own = noise and _slice_noise(noise, seen, chosen)
                 seen += chosen
                 program = plan.programs.get(index)
                 outs = self._replace(eqn, site, inner, ins, states, own, program, shared)
@@ -91,7 +91,7 @@ class Rewriter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _evaluate(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate an equation as it is. Equal ones share an inlined jit, so that jax differentiates them once."""
+        """Evaluate an equation unchanged. Equal ones share an inlined jit, so that jax differentiates them once."""
         if eqn.effects or not any(isinstance(each, Tracer) for each in ins) or (key := _key_of(eqn)) is None:
             return _evaluate_one(eqn, ins)
         info = eqn.source_info
@@ -113,10 +113,10 @@ class Rewriter:
         program: Any,
         shared: dict[SharedActivation, Any],
     ) -> Sequence[Any]:
-        """Compute an equation anew, under its name scopes and the context in which it was traced.
+        """Compute an equation again, in its name scopes and the context in which it was traced.
 
-        ``program`` is what was read in place of a registered function, None of any other; ``shared`` has the
-        activations of this jaxpr that were quantized so far for several contractions.
+        ``program`` is the program that replaces a registered function, or None. ``shared`` holds the activations of
+        this jaxpr that are already quantized for several contractions.
         """
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -127,7 +127,7 @@ class Rewriter:
             name = eqn.primitive.name
             if not inner:
                 return [converted.replay(eqn, ins[0], _evaluate_one)]
-            if name in CUSTOM and program is None:  # of converted kernels alone, which have no derivative
+            if name in CUSTOM and program is None:  # reads only converted kernels, which have no derivative
                 program = own_program(eqn)
             if program is not None:
                 return self._program(eqn, self._body(inner[0], program), ins, states, noise)
@@ -135,14 +135,15 @@ class Rewriter:
             return getattr(self, f"_{kind}")(eqn, inner, ins, states, noise)
 
     def _body(self, plan: Plan, program: Any) -> functools.partial[list[Any]]:
-        """Return what evaluates a program within an equation, of (inputs, states, noise)."""
+        """Return the function of (inputs, states, noise) that evaluates a nested program."""
         return functools.partial(self.evaluate, plan, getattr(program, "consts", ()))
 
     def _program(self, eqn: Any, body: Any, ins: list[Any], states: States, noise: Seed | None) -> list[Any]:
-        """Evaluate what was read in place of a registered function.
+        """Evaluate the program that replaces a registered function.
 
         Raises:
-          NotImplementedError: it combines what differs between the devices of a shard_map with what does not.
+          NotImplementedError: it combines values that differ between the devices of a shard_map with values that do
+            not.
         """
         try:
             return body(ins, states, noise)
@@ -150,29 +151,29 @@ class Rewriter:
             if not any(atom.aval.manual_axis_type.varying for atom in eqn.invars) or "varying" not in str(error):
                 raise
             raise NotImplementedError(
-                f"what is registered for {function_name(eqn)!r} combines values that differ between the devices of a "
-                "shard_map with values that do not, such as the zeros that a loop starts from; register the function "
-                "without one that says what it computes, or give jax.shard_map check_vma=False"
+                f"the function registered for {function_name(eqn)!r} combines values that differ between the devices "
+                "of a shard_map with values that do not, such as initial zeros of a loop; register the function "
+                "without a function that computes it, or pass check_vma=False to jax.shard_map"
             ) from error
 
     def _prepared(self, site: Contraction, ins: list[Any], states: States, shared: dict[SharedActivation, Any]) -> Any:
-        """Return the activation as it was quantized for all contractions that read it, None where it is this one's.
+        """Return the shared quantized activation, or None if this contraction quantizes its own.
 
-        On TPUs it is: one cast writes a copy for each reader in the layout that its matmul wants, and a copy for all
-        has their weights and gradients brought into another layout, which costs more.
+        On TPUs each contraction quantizes its own: one cast then writes a copy for each reader in the layout that its
+        matmul needs. A shared copy would make XLA transpose weights and gradients instead, which costs more.
         """
-        reading = site.reading
-        if reading is None or self._share is None or site.side is None:
+        shared_activation = site.shared_activation
+        if shared_activation is None or self._share is None or site.side is None:
             return None
         if isinstance(ins[site.side], QTensor) or platform_of(ins[1 - site.side]) == "tpu":
             return None
-        if reading not in shared:
-            given = [states[key] for key in reading.keys]
-            shared[reading] = self._share(site, ins[1 - site.side], given)
-        return shared[reading]
+        if shared_activation not in shared:
+            given = [states[key] for key in shared_activation.keys]
+            shared[shared_activation] = self._share(site, ins[1 - site.side], given)
+        return shared[shared_activation]
 
     def _jit(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
-        """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
+        """Call a jit, created once for each (jaxpr, decisions): equal layers are traced and lowered once."""
         (plan,), inner, params = plans, called(eqn), eqn.params
         kinds = tuple(isinstance(each, QTensor) for each in ins)
         cached = (id(inner), plan.signature, kinds, noise is None)
@@ -191,15 +192,15 @@ class Rewriter:
             placed[0] = [converted.part_shardings(each, place) for each, place in zip(ins, placed[0], strict=False)]
             if any(placed[0]) or any(placed[1]):
                 options |= {"in_shardings": (placed[0], None, None), "out_shardings": placed[1]}
-            self._jits[cached] = jax.jit(call, **options), inner  # the jaxpr is held, so that its id stays its own
+            self._jits[cached] = jax.jit(call, **options), inner  # keeps the jaxpr alive, so that its id is not reused
         return self._jits[cached][0](ins, [states[each] for each in plan.stacks], noise)
 
     def _remat(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(self._body(plans[0], called(eqn)), **options)(ins, _of(states, plans), noise)
+        return jax.checkpoint(self._body(plans[0], called(eqn)), **options)(ins, _states_of(states, plans), noise)
 
     def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
-        """Build a scan that goes over the state of weights that it goes over; other state is the same in every step."""
+        """Build a scan that slices the state of the weights that it slices; other state is the same in every step."""
         (plan,), params = plans, eqn.params
         consts, carries = scan_counts(params)
         given, carry, slices = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
@@ -222,7 +223,7 @@ class Rewriter:
     def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test, body = map(self._body, plans, (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
-        given, parts = ins[first : first + second], _parts(noise, plans)
+        given, parts = ins[first : first + second], _split_noise(noise, plans)
         return jax.lax.while_loop(
             lambda carry: test([*ins[:first], *carry], states, parts[0])[0],
             lambda carry: body([*given, *carry], states, parts[1]),
@@ -230,14 +231,14 @@ class Rewriter:
         )
 
     def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
-        bodies = zip(map(self._body, plans, eqn.params["branches"]), _parts(noise, plans), strict=True)
+        bodies = zip(map(self._body, plans, eqn.params["branches"]), _split_noise(noise, plans), strict=True)
         branches = [functools.partial(body, noise=own) for body, own in bodies]
-        return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans))
+        return jax.lax.switch(ins[0], branches, ins[1:], _states_of(states, plans))
 
     def _shard_map(
         self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None
     ) -> Sequence[Any]:
-        params, given = eqn.params, _of(states, plans)
+        params, given = eqn.params, _states_of(states, plans)
         manual = set(params["newly_manual_axes"])
         places = {site.key: _state_spec(site, plans[0].level, manual) for site in plans[0].chosen}
         args_specs = list(map(converted.part_specs, ins, params["in_specs"]))
@@ -264,7 +265,7 @@ def _rounded(eqn: Any, plan: Plan, ins: list[Any]) -> list[Any]:
 
 
 def _state_spec(site: Contraction, level: int, manual: set[str]) -> PartitionSpec:
-    """Return how a shard_map at a nesting level of scans splits the state of a contraction: as its experts."""
+    """Return the partition spec of a contraction's state in a shard_map: split like its experts."""
     if site.recipe is None or site.recipe.shares_experts or not site.split:
         return PartitionSpec()
     scans = sum(each > level for each, _ in site.stack)
@@ -272,18 +273,18 @@ def _state_spec(site: Contraction, level: int, manual: set[str]) -> PartitionSpe
     return PartitionSpec(*[None] * scans, *(names or None for names in own))
 
 
-def _parts(noise: Seed | None, plans: list[Plan]) -> list[Seed | None]:
-    """Divide noise among plans that follow each other."""
+def _split_noise(noise: Seed | None, plans: list[Plan]) -> list[Seed | None]:
+    """Split noise among consecutive plans."""
     counts = [len(plan.chosen) for plan in plans]
-    return [noise and _part(noise, sum(counts[:index]), count) for index, count in enumerate(counts)]
+    return [noise and _slice_noise(noise, sum(counts[:index]), count) for index, count in enumerate(counts)]
 
 
-def _part(noise: Seed, first: int, count: int) -> Seed:
-    """Return the seeds of ``count`` contractions that follow each other."""
+def _slice_noise(noise: Seed, first: int, count: int) -> Seed:
+    """Return the seeds of ``count`` consecutive contractions."""
     return Seed(*(jax.lax.slice_in_dim(each, first, first + count) for each in noise))
 
 
-def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
+def _states_of(states: States, plans: list[Plan]) -> dict[Key, Any]:
     return {each: states[each] for plan in plans for each in plan.stacks}
 
 
@@ -292,7 +293,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _key_of(eqn: Any) -> Any:
-    """Return a key equal for equations that compute the same of their operands, or None if a parameter has no hash."""
+    """Return a key that is equal for equations that compute the same, or None if a parameter is unhashable."""
     atoms = tuple(
         (atom.aval, np.asarray(atom.val).tobytes() if isinstance(atom, Literal) else eqn.invars.index(atom))
         for atom in eqn.invars
@@ -310,7 +311,7 @@ def _key_of(eqn: Any) -> Any:
 
 
 def _evaluate_one(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-    """Evaluate an equation as it is."""
+    """Evaluate an equation unchanged."""
     given = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, Literal)}
     names = tuple("" for _ in given), tuple("" for _ in eqn.outvars)
     info = DebugInfo("jaxquant.quantize", str(eqn.primitive), *names)

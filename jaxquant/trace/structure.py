@@ -1,7 +1,7 @@
-"""Structure: the steps between a parameter and its contraction that move elements and change none.
+"""Structure: the steps between a parameter and its contraction, which move elements but do not change them.
 
-Arrays and converted kernels have the same methods, so that a step is done to both, and undone on the kernel that was
-made of the weight: this is how a weight that was quantized as its op reads it gets back into the layout of its leaf.
+Arrays and converted kernels have the same methods, so a step applies to both, and it can be undone on the converted
+kernel. This returns a weight that was quantized in the layout of its op to the layout of its leaf.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxquant.ops.gradients import REVERSE_ONLY
 
 
 class Step(NamedTuple):
-    """A step from one array to another: the call of a method, or going over its first axis (``MAP``).
+    """Step from one array to another: a method call, or a map over the first axis (``MAP``).
 
     Attributes:
       method: "astype", "transpose", "reshape" or "map".
-      argument: of the method.
-      old: the shape before a reshape.
+      argument: argument of the method.
+      old: shape before a reshape.
     """
 
     method: str
@@ -36,7 +36,7 @@ class Step(NamedTuple):
         return getattr(x, self.method)(self.argument)
 
     def undo(self, kernel: QTensor) -> QTensor:
-        """Undo the step on a kernel; casts stay."""
+        """Undo the step on a kernel, except casts."""
         if self.method == "transpose":
             return kernel.transpose(tuple(map(int, np.argsort(self.argument))))
         return kernel.reshape(self.old) if self.method == "reshape" else kernel
@@ -53,10 +53,10 @@ class Step(NamedTuple):
         return tuple(each for each in old if self.old[each] != 1)
 
     def without(self, axis: int) -> tuple[Step, int]:
-        """Return the step on an array that lacks the one axis which becomes ``axis``, and that axis.
+        """Return the step for an array without the single source axis of ``axis``, and that source axis.
 
         Raises:
-          BlocksError: several axes become it.
+          BlocksError: several axes become ``axis``.
         """
         source, *others = self.sources(axis) or (-1, -1)
         if others:
@@ -74,11 +74,11 @@ _IDENTITIES = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"}
     | {REVERSE_ONLY}
 )
-"""Primitives of one operand that change neither elements nor axes."""
+"""Primitives with one operand that change neither elements nor axes."""
 
 
 def steps_of(eqn: Any) -> tuple[Step, ...] | None:
-    """Return what an equation of one operand does to it; None where that is more than structure."""
+    """Return the steps of a structural equation with one operand, or None if the equation is not structural."""
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.invars) != 1 or len(eqn.outvars) != 1 or not hasattr(eqn.invars[0].aval, "shape"):
         return None
@@ -96,13 +96,13 @@ def steps_of(eqn: Any) -> tuple[Step, ...] | None:
 
 
 def run_steps(steps: Sequence[Step], compute: Callable[..., Any], leaf: Any, *rest: Any) -> Any:
-    """Compute ``compute(weight, *rest)`` of the weight that steps make of a leaf, mapped as they are.
+    """Compute ``compute(weight, *rest)`` for the weight that steps produce from a leaf, mapped over its scans.
 
     Args:
-      steps: from the leaf to the weight.
-      compute: the function; of a kernel that it returns, the steps are undone.
-      leaf: the parameter.
-      rest: further arguments, mapped over their first axes as the leaf is.
+      steps: steps from the leaf to the weight.
+      compute: function of the weight. If it returns a kernel, the steps are undone on it.
+      leaf: parameter.
+      rest: further arguments, mapped over their first axes like the leaf.
     """
     if not steps:
         return compute(leaf, *rest)
@@ -115,12 +115,12 @@ def run_steps(steps: Sequence[Step], compute: Callable[..., Any], leaf: Any, *re
 
 
 def dtype_read(steps: Sequence[Step], dtype: str) -> str:
-    """Return the name of the dtype of what the steps make of a leaf of a dtype."""
+    """Return the dtype name of the result of steps on a leaf with the given dtype."""
     return [dtype, *(step.argument for step in steps if step.method == "astype")][-1]
 
 
 def sources_of(steps: Sequence[Step], axis: int) -> set[int]:
-    """Return the axes of a leaf that become an axis of what the steps make of it."""
+    """Return the axes of a leaf that become an axis of the result of steps."""
     axes = {axis}
     for step in reversed(steps):
         axes = {source for each in axes for source in step.sources(each)}
@@ -128,14 +128,14 @@ def sources_of(steps: Sequence[Step], axis: int) -> set[int]:
 
 
 def sliced(steps: Sequence[Step], count: int) -> tuple[tuple[Step, ...], list[int]]:
-    """Return the steps on one slice of a leaf along the axes that the first maps go over, and these axes.
+    """Return the steps for one slice of a leaf along the axes of the first maps, and these axes.
 
     Args:
-      steps: on the whole leaf.
-      count: of the maps.
+      steps: steps on the whole leaf.
+      count: number of maps.
 
     Raises:
-      BlocksError: a step makes such an axis of several.
+      BlocksError: a step merges such an axis with others.
     """
     found, axes = list(steps), []
     for end in [index for index, step in enumerate(steps) if step == MAP][:count][::-1]:
@@ -148,5 +148,5 @@ def sliced(steps: Sequence[Step], count: int) -> tuple[tuple[Step, ...], list[in
 
 
 def without_axes(sizes: Shape, axes: Collection[int]) -> Shape:
-    """Return sizes without those of some axes."""
+    """Return sizes without the given axes."""
     return tuple(size for axis, size in enumerate(sizes) if axis not in axes)

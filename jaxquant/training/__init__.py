@@ -1,4 +1,4 @@
-"""The training program; see ``docs/about/program.md``."""
+"""Training program; see ``docs/guide/training.md``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIBRARIES = ("filelock", "grain", "plotly", "tensorboardX", "tokenizers")
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Turn the missing import of a library of the extra into an error that says how to install it.
+    """Convert the import error of a missing extra dependency to an error with the install command.
 
     Raises:
       ValueError: one of ``LIBRARIES`` is not installed.
@@ -21,5 +21,5 @@ def needed() -> Iterator[None]:
         package = str(error.name).partition(".")[0]
         if package not in LIBRARIES:
             raise
-        fix = "run pip install -e '.[train]' in the checkout of jaxquant"
+        fix = "run pip install 'jaxquant[train]' (in a checkout: pip install -e '.[train]')"
         raise ValueError(f"{package} is not installed; {fix}") from None

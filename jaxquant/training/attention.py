@@ -1,8 +1,8 @@
-"""Attention by whose code: XLA's own, cuDNN's kernel on NVIDIA GPUs, splash attention's on TPUs.
+"""Causal attention by XLA, by cuDNN's kernel on NVIDIA GPUs, or by the splash attention kernel on TPUs.
 
-All compute causal grouped-query attention in which packed documents do not see each other. XLA's writes the scores of
-every pair of tokens into memory; the kernels never do. What they need to know of documents differs (``visibility``):
-XLA a mask of pairs, cuDNN a bias of them, splash the segment ids.
+All compute grouped-query attention with separate packed documents. XLA stores the scores of every pair of tokens; the
+kernels do not. They encode documents differently (``visibility``): XLA as a mask of pairs, cuDNN as a bias of pairs,
+splash as segment ids.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 Array = jax.Array
 Kind = Literal["xla", "cudnn", "splash"]
 PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}
-"""Where a kernel runs, as jax names platforms."""
+"""Platforms of each kernel, by their jax names."""
 
-_UNSEEN = -(2.0**41)  # what jax's own attention adds for cuDNN: with larger ones differences of two overflow there
-_LANES = 128  # of a TPU's vector registers: splash attention takes heads of whole multiples
-_BLOCKS = (512, 256, 128)  # of queries and keys that a splash program loads, the largest that divides
+_MASKED = -(2.0**41)  # as in jax's own cuDNN attention; differences of larger biases overflow
+_LANES = 128  # of a TPU vector register; splash attention needs a multiple
+_BLOCKS = (512, 256, 128)  # queries and keys per splash program: the largest that divides the length
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -34,47 +34,47 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
-def _misfit(kind: str, platform: str, head_dim: int, length: int, dtype: str) -> str:
-    """Return why a kernel does not run there, or not with these shapes; "" where it does."""
+def _unsupported_reason(kind: str, platform: str, head_dim: int, length: int, dtype: str) -> str:
+    """Return the reason why a kernel does not run on a platform or with these shapes, or ""."""
     if platform not in PLATFORMS[kind]:
-        return f"runs on {' or '.join(PLATFORMS[kind])}, and the devices are {platform}"
+        return f"runs on {' or '.join(PLATFORMS[kind])}, but the devices are {platform}"
     if kind == "cudnn" and dtype != "bfloat16":
-        return f"takes bfloat16, and dtype is {dtype}"
+        return f"requires bfloat16, but dtype is {dtype}"
     if kind == "cudnn" and (head_dim % 8 or head_dim > 128):
-        return f"takes a head_dim that is a multiple of 8 up to 128, got {head_dim}"
+        return f"requires a head_dim that is a multiple of 8 up to 128, got {head_dim}"
     if kind == "splash" and head_dim % _LANES:
-        return f"takes a head_dim that is a multiple of {_LANES}, got {head_dim}"
+        return f"requires a head_dim that is a multiple of {_LANES}, got {head_dim}"
     if kind == "splash" and length % _BLOCKS[-1]:
-        return f"takes a sequence_length that is a multiple of {_BLOCKS[-1]}, got {length}"
+        return f"requires a sequence_length that is a multiple of {_BLOCKS[-1]}, got {length}"
     return ""
 
 
-def choose(asked: str, platform: str, head_dim: int, length: int, dtype: str) -> Kind:
-    """Choose whose attention runs.
+def choose(requested: str, platform: str, head_dim: int, length: int, dtype: str) -> Kind:
+    """Choose the attention implementation.
 
     Args:
-      asked: "auto", "xla", "cudnn" or "splash".
-      platform: of the devices, as jax names it.
-      head_dim, length, dtype: of the model and its sequences.
+      asked: requested implementation: "auto", "xla", "cudnn" or "splash".
+      platform: platform of the devices, as jax names it.
+      head_dim, length, dtype: head size, sequence length and dtype of the model.
 
     Raises:
-      ValueError: the kernel that was asked for does not run there, or not with these shapes.
+      ValueError: the requested kernel does not run on the platform or with these shapes.
     """
-    why = {kind: _misfit(kind, platform, head_dim, length, dtype) for kind in PLATFORMS}
-    if asked == "auto":
-        asked = next((kind for kind, reason in why.items() if not reason), "xla")
-    elif why.get(asked):
-        raise ValueError(f"attention {asked!r} {why[asked]}; use 'auto' or 'xla'")
-    return asked  # type: ignore[return-value]
+    reasons = {kind: _unsupported_reason(kind, platform, head_dim, length, dtype) for kind in PLATFORMS}
+    if requested == "auto":
+        requested = next((kind for kind, reason in reasons.items() if not reason), "xla")
+    elif reasons.get(requested):
+        raise ValueError(f"attention {requested!r} {reasons[requested]}; use 'auto' or 'xla'")
+    return requested  # type: ignore[return-value]
 
 
 def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | None:
-    """Return what ``attend`` takes to know who may look at whom, made once for all layers.
+    """Return the mask argument of ``attend``, computed once for all layers.
 
     Args:
-      kind: whose attention.
-      tokens: [batch, sequence].
-      segment_ids: documents of the tokens, None where a row is one.
+      kind: attention implementation.
+      tokens: array [batch, sequence].
+      segment_ids: document ids of the tokens, or None if each row is one document.
     """
     length = tokens.shape[1]
     if kind == "splash":
@@ -84,7 +84,7 @@ def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | 
     mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return jnp.where(mask, 0, jnp.bfloat16(_UNSEEN)) if kind == "cudnn" else mask
+    return jnp.where(mask, 0, jnp.bfloat16(_MASKED)) if kind == "cudnn" else mask
 
 
 def attend(
@@ -97,19 +97,19 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Mix values by causal attention.
+    """Return the causal attention of queries over keys and values.
 
     Args:
-      query: [batch, sequence, query heads, head_dim].
-      key, value: [batch, places, key heads, head_dim].
-      visible: from ``visibility``; of XLA's any mask [batch or 1, 1, sequence, places]; of cuDNN's None where a row is
-        one document.
-      kind: whose attention.
-      sharding: of the model's activations, None on one device. A splash kernel runs in each device's own part.
-      interpret: run a splash kernel in the interpreter, where there is no TPU.
+      query: array [batch, sequence, query heads, head_dim].
+      key, value: arrays [batch, places, key heads, head_dim].
+      visible: result of ``visibility``. XLA accepts any mask [batch or 1, 1, sequence, places]; for cuDNN it is None if
+        each row is one document.
+      kind: attention implementation.
+      sharding: sharding of the model's activations, or None on one device. A splash kernel runs on each device's shard.
+      interpret: whether to run a splash kernel in the interpreter, without a TPU.
     """
     if kind == "cudnn":
-        # The bias holds the documents; that it is causal lets the kernel leave out half of the work.
+        # The bias encodes the documents; is_causal lets the kernel skip half of the work.
         return jax.nn.dot_product_attention(query, key, value, visible, is_causal=True, implementation="cudnn")
     assert visible is not None
     if kind == "xla":

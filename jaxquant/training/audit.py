@@ -1,4 +1,4 @@
-"""What ``python -m jaxquant audit`` compiles: the training step of a configuration, on devices that may be absent."""
+"""Training step of a configuration on devices that may be absent, for ``jaxquant audit`` and ``jaxquant coverage``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxquant import state as quantization_state
-from jaxquant.training.__main__ import read_config
 from jaxquant.training.sharding import BATCH
+from jaxquant.training.start import read_config
 from jaxquant.training.step import build
 from jaxquant.training.tokenizer import open_tokenizer
 
@@ -19,15 +19,15 @@ from jaxquant.training.tokenizer import open_tokenizer
 def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return the jitted training step of a configuration and the shapes of its arguments, on a mesh of ``devices``.
 
-    No text is read: where ``vocab_size`` is given, that is the vocabulary, else the tokenizer's.
+    The dataset is not read: the vocabulary size is ``vocab_size``, or the tokenizer's if that is 0.
 
     Args:
       path: YAML file.
-      overrides: ``key=value`` words laid over it.
-      devices: of the mesh, as ``jax.devices()`` gives them.
+      overrides: ``key=value`` words that override fields of the file.
+      devices: devices of the mesh.
 
     Raises:
-      TypeError, ValueError, NotImplementedError, OSError: the configuration does not fit, or not the devices.
+      TypeError, ValueError, NotImplementedError, OSError: the configuration is invalid or does not fit the devices.
     """
     config = read_config(path, overrides)
     built = build(config, config.vocab_size or open_tokenizer(config.tokenizer_path).vocab_size, devices)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, committed atomically, and passed over when they do not load."""
+"""Checkpoints of a run: saved asynchronously, committed atomically, and skipped if they do not load."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from jaxquant.training.step import TrainState
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
-    """Write the resolved configuration as ``config.yml``, whole or not at all."""
+    """Write the resolved configuration atomically as ``config.yml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
 def finished(run_dir: Path, config: TrainConfig) -> float | None:
-    """Return the held-out loss of a run that is complete, from its files alone; None if steps are left.
+    """Return the held-out loss of a complete run, from its files only; None if steps are left.
 
     Args:
       run_dir: folder of the run.
       config: configuration of the run.
 
     Raises:
-      ValueError: the newest checkpoint is of another run.
+      ValueError: the newest checkpoint belongs to another run.
     """
     folder = run_dir.resolve() / "checkpoints"
     step = max(ocp.utils.checkpoint_steps(folder), default=0) if folder.is_dir() else 0
-    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # restoring handles it
+    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # ``restore`` reports it
     try:
         made_with = sums.config_of(folder / str(step))
     except unreadable:
@@ -63,19 +63,18 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
 
 
 def _compare(made_with: TrainConfig, config: TrainConfig, folder: Path, step: int) -> dict[str, tuple[Any, Any]]:
-    message = f"checkpoint {step} in {folder} is of another run; choose another run_dir or undo"
+    message = f"checkpoint {step} in {folder} belongs to another run; choose another run_dir or undo"
     return sums.compare(made_with, config, message, "asked")
 
 
 class Checkpoints:
-    """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written.
+    """The ``checkpoints`` folder of a run; a context manager whose exit waits for pending writes.
 
     Attributes:
-      changes: of each field of ``ADJUSTABLE`` in which the configuration is not that of the checkpoint that was
-        restored, the value there and the one asked.
+      changes: value in the restored checkpoint and requested value of each field of ``ADJUSTABLE`` that differs.
 
     Raises:
-      ValueError: what has its name is no folder.
+      ValueError: the path of the folder is not a folder.
     """
 
     def __init__(self, run_dir: Path, config: TrainConfig):
@@ -83,10 +82,10 @@ class Checkpoints:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
         _silence_failed_saves()
-        self._saving: int | None = None  # begun, and not known to be whole
+        self._saving: int | None = None  # started, not known to be complete
         self.changes: dict[str, tuple[Any, Any]] = {}
-        # In the first process, when all have written their parts and before the folder gets its name.
-        summed = ocp.AsyncOptions(post_finalization_callback=self._sum)
+        # Runs in the first process after all have written their parts and before the folder is renamed.
+        summed = ocp.AsyncOptions(post_finalization_callback=self._write_sums)
         keep = {"max_to_keep": config.checkpoint_keep, "cleanup_tmp_directories": True, "async_options": summed}
         self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(**keep))
 
@@ -97,16 +96,16 @@ class Checkpoints:
         try:
             self.wait()
         except OSError:
-            if kind is None:  # else what ended the run is the news
+            if kind is None:  # otherwise the exception that ended the run is reported
                 raise
         finally:
             self._manager.close()
 
     def save(self, step: int, state: TrainState, data_state: Any) -> None:
-        """Save in the background, unless this step is saved already.
+        """Save asynchronously, unless this step is already saved.
 
         Raises:
-          OSError: the save before this one, or what of this one is not done in the background, cannot be written.
+          OSError: the previous save, or the synchronous part of this one, cannot be written.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -114,19 +113,19 @@ class Checkpoints:
         if not self._folder.is_dir():
             raise OSError(f"{self._folder} is gone")
         self._saving, stored = step, state._asdict()
-        # In chunks, so that `jaxquant.training.conversion` reads a layer of stacked ones without the others.
+        # In chunks, so that `jaxquant.training.conversion` can read one layer of stacked layers without the others.
         arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(save_args, stored))
         position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
-        with _failures():
+        with _raise_os_errors():
             self._manager.save(step, args=ocp.args.Composite(state=arrays, data=position), force=True)
 
     def wait(self) -> None:
-        """Return when all that was saved is on disk.
+        """Block until all saves are on disk.
 
         Raises:
-          OSError: it cannot be written; the checkpoints before it are as they were.
+          OSError: a save cannot be written; earlier checkpoints are unchanged.
         """
-        with _failures():
+        with _raise_os_errors():
             try:
                 self._manager.wait_until_finished()
                 if self._saving is not None and processes.is_main():
@@ -136,71 +135,72 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest checkpoint that is whole on disk; None where there is none."""
+        """Step of the newest complete checkpoint on disk, or None."""
         return max((step for step in ocp.utils.checkpoint_steps(self._folder) if step != self._saving), default=None)
 
-    def _sum(self) -> None:
+    def _write_sums(self) -> None:
         for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
             sums.write_checkpoint_sums(folder)
 
     def restore(self, abstract_state: TrainState, say: Callable[[str], Any] = print) -> tuple[TrainState, Any] | None:
-        """Load the newest checkpoint that is whole; None where there is none at all.
+        """Load the newest complete checkpoint; return None if there is no checkpoint.
 
-        A checkpoint that is damaged or does not load is moved to ``unreadable_checkpoints`` with a message, and the one
-        before it is tried.
+        A checkpoint that is damaged or does not load is moved to ``unreadable_checkpoints`` with a message, and the
+        previous one is tried.
 
         Args:
           abstract_state: shapes and shardings.
-          say: told what is passed over, and which fields are others than the checkpoint was made with.
+          say: function that prints skipped checkpoints and fields that differ from the restored checkpoint.
 
         Raises:
-          ValueError: there are checkpoints and none of them loads, or the first that is whole is of another run.
+          ValueError: no checkpoint loads, or the newest complete checkpoint belongs to another run.
         """
         broken: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            failure = self._damage(step)
+            failure = self._find_damage(step)
             if failure is None:
                 different = _compare(sums.config_of(self._folder / str(step)), self._config, self._folder, step)
-                found, failure = self._load(step, abstract_state)
-                # What one process cannot read no process goes on from.
-                if processes.all_agree(found is not None):
+                restored, failure = self._load(step, abstract_state)
+                # No process resumes from a checkpoint that one of them cannot read.
+                if processes.all_agree(restored is not None):
                     self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
                     for name, (before, now) in different.items():
                         if name in RUN_CONTROL:
-                            say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
+                            say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was saved")
                     self._discard(broken, say)
-                    return found
+                    return restored
             broken[step] = failure or "it does not load in another process"
-            say(f"checkpoint {step} does not load ({broken[step]}); trying the one before it")
+            say(f"checkpoint {step} does not load ({broken[step]}); trying the previous one")
         if broken:
-            found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
+            restored = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
             if self._config.optimizer_state != "float32":
-                found += "; where TPUs made its optimizer state in 8 bits, set optimizer_state_axis=rows, else =last"
-            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
+                restored += "; for an 8-bit optimizer state from TPUs set optimizer_state_axis=rows, else =last"
+            raise ValueError(f"{restored}; choose another run_dir or delete that folder to start over")
         return None
 
-    def _damage(self, step: int) -> str | None:
-        """Return what a process found wrong with the files of a checkpoint, each of which one process reads."""
+    def _find_damage(self, step: int) -> str | None:
+        """Return the damage that a process found in its share of a checkpoint's files, or None."""
         damage = None
         try:
             sums.check_checkpoint_sums(self._folder / str(step), None, jax.process_index(), jax.process_count())
         except (ValueError, OSError) as error:
             damage = str(error)
-            if not processes.is_main():  # whose ``say`` is heard
+            if not processes.is_main():  # only the main process prints
                 print(f"checkpoint {step} is damaged: {damage}", file=sys.stderr)
         if processes.all_agree(damage is None):
             return None
         return damage or "damage found by another process; see its output"
 
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
-        """Return the state and data position of a checkpoint, or what is wrong with it."""
+        """Return the state and data position of a checkpoint, or the reason why it does not load."""
         try:
             shapes = ocp.args.StandardRestore(abstract._asdict())
-            found = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
-            state, data_state = TrainState(**found["state"]), found["data"]["value"]
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
+            state, data_state = TrainState(**restored["state"]), restored["data"]["value"]
         except Exception as error:
             # Orbax reports metadata with ValueError, KeyError or TypeError, missing files with OSError, and an array
-            # that cannot be read with a bare Exception. Anything else (out of memory) is no fault of the files.
+            # that cannot be read with a bare Exception. Anything else (such as out of memory) is not caused by the
+            # files.
             if not isinstance(error, (ValueError, KeyError, TypeError, OSError)) and type(error) is not Exception:
                 raise
             return None, first_line(error)
@@ -221,8 +221,8 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Raise what the file system refused as the OSError that it was; tensorstore has its errors as ValueError."""
+def _raise_os_errors() -> Iterator[None]:
+    """Re-raise errors of the file system as OSError; tensorstore reports them as ValueError."""
     try:
         yield
     except ValueError as error:
@@ -233,77 +233,77 @@ def _failures() -> Iterator[None]:
 
 
 def reason_of(error: OSError) -> str:
-    """Return what the file system refused, with the file where it is named."""
+    """Return the reason of an OSError, with the file if the error names one."""
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
-_RAISED_TOO = {
+_REDUNDANT_RECORDS = {
     "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
-    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
+    "asyncio": ("exception was never retrieved",),  # other writes of the same save
 }
-"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
+"""Text of log records that orbax and tensorstore write for a failed save before they raise, by logger."""
 
 
 @functools.cache
 def _silence_failed_saves() -> None:
-    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
+    """Hide the tracebacks of a failed save, which is reported in one sentence. Other log records are unchanged."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        words = _RAISED_TOO[record.name]
+        words = _REDUNDANT_RECORDS[record.name]
         return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
 
-    def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
-        # A write of tensorstore's threads may end after the event loop that gave up on it.
+    def ignore_late(hook: Any, error_of: Callable[..., Any]) -> Any:
+        # A write in a thread of tensorstore may end after its event loop was closed.
         late = (RuntimeError, "Event loop is closed")
         is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
-        return lambda *given: None if is_late(error_of(*given)) else hook(*given)
+        return lambda *args: None if is_late(error_of(*args)) else hook(*args)
 
-    for name in _RAISED_TOO:
+    for name in _REDUNDANT_RECORDS:
         logging.getLogger(name).addFilter(is_wanted)
-    sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
-    sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)
+    sys.excepthook = ignore_late(sys.excepthook, lambda kind, value, trace: value)
+    sys.unraisablehook = ignore_late(sys.unraisablehook, lambda unraisable: unraisable.exc_value)
 
 
 # -- single arrays -----------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 64 * 2**20
-"""Largest chunk, which is what a reader holds beside the part that it asked for."""
+"""Largest chunk; a reader holds one chunk in addition to the requested part."""
 
 SLICE_BYTES = 2**20
-"""A leading axis is cut in single slices only where a slice is at least this large."""
+"""Smallest slice of a leading axis that gets its own chunk."""
 
 _ONE = {"limit": 1}
 _CONTEXT = ts.Context(
     {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": _ONE, "data_copy_concurrency": _ONE}
 )
-"""Bounds the memory beside the part that is read: nothing is cached, and one chunk is read at a time."""
+"""Limits memory while reading: no cache, and one chunk at a time."""
 
 
 def save_args(array: Any) -> ocp.SaveArgs:
-    """Choose how orbax cuts an array: in chunks of at most 64 MiB, along leading axes where that is sensible.
+    """Return orbax options that split an array into chunks of at most 64 MiB, preferably along leading axes.
 
-    An array below the limit stays in one chunk (or one a device). A larger one of stacked layers or experts is cut
-    into its slices, a large matrix along its longest axis.
+    An array below the limit is one chunk (or one per device). A larger array of stacked layers or experts is split into
+    its slices, a large matrix along its longest axis.
 
     Args:
-      array: with shape and dtype; its sharding, where it has one, is a cut that orbax makes anyway.
+      array: array with shape and dtype. If it has a sharding, orbax splits it by shard in any case.
     """
     sharding = getattr(array, "sharding", None)
     shape = tuple(array.shape if sharding is None else sharding.shard_shape(array.shape))
     sizes, axes = [math.prod(shape[axis:]) * array.dtype.itemsize for axis in range(len(shape) + 1)], 0
-    # No reader asks for single rows of a matrix.
+    # Matrices are never read by single rows.
     while sizes[axes] > CHUNK_BYTES and axes < len(shape) - 2 and sizes[axes + 1] >= SLICE_BYTES:
         axes += 1
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(axes)))
 
 
 def open_array(folder: Path, name: str) -> ts.TensorStore:
-    """Open an array of a tree that orbax wrote in one OCDBT store, for reading.
+    """Open an array of an OCDBT store that orbax wrote, for reading.
 
     Raises:
-      ValueError: from tensorstore, where it cannot be read.
+      ValueError: tensorstore cannot read the array.
     """
     base: Any = {"driver": "file", "path": f"{folder.resolve()}/"}
     store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
@@ -311,10 +311,10 @@ def open_array(folder: Path, name: str) -> ts.TensorStore:
 
 
 def list_arrays(folder: Path) -> list[str]:
-    """Return the names of the arrays of a tree that orbax wrote in one OCDBT store; none where there is no store.
+    """Return the names of the arrays in an OCDBT store that orbax wrote; empty if there is no store.
 
     Raises:
-      ValueError: from tensorstore, where its index cannot be read.
+      ValueError: tensorstore cannot read the index of the store.
     """
     store: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.resolve()}/"}}
     keys = ts.KvStore.open(store).result().list().result()

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one flat frozen dataclass, quantization fields included."""
+"""Configuration of a training run: one flat frozen dataclass that includes the quantization fields."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ RUN_CONTROL = frozenset(
 )
 """Fields that may differ when a run is resumed.
 
-They say how long the run lasts, what it checks and writes down and on how many devices of what kind it goes (a
-checkpoint's optimizer state loads along the axis that it has, or not at all). Everything else decides
-the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, but
-for the fields of ``ADJUSTABLE``.
-(``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
-schedule.)
+They set the run's length, checks, outputs and devices. All other fields determine the numerics of the run and must
+equal the checkpoint's, except for the fields of ``ADJUSTABLE``; ``quantization_local_shard_count`` is compared as
+resolved for the mesh. An 8-bit optimizer state loads only with the axis that it was saved with. ``steps`` also sets the
+end of the cosine schedule: a run resumed with more steps continues along the longer schedule.
 """
 
 ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
-"""Fields that may differ, too, so that a run that stopped need not start over; each change is in metrics.jsonl."""
+"""Other fields that may differ when a run is resumed; each change is recorded in metrics.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Shape and numerics of the decoder; ``TrainConfig`` says what the fields mean."""
+    """Shape and numerics of the decoder; ``TrainConfig`` documents the fields."""
 
     vocab_size: int = 0
     emb_dim: int = 512
@@ -64,53 +62,58 @@ class TrainConfig(Shape, QuantConfig):
 
     Attributes:
       run_dir: folder of the run; empty is ``runs/NAME`` with NAME from the config file and the quantization.
-      framework: API of Flax in which the decoder is built; ``linen`` is the only one.
-      seed: of the initial parameters and of stochastic rounding.
+      framework: Flax API of the decoder; only ``linen`` is supported.
+      seed: seed of the initial parameters and of stochastic rounding.
       steps: optimizer steps.
       vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
       emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
-      num_experts, num_experts_per_tok: experts of ``mlp_dim`` in each layer, and how many of them a token goes through;
-        0 is one MLP for all tokens.
-      shared_experts: experts that every token goes through beside those, as one MLP of so many times ``mlp_dim``.
-      kv_lora_rank, q_lora_rank, rope_head_dim: latent attention (``model.LatentAttention``): size of the latent of keys
-        and values (0 is none: grouped-query attention), of that of queries (0 is none), and rotated numbers of a head.
+      num_experts, num_experts_per_tok: experts of ``mlp_dim`` in each layer (0: one MLP for all tokens), and experts
+        per token.
+      shared_experts: experts that every token uses in addition, as one MLP of width ``shared_experts * mlp_dim``.
+      kv_lora_rank, q_lora_rank, rope_head_dim: sizes of latent attention (``model.LatentAttention``): latent of keys
+        and values (0: grouped-query attention), latent of queries (0: no latent), and rotated numbers per head.
       rope_theta: base of the rotary embedding's wavelengths.
-      norm_epsilon: added to the mean square in RMSNorm.
-      logits_via_embedding: the output head is the embedding's transpose (tied).
-      scan_layers: one traced layer, scanned; False gives every layer its own path (``layers_0/mlp/wi_0``).
-      remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: what
-        float and 8-bit matmuls return; ``matmuls``: results of matmuls and of attention kernels, see
+      norm_epsilon: value added to the mean square in RMSNorm.
+      logits_via_embedding: whether the output head is the transposed embedding (tied).
+      scan_layers: whether the layers are traced once and scanned; False gives every layer its own path
+        (``layers_0/mlp/wi_0``).
+      remat_policy: values saved for the backward pass. ``none``: everything; ``full``: layer inputs only; ``dots``:
+        results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
         ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
-      saved_activations: how the backward pass keeps the inputs of norms and of the MLP's gate: ``full``, in their own
-        dtype, or ``fp8``, see ``jaxquant.compress_residuals``; for remat_policy ``none`` and ``quantized``.
-      attention: whose code mixes the values. ``auto``: cuDNN's on NVIDIA GPUs and splash attention on TPUs where they
-        take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
-      head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a
-        gigabyte a sequence).
-      dtype: of activations and matmuls.
-      dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: see ``jaxquant.training.data``.
+      saved_activations: format in which inputs of norms and of the MLP's gate are saved for the backward pass: ``full``
+        is their own dtype; ``fp8``, see ``jaxquant.compress_residuals``, needs remat_policy ``none`` or ``quantized``.
+      attention: attention implementation. ``auto``: cuDNN on NVIDIA GPUs and splash attention on TPUs if they support
+        the shapes, otherwise ``xla``; ``cudnn``, ``splash``: that kernel or an error.
+      head_chunks: number of chunks of a sequence's logits in the loss (0: chosen to keep a chunk under half a gigabyte
+        per sequence).
+      dtype: dtype of activations and matmuls.
+      dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: options of
+        ``jaxquant.training.data``.
       sequence_length: tokens of one sequence.
       batch_size: sequences of one optimizer step, over all devices and micro-batches.
       gradient_accumulation_steps: micro-batches of one optimizer step.
       learning_rate: peak, reached after ``warmup_steps_fraction`` of the steps; then a cosine down to
         ``learning_rate_final_fraction`` of it.
-      optimizer: ``adamw``, or ``muon``: the blocks' matrices by Muon (its momentum .95, at AdamW's learning rates),
-        the rest by Adam with Nesterov's momentum.
-      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only, of ``muon`` on those it updates.
-      optimizer_state: how the optimizer's moments are kept, a scheme of ``jaxquant.optim.SCHEMES`` or in float32.
-      optimizer_state_axis: along which numbers of 8 bits are grouped: ``last``, ``rows`` (the axis before it, or one
-        with larger groups), or ``auto``, which is ``rows`` on TPUs and else ``last``. A checkpoint is of one of them.
-      weight_dtype: of the parameters; there is no float32 copy of bfloat16 ones.
-      stochastic_rounding: whether bfloat16 weights are rounded at random (``optim.stochastic_round``), not to nearest.
-      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 is no clipping.
-      mesh_data, mesh_fsdp, mesh_tensor: devices along the three mesh axes (copies of the model, parts of every
-        parameter, parts of the heads and of ``mlp_dim``); -1 is the rest of those present.
-      log_every: steps between two plain progress lines (every step is in metrics.jsonl).
-      eval_every, eval_batches: steps between two held-out losses (0: at the end only), batches of each.
-      checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
-      tensorboard: whether TensorBoard events are written.
-      health_every: steps between two rows of health.jsonl, see ``jaxquant.training.health`` (0: none).
-      health_sequences: sequences of the step's batch that health is measured on (0: an eighth, a micro-batch at most).
+      optimizer: ``adamw`` or ``muon``. ``muon`` uses Muon for the matrices of the layers (momentum 0.95, learning rates
+        of AdamW), and Adam with Nesterov momentum for the rest.
+      adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW; the decay applies only to matrices, with ``muon``
+        only to those that Muon updates.
+      optimizer_state: format of the optimizer's moments: a scheme of ``jaxquant.optim.SCHEMES``, or float32.
+      optimizer_state_axis: axis of 8-bit groups: ``last``, ``rows`` (the axis before it, or one with larger groups), or
+        ``auto``, which is ``rows`` on TPUs and otherwise ``last``. A checkpoint has one of them.
+      weight_dtype: dtype of the parameters; bfloat16 parameters have no float32 copy.
+      stochastic_rounding: whether bfloat16 weights are rounded stochastically (``optim.stochastic_round``) instead of
+        to nearest.
+      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 turns clipping off.
+      mesh_data, mesh_fsdp, mesh_tensor: devices along the three mesh axes (copies of the model, shards of every
+        parameter, shards of the heads and of ``mlp_dim``); -1 is all remaining devices.
+      log_every: steps between two progress lines (metrics.jsonl has every step).
+      eval_every, eval_batches: steps between two held-out losses (0: only at the end), and batches of each.
+      checkpoint_every, checkpoint_keep: steps between two checkpoints (0: only at the end), and number of checkpoints
+        to keep.
+      tensorboard: whether to write TensorBoard events.
+      health_every: steps between two rows of health.jsonl, see ``jaxquant.training.health`` (0: off).
+      health_sequences: sequences of the step's batch that health is measured on (0: an eighth, at most a micro-batch).
     """
 
     run_dir: str = ""
@@ -162,23 +165,23 @@ class TrainConfig(Shape, QuantConfig):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, str) and "\0" in value:
-                raise ValueError(f"{field.name} {show(value)} has a null character in it; leave it out")
+                raise ValueError(f"{field.name} {show(value)} contains a null character; remove it")
         if self.framework == "nnx":
             raise ValueError(
-                "framework 'nnx' is not built by this program; leave framework out, and see examples/nnx_loop.py for a "
-                "training loop of an NNX model"
+                "framework 'nnx' is not supported by this program; leave framework out, and see "
+                "examples/nnx_loop.py for a training loop of an NNX model"
             )
         backend = self.resolved_backend
         if self.remat_policy == "quantized" and not (backend and BACKENDS[backend].names_residuals):
             raise ValueError(
-                "remat_policy 'quantized' keeps what the native backend saves, and nothing here runs on it: "
-                f"quantization {self.quantization!r} on {backend or 'no backend'}; "
-                "use 'full', 'dots' or 'none', or quant_backend 'native'"
+                "remat_policy 'quantized' saves the residuals of the native backend, but quantization "
+                f"{self.quantization!r} runs on {backend or 'no backend'}; use 'full', 'dots' or 'none', or "
+                "quant_backend 'native'"
             )
         if self.saved_activations == "fp8" and self.remat_policy not in ("none", "quantized"):
             raise ValueError(
-                f"saved_activations 'fp8' is of what the backward pass keeps, and remat_policy {self.remat_policy!r} "
-                "computes norms and gates again; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
+                f"saved_activations 'fp8' has no effect with remat_policy {self.remat_policy!r}, which recomputes "
+                "norms and gates; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
             )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
@@ -186,21 +189,19 @@ class TrainConfig(Shape, QuantConfig):
                 "every key/value head serves the same number of query heads"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
-            raise ValueError(
-                "stochastic_rounding rounds weights in bfloat16; set weight_dtype: bfloat16, or leave it out"
-            )
+            raise ValueError("stochastic_rounding needs bfloat16 weights; set weight_dtype: bfloat16")
         if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
             raise ValueError(
-                f"optimizer_state_axis {self.optimizer_state_axis!r} is of moments in 8 bits, and optimizer_state is "
-                "'float32'; set it to another, or leave optimizer_state_axis out"
+                f"optimizer_state_axis {self.optimizer_state_axis!r} needs an 8-bit optimizer_state, but "
+                "optimizer_state is 'float32'; set optimizer_state, or leave optimizer_state_axis out"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         self._check_experts()
         if self.head_chunks and self.sequence_length % self.head_chunks:
             raise ValueError(
-                f"head_chunks {self.head_chunks} does not divide sequence_length {self.sequence_length}; use 0, which "
-                "chooses"
+                f"head_chunks {self.head_chunks} does not divide sequence_length {self.sequence_length}; use 0 to "
+                "choose automatically"
             )
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
@@ -218,13 +219,13 @@ class TrainConfig(Shape, QuantConfig):
             )
         if not rank and (self.q_lora_rank or rotated):
             raise ValueError(
-                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} belong to latent attention, which "
-                "kv_lora_rank 0 switches off; set kv_lora_rank, too"
+                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} need latent attention, which "
+                "kv_lora_rank 0 turns off; set kv_lora_rank, too"
             )
         if rank and self.num_kv_heads != heads:
             raise ValueError(
-                f"num_kv_heads must be num_query_heads {heads} with kv_lora_rank {rank}, whose keys and values are "
-                f"those of every head; got {self.num_kv_heads}"
+                f"num_kv_heads must be num_query_heads {heads} with kv_lora_rank {rank}, because latent attention "
+                f"has one key and value per head; got {self.num_kv_heads}"
             )
         if rank and (rotated % 2 or not 0 < rotated < self.head_dim):
             raise ValueError(f"rope_head_dim must be even, above 0 and below head_dim {self.head_dim}, got {rotated}")
@@ -237,9 +238,9 @@ def _check_range(name: str, value: float, least: float, most: float, other: str 
         raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
 
 
-_SIZE = 2**24  # of an axis: all that fits anywhere
+_SIZE = 2**24  # of an axis, more than fits anywhere
 _STEPS = 2**31 - 1  # steps are counted in int32
-_TINY, _HUGE = 1.2e-38, 3.4e38  # normal numbers of float32, in which the optimizer computes
+_TINY, _HUGE = 1.2e-38, 3.4e38  # normal float32 numbers; the optimizer runs in float32
 _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**32 - 1): ("seed",),
     (0, 2**63 - 1): ("data_seed",),
@@ -260,4 +261,4 @@ _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
     (0, 0.9999999): ("adam_b1", "adam_b2"),
 }
-"""Fields by their least and most value; those of the mesh and of quantization are checked elsewhere."""
+"""Fields by their minimum and maximum; fields of the mesh and of quantization are checked elsewhere."""

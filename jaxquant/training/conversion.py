@@ -1,6 +1,6 @@
-"""The parameters that a run saved, read one at a time, and their conversion into a quantized checkpoint that serves.
+"""Conversion of a run's checkpoint into a quantized checkpoint for serving, reading one array at a time.
 
-No optimizer state is read, and no more is in memory than what is asked for: of a conversion, one float layer.
+The optimizer state is not read, and memory holds only the requested arrays: one float layer during a conversion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jaxquant.training.sums import check_checkpoint_sums, check_config_file, con
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
-"""Held-out batches that give static scales to a recipe that needs them and was not trained."""
+"""Number of held-out batches for calibrating a recipe that needs static scales and was not used in training."""
 
 
 KINDS = ("params", "quant_state")
@@ -49,13 +49,13 @@ KINDS = ("params", "quant_state")
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """What a checkpoint of a run holds for the model.
+    """Parameters and quant state in a checkpoint of a run.
 
     Attributes:
-      step: of the checkpoint.
-      config: that made it, but for ``remat_policy``: nothing is trained with what is read here.
-      shapes: the trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
-      stores: "params/..." or "quant_state/..." -> the array, not read yet.
+      step: step of the checkpoint.
+      config: configuration of the run, with ``remat_policy`` "none".
+      shapes: trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
+      stores: arrays by path, "params/..." or "quant_state/...", not read yet.
     """
 
     step: int
@@ -65,16 +65,16 @@ class Parameters:
     _folder: Path = dataclasses.field(repr=False)
 
     def variables(self, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
-        """Return the variables of the decoder: its parameters as shapes, its quant state read."""
+        """Return the variables of the decoder: parameters as shapes, quant state as arrays."""
         _, state = quantization_state.split(jax.eval_shape(lambda: initial_variables(self.config, shape, tokens)))
         state = map_by_path(lambda path, _: jnp.asarray(self.read(f"quant_state/{path}")), state)
         return quantization_state.merge(self.shapes["params"], state)
 
     def read(self, path: str, *index: int) -> np.ndarray:
-        """Read one array, or the part of it that an index of its leading axes names; weights in float32, as ``shapes``.
+        """Read one array, or the slice at an index of its leading axes; weights in float32, as in ``shapes``.
 
         Raises:
-          ValueError: files that cannot be read.
+          ValueError: the files cannot be read.
         """
         try:
             array = np.asarray(self.stores[path][index].read().result())
@@ -82,30 +82,30 @@ class Parameters:
             raise ValueError(
                 f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
             ) from error
-        return array.astype(_widened(path, array.dtype), copy=False)
+        return array.astype(_read_dtype(path, array.dtype), copy=False)
 
 
 def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
-    """Open the parameters and the quant state of a run: every byte of the checkpoint is compared with its sums.
+    """Open the parameters and quant state of a run, after comparing the whole checkpoint with its checksums.
 
-    Nothing in the folder is changed, so that the run may be going on.
+    The folder is not changed, so the run may still be training.
 
     Args:
       run_dir: folder of the run.
-      step: of the checkpoint; None is the newest that opens.
-      say: told of those that do not and are passed over.
+      step: step of the checkpoint; None selects the newest that opens.
+      say: function that prints checkpoints that do not open and are skipped.
 
     Raises:
-      FileNotFoundError: no such folder.
-      ValueError: no checkpoint, none of this step, none that opens, named.
+      FileNotFoundError: the folder does not exist.
+      ValueError: there is no checkpoint, none of this step, or none that opens; the message names them.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise FileNotFoundError(f"run folder {run_dir} does not exist; give a folder that `python -m train` wrote")
+        raise FileNotFoundError(f"run folder {run_dir} does not exist; pass a folder that `jaxquant train` wrote")
     folder = run_dir.resolve() / "checkpoints"
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
-        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or give another run")
+        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or choose another run")
     if step not in (None, *steps):
         raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     for number in reversed(steps) if step is None else [step]:
@@ -114,20 +114,20 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
         except ValueError as error:
             if step is not None:
                 raise
-            say(f"{error}; trying the one before it")
+            say(f"{error}; trying the previous one")
         else:
             config = config_of(folder / str(number))
             check_config_file(run_dir, number, config)
-            config = dataclasses.replace(config, remat_policy="none")  # one policy is for quantized runs alone
+            config = dataclasses.replace(config, remat_policy="none")  # one policy needs a quantized run
             return Parameters(number, config, shapes, stores, folder / str(number) / "state")
-    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
+    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; choose another run, or train this one again")
 
 
 def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
     state = folder / str(step) / "state"
     try:
         check_checkpoint_sums(folder / str(step))
-        # Orbax opens all arrays side by side and leaves what it has begun where one fails; so the index comes first.
+        # Read the index first: Orbax opens all arrays concurrently, and does not clean up if one fails.
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")
         tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
@@ -137,26 +137,26 @@ def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorS
         raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
 
     def describe(path: str, _: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(stores[path].shape, _widened(path, stores[path].dtype.numpy_dtype))
+        return jax.ShapeDtypeStruct(stores[path].shape, _read_dtype(path, stores[path].dtype.numpy_dtype))
 
     return map_by_path(describe, trees), stores
 
 
-def _widened(path: str, dtype: Any) -> np.dtype[Any]:
-    """Return the dtype in which an array is read: weights that are trained in bfloat16 lose nothing in float32."""
+def _read_dtype(path: str, dtype: Any) -> np.dtype[Any]:
+    """Return the dtype in which an array is read: float32 for bfloat16 weights, which is exact."""
     is_narrow = path.startswith("params/") and np.dtype(dtype) == ml_dtypes.bfloat16
     return np.dtype(np.float32 if is_narrow else dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What a conversion wrote.
+    """Result of a conversion.
 
     Attributes:
-      config: the run's, with the quantization that it serves with.
-      step: of the checkpoint that was converted.
-      bytes_bf16: what its parameters take in bfloat16.
-      bytes_quantized: what they take now, scales included.
+      config: configuration of the run, with the quantization for serving.
+      step: step of the converted checkpoint.
+      bytes_bf16: size of the parameters in bfloat16.
+      bytes_quantized: size after the conversion, including scales.
       layers: recipe of each converted kernel, by the path of its layer.
     """
 
@@ -168,28 +168,28 @@ class Conversion:
 
 
 def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration that a run is to be served with.
+    """Return the configuration for serving a run.
 
     Args:
-      config: of the run.
-      changes: fields of ``QuantConfig``. With another ``quantization`` all of the run's quantization goes; without,
-        they are laid over it.
+      config: configuration of the run.
+      changes: fields of ``QuantConfig``. If they include ``quantization``, they replace all of the run's quantization
+        fields; otherwise they override single fields.
 
     Raises:
-      ValueError, TypeError: a field that is none of ``QuantConfig``, or values that do not fit.
+      ValueError, TypeError: a name is not a field of ``QuantConfig``, or a value is invalid.
     """
     fields = quantization_of(QuantConfig())
     unknown = sorted(set(changes) - set(fields))
     if unknown:
-        raise ValueError(f"{unknown[0]} is no field of the quantization; a conversion changes {', '.join(fields)}")
+        raise ValueError(f"{unknown[0]} is not a quantization field; a conversion can change {', '.join(fields)}")
     for name in ("checkpoint_is_quantized", "save_quantized_params_path"):
         if name in changes:
-            raise ValueError(f"{name} is what a conversion decides; leave it out")
+            raise ValueError(f"{name} is set by the conversion; leave it out")
     return build(TrainConfig, to_mapping(config) | (fields if "quantization" in changes else {}) | dict(changes))
 
 
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """Leave out what linear layers do not read, and change other fields."""
+    """Reset fields that linear layers do not read, and change other fields."""
     return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
 
 
@@ -198,7 +198,7 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
-    """Return the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
+    """Return the fields of ``QuantConfig`` from a configuration that has more, as plain data."""
     every = to_mapping(config)
     return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
 
@@ -213,34 +213,34 @@ def convert_run(
 ) -> Conversion:
     """Convert a checkpoint of a run and write it as a quantized checkpoint.
 
-    Embeddings and other kernels that stay in float are written in the dtype in which the decoder reads them, which
-    changes no number of it.
+    Embeddings and other kernels that stay in float are written in the dtype in which the decoder reads them, which does
+    not change its results.
 
     Args:
       run: folder of the run.
       out: folder to write; it must not exist.
-      changes: see ``served_config``; empty is what the run was trained with.
-      step: of the checkpoint; None is the newest.
-      say: told how far it is.
+      changes: changes for ``served_config``; empty keeps the quantization of the run.
+      step: step of the checkpoint; None is the newest.
+      say: function that prints the progress.
 
     Raises:
-      FileNotFoundError, FileExistsError: no such run, or ``out`` is there.
-      ValueError: nothing to quantize, or a checkpoint or quantization that does not fit.
+      FileNotFoundError, FileExistsError: the run does not exist, or ``out`` exists.
+      ValueError: there is nothing to quantize, or the checkpoint or quantization does not fit.
     """
     out, stored = new_folder(out), open_parameters(run, step, say)
     trained = stored.config
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
     if not config.strings:
-        raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
+        raise ValueError(f"run {run} is not quantized; pass a quantization to serve it with, as quantization=int8")
     defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
     if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
-        replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
-        say(f"{replaced}; to keep a field, give it as key=value")
+        replaced = f"quantization {config.quantization!r} replaces the run's options, including {', '.join(names)}"
+        say(f"{replaced}; to keep a field, pass it as key=value")
     _, shape, tokens = decoder_of(config)
     shapes = stored.variables(shape, tokens)
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
-    # Quant state of a recipe that the layer was not trained with comes from held-out text.
+    # Layers that were not trained with a recipe get its quant state from held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)
@@ -263,7 +263,7 @@ def new_folder(path: str | Path) -> Path:
     """Return the path of a folder to write, which must not exist.
 
     Raises:
-      FileExistsError: it does.
+      FileExistsError: the folder exists.
     """
     if Path(path).exists():
         raise FileExistsError(f"{path} exists; choose another name or remove it")
@@ -273,7 +273,7 @@ def new_folder(path: str | Path) -> Path:
 def save_served(
     out: Path, tree: Any, config: TrainConfig, step: int, files: Mapping[str, str] | None = None
 ) -> TrainConfig:
-    """Write converted parameters as a checkpoint that knows the step they are of and the configuration, returned."""
+    """Write converted parameters as a checkpoint with their step and configuration; returns the configuration."""
     config = dataclasses.replace(config, checkpoint_is_quantized=True)
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
     serving.save(out, tree, quantization_of(config), extra=extra, files=files)
@@ -281,11 +281,11 @@ def save_served(
 
 
 def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
-    """Return what converts each kernel that a run quantizes, by its layer's path: index of stacked layers -> kernel.
+    """Return functions that convert the kernels that a run quantizes, by layer path: index of stacked layers -> kernel.
 
     Args:
-      stored: the run's checkpoint.
-      shape: of the decoder.
+      stored: checkpoint of the run.
+      shape: shape of the decoder.
     """
     config = _as_trained(stored.config)
     tokens = decoder_of(config)[2]
@@ -299,12 +299,12 @@ def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Calla
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
-    """Return the tree of parameters that a converted decoder has, as shapes.
+    """Return the parameter tree of a converted decoder, as shapes.
 
     Args:
-      config: of the run.
-      shape: of the decoder.
-      tokens: an example input.
+      config: configuration of the run.
+      shape: shape of the decoder.
+      tokens: example input.
     """
 
     def make() -> Any:
@@ -316,13 +316,13 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 
 
 def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
-    """Return the variables with which a run of the decoder begins, in Linen's form; arguments as above."""
+    """Return the initial variables of the decoder in Linen's form; see ``converted_shapes`` for the arguments."""
     model = make_model(_as_trained(config), shape, tokens)
     return quantization_state.merge(*model.init(jax.random.key(0)))
 
 
 def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
-    """Cast what the decoder reads in its own dtype; the scale of a norm and a router it reads in float32."""
+    """Cast an array to the dtype in which the decoder reads it: float32 for scales of norms and for routers."""
     is_router = path.endswith("gate/kernel")
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:
         return leaf
@@ -330,14 +330,14 @@ def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
 
 
 def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, say: Say) -> Any:
-    """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
+    """Calibrate quant state for a run's float parameters, which are all in memory at once."""
     batches = CALIBRATION_BATCHES
     params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 
     def inputs() -> Iterator[tuple[Any, ...]]:
         for number, batch in enumerate(data.held_out(), start=1):
-            say(f"calibrating {config.quantization}: batch {number} of held-out text, of at most {batches}")
+            say(f"calibrating {config.quantization}: held-out batch {number} of at most {batches}")
             yield tuple(jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions"))
 
     variables = serving.calibrate(Decoder(shape), {"params": params}, config, inputs())

@@ -1,4 +1,4 @@
-"""A corpus in memory, split by document into train and held-out, and its batches: shuffled and packed by grain."""
+"""Corpus in memory, split by document into train and held-out, and its batches, shuffled and packed by grain."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 HELD_OUT_SHARE = 0.05
 _TEXTS_AT_ONCE = 256
-# First-fit packs into this many open rows at least. More rows waste fewer places and take longer to restore: a restored
-# iterator packs the open rows once more.
+# Minimum number of open rows for first-fit packing. More rows waste less space, but restoring takes longer, because a
+# restored iterator packs the open rows again.
 _OPEN_ROWS = 64
-# The held-out sample is the same whatever data_seed is, so that runs can be compared.
+# The held-out sample does not depend on data_seed, so that runs can be compared.
 _HELD_OUT_SEED = 0
 
 Batch = dict[str, np.ndarray]
@@ -35,13 +35,13 @@ class Corpus:
     """Tokenized documents.
 
     Attributes:
-      tokens: every document, one after another, in the smallest unsigned type that holds the vocabulary.
-      starts: where document d starts; one entry more than documents.
-      train, held_out: numbers of the documents of each part, ascending. No document, and no copy of one, is in both.
-      vocab_size: a multiple of 64, above every token.
-      pad: the token that fills a row.
-      description: one line: source, files, tokens, split.
-      fingerprint: of tokens and split.
+      tokens: all documents, concatenated, in the smallest unsigned dtype that holds the vocabulary.
+      starts: start offset of each document, and the end of the last one.
+      train, held_out: indices of the documents of each part, ascending. No document, and no copy of one, is in both.
+      vocab_size: multiple of 64 that is larger than every token.
+      pad: padding token.
+      description: one line with source, files, tokens and split.
+      fingerprint: hash of tokens and split.
     """
 
     tokens: np.ndarray
@@ -57,15 +57,16 @@ class Corpus:
 def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_path: str = "") -> Corpus:
     """Read, tokenize and split a dataset.
 
-    The split orders the documents by the SHA-256 of their name (``stdlib``: relative path) or text (the others) and
-    holds out the first 5 %, at least one. Equal texts share a hash and therefore a part.
+    The documents are sorted by the SHA-256 of their name (``stdlib``: relative path) or of their text (other datasets),
+    and the first 5 %, at least one, are held out. Equal texts share a hash and are therefore in the same part.
 
     Args:
-      dataset, path, field: as in ``sources.open_source``.
-      tokenizer_path: a Hugging Face ``tokenizer.json``; empty for bytes.
+      dataset, path, field: arguments of ``sources.open_source``.
+      tokenizer_path: Hugging Face ``tokenizer.json``; empty for bytes.
 
     Raises:
-      ValueError: unknown dataset, missing or unreadable data, no text, or fewer than two different documents.
+      ValueError: the dataset is unknown, the data is missing or unreadable, has no text, or has fewer than two
+        different documents.
     """
     tokenizer = open_tokenizer(tokenizer_path)
     source = open_source(dataset, path, field)
@@ -75,7 +76,7 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     distinct = np.unique(digests)
     if len(distinct) < 2:
         size = f"it has {len(starts) - 1} documents, {len(distinct)} of them different"
-        fix = "give at least 2 different documents"
+        fix = "provide at least 2 different documents"
         raise ValueError(f"dataset {source.label} leaves the held-out part empty: {size}; {fix}")
     last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
     held_out, train = np.flatnonzero(digests <= last), np.flatnonzero(digests > last)
@@ -94,7 +95,7 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
 
 
 def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokenize into one growing buffer. Documents of fewer than two tokens predict nothing and are left out."""
+    """Tokenize into one growing buffer. Documents with fewer than two tokens have no targets and are left out."""
     flat, starts, digests = bytearray(), array("q", [0]), array("Q")
     item = np.dtype(tokenizer.dtype).itemsize
     documents = source.documents()
@@ -108,14 +109,14 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
 
 
 class TrainIterator:
-    """The endless stream of training batches.
+    """Endless iterator over training batches.
 
-    Its position is small and JSON-able, the same on every process, and says which stream it belongs to.
+    Its position is small and JSON-serializable, the same on every process, and names the corpus that it belongs to.
     """
 
     def __init__(self, stream: grain.IterDataset, fingerprint: str):
         self._iterator = iter(stream)
-        self._stream = {"corpus": fingerprint}  # the rest of what decides it is the run's configuration
+        self._stream = {"corpus": fingerprint}  # the configuration determines everything else
 
     def __iter__(self) -> TrainIterator:
         return self
@@ -128,33 +129,33 @@ class TrainIterator:
         return {"stream": self._stream, "position": copy.deepcopy(self._iterator.get_state())}
 
     def set_state(self, state: Any) -> None:
-        """Go to a position; the next batch is the one that followed ``get_state``.
+        """Move to a position; the next batch is the one that followed ``get_state``.
 
         Raises:
-          ValueError: the position is one in another text.
+          ValueError: the position belongs to another text.
         """
         before, now = state["stream"]["corpus"], self._stream["corpus"]
         if before != now:
-            change = f"the sum of its tokens was {before} and is {now}"
-            raise ValueError(f"data position belongs to another text: {change}; restore it or start a new run")
+            change = f"the hash of its tokens was {before} and is now {now}"
+            raise ValueError(f"data position belongs to another text: {change}; restore the text or start a new run")
         self._iterator.set_state(copy.deepcopy(state["position"]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data of a run.
+    """Data of a run.
 
-    A batch holds, each ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; the documents, or pieces of
-    one, of a row from 1; 0 is padding), ``positions`` (int32, from 0 in each segment). Where segment_ids > 0,
-    ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target crosses into another
-    one.
+    A batch holds four arrays ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; documents, or chunks
+    of one, numbered from 1 in each row; 0 is padding), ``positions`` (int32, from 0 in each segment). Where segment_ids
+    > 0, ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target crosses into
+    another document.
 
     Attributes:
-      train: endless batches.
-      held_out: () -> ``eval_batches`` batches of held-out text, the same in each call. Where there are fewer, all of
-        them: each token once, the last batch filled up with rows of padding.
-      vocab_size: a multiple of 64, above every token.
-      description: one line: source, files, tokens, split.
+      train: iterator over endless batches.
+      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If there are
+        fewer, it returns each token once, and padding rows fill the last batch.
+      vocab_size: multiple of 64 that is larger than every token.
+      description: one line with source, files, tokens and split.
     """
 
     train: TrainIterator
@@ -164,30 +165,30 @@ class Data:
 
 
 def make_iterators(config: TrainConfig, batch_size: int) -> Data:
-    """Load a config's corpus and set up its batches.
+    """Load the corpus of a config and create its batches.
 
-    Every process packs the whole stream, so neither the batches nor the position depend on how many processes there
-    are; ``processes.place`` gives each device its rows.
+    Every process packs the whole stream, so batches and position do not depend on the number of processes;
+    ``processes.place`` gives each device its rows.
 
     Args:
-      config: of the run. With ``packing`` a row holds as many documents as fit, else one.
+      config: configuration of the run. With ``packing`` a row holds as many documents as fit, otherwise one.
       batch_size: rows of a batch, over all processes.
 
     Raises:
-      ValueError: data that cannot be read or split, or less of it than one batch.
+      ValueError: the data cannot be read or split, or is smaller than one batch.
     """
-    import grain  # only here: serving and importing do without
+    import grain  # imported here, because serving and importing do not need it
 
     corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
     chunks = Chunks(corpus, corpus.train, config.sequence_length)
     _check_size(chunks, batch_size, config, corpus)
-    # Grain's shuffle of epoch e is seeded with seed + e: spread the seeds, or run 1 would be run 0 an epoch later.
+    # Grain shuffles epoch e with seed + e. Hash the seed, so that two seeds share no epoch.
     seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
     held_out = Chunks(corpus, corpus.held_out, config.sequence_length)
 
     def batches(chunks: grain.MapDataset, shuffle_seed: int | None) -> grain.IterDataset:
         packed = grain.experimental.FirstFitPackIterDataset(
-            # The corpus is in memory: threads would only cost, and the order of reading is the order of the stream.
+            # The corpus is in memory: threads would only add cost, and the reading order must be the stream order.
             chunks.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
             length_struct=dict.fromkeys(("inputs", "targets"), config.sequence_length),
             padding_struct=dict.fromkeys(("inputs", "targets"), corpus.pad),
@@ -207,10 +208,10 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
 
 
 class Chunks:
-    """The pieces of some documents, by number: a random-access source for grain.
+    """Random-access source of the chunks of some documents, for grain.
 
-    A document of n tokens predicts n − 1. Piece k takes inputs k·S … and the targets one further, so each token but the
-    document's first is a target exactly once.
+    A document of n tokens has n − 1 targets. Chunk k has the inputs from k·S on, and the targets one token later, so
+    each token except for the document's first is a target exactly once.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, sequence_length: int):
@@ -225,14 +226,14 @@ class Chunks:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: Any) -> Batch:  # Any: grain hands over numpy integers too.
+    def __getitem__(self, index: Any) -> Batch:  # Any: grain also passes numpy integers
         start, end = int(self._starts[index]), int(self._ends[index])
         piece = self._tokens[start : end + 1].astype(np.int32)
         return {"inputs": piece[:-1], "targets": piece[1:]}
 
 
 def _finish(packed: Batch, rows: int, pad: int) -> Batch:
-    """Name the arrays of a batch as the step does, and fill up the last held-out one with rows of padding."""
+    """Rename the arrays of a batch as the step expects, and fill the last held-out batch with padding rows."""
     names = {"inputs": "inputs", "targets": "targets", "segment_ids": "inputs_segment_ids"}
     batch = {name: packed[of_grain] for name, of_grain in (names | {"positions": "inputs_positions"}).items()}
     missing, fill = ((0, rows - len(batch["inputs"])), (0, 0)), {"inputs": pad, "targets": pad}
@@ -244,5 +245,5 @@ def _check_size(chunks: Chunks, rows: int, config: TrainConfig, corpus: Corpus) 
     need = rows * config.sequence_length if config.packing else rows
     if have < need:
         size = f"it has {have} {unit}, and {rows} rows of sequence_length {config.sequence_length} need {need}"
-        fix = "lower batch_size or sequence_length, or give more text"
+        fix = "lower batch_size or sequence_length, or provide more text"
         raise ValueError(f"dataset {corpus.description} is too small for one batch: {size}; {fix}")

@@ -1,7 +1,7 @@
-"""From a run or a converted checkpoint to the checkpoints of Llamas that others serve, and which tensor is which there.
+"""Export of runs and converted checkpoints to Llama checkpoints of other frameworks, and the mapping of their tensors.
 
-A kernel is [in…, out…] here and [out, in] there, heads one behind the other; norms and the embedding are alike. Both
-rotate halves in the rotary embedding, and multiply by ``silu(gate) · up``.
+A kernel is [in…, out…] here and [out, in] there, with heads concatenated; norms and the embedding are the same. Both
+use the half-split rotary embedding, and multiply by ``silu(gate) · up``.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ FIELDS = {
     **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
     **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
 }
-"""Fields of the decoder's shape and those of a Llama that they are."""
+"""Field of a Llama's shape for each field of the decoder's shape."""
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in the parameters: the path of its array, and its layer's index where layers are stacked."""
+    """Position of a tensor in the parameters: path of its array, and index of its layer if layers are stacked."""
 
     path: str
     index: tuple[int, ...] = ()
 
 
 Read = Callable[[str, tuple[int, ...]], Any]
-"""Path of a parameter, and the index of a layer in it -> its array, or a ``QTensor``, or None."""
+"""Function (path of a parameter, index of a layer) -> its array, or a ``QTensor``, or None."""
 
 
 def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
-    """Return where each tensor of a Llama, by its module, lies in the parameters."""
+    """Return the position in the parameters of each tensor of a Llama, by module."""
     found = {name: Place(path) for path, name in _WHOLE.items() if name != "lm_head" or not shape.tied}
     for index in range(shape.layers):
         for path, name in _LAYER.items():
@@ -76,21 +76,21 @@ def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
 
 
 def to_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a parameter as a checkpoint has it, of ``shape``: kernels turned into [out, in]."""
+    """Return a parameter in the layout of a checkpoint, with ``shape``: kernels are transposed to [out, in]."""
     if len(shape) == 1 or module == "model.embed_tokens":
         return array.reshape(shape)
     return np.ascontiguousarray(array.reshape(shape[1], shape[0]).T)
 
 
 def from_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Undo ``to_hf``; ``shape`` is the parameter's."""
+    """Return a checkpoint's array in the layout of the parameter, which has ``shape``; the inverse of ``to_hf``."""
     if len(array.shape) == 1 or module == "model.embed_tokens":
         return array.reshape(shape)
     return np.ascontiguousarray(array.T).reshape(shape)
 
 
 def _quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
-    """Return a quantized kernel as [out, in], or [out, bytes]; None where its blocks or bytes are none of that."""
+    """Return a quantized kernel as [out, in] or [out, bytes], or None if its blocks or bytes do not allow it."""
     if tensor.codec is None:
         try:
             return tensor.reshape(shape[::-1]).transpose((1, 0))
@@ -112,20 +112,20 @@ def export_run(
     say: Callable[[str], None] = print,
     **written: Any,
 ) -> list[Row]:
-    """Export a checkpoint of a run, or a converted one.
+    """Export a checkpoint of a run, or a converted checkpoint.
 
     Args:
-      directory: folder of a run, or one that ``python -m train convert`` wrote. Kernels that are converted to the
-        format asked for keep their bytes, others are dequantized first.
+      directory: folder of a run, or one that ``jaxquant convert`` wrote. Kernels that are already converted to the
+        requested format keep their bytes; others are dequantized first.
       out: folder or file to write; it must not exist.
-      format: see ``jaxquant.export.FORMATS``.
-      step: of the checkpoint of a run; None is the newest.
-      say: told how far it is.
+      format: format of the checkpoint, see ``jaxquant.export.FORMATS``.
+      step: step of a run's checkpoint; None is the newest.
+      say: function that prints the progress.
       written: ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
 
     Raises:
-      FileNotFoundError, FileExistsError: no such folder, or ``out`` is there.
-      ValueError, NotImplementedError: a model or tokenizer that the format does not take.
+      FileNotFoundError, FileExistsError: the folder does not exist, or ``out`` exists.
+      ValueError, NotImplementedError: the format does not support the model or tokenizer.
     """
     new_folder(out)
     source = open_source(directory, step, format in STATIC_INPUTS, say)
@@ -138,20 +138,20 @@ def open_source(
     """Open a run or a converted checkpoint as a Llama with Hugging Face's names, read tensor by tensor.
 
     Args:
-      directory, step, say: as for ``export_run``.
-      measures: whether the inputs of linear layers are measured on held-out text.
+      directory, step, say: same as for ``export_run``.
+      measures: whether to measure the inputs of linear layers on held-out text.
     """
     folder = Path(directory)
     if (folder / "config.yml").is_file():
-        return _of_run(folder, step, measures, say)
+        return _open_run(folder, step, measures, say)
     if not (folder / "jaxquant.json").is_file():
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that python -m train convert wrote")
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that `jaxquant convert` wrote")
     if measures:
-        raise ValueError(f"{folder} is converted, and this format stores scales of inputs; export the run itself")
-    return _of_converted(folder)
+        raise ValueError(f"{folder} is converted, but this format stores scales of inputs; export the run itself")
+    return _open_converted(folder)
 
 
-def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str], None]) -> Source:
+def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str], None]) -> Source:
     stored = open_parameters(folder, step, say)
     kernels = functools.cache(lambda: trained_kernels(stored, decoder_of(stored.config)[1]))
 
@@ -160,10 +160,10 @@ def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str],
         return None if convert is None else convert(index)
 
     read = lambda path, index: stored.read(f"params/{path}", *index)  # noqa: E731
-    source = _llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
+    source = _as_llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
     if not measures:
         return source
-    # The largest magnitude of the input of each linear layer on held-out text, the parameters in float.
+    # Measure the amax of each linear layer's input on held-out text, with the parameters in float.
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
     fields = to_mapping(stored.config) | plain
     calibrated: TrainConfig = build(TrainConfig, fields)
@@ -176,12 +176,12 @@ def _of_run(folder: Path, step: int | None, measures: bool, say: Callable[[str],
     return dataclasses.replace(source, input_amax=amax)
 
 
-def _of_converted(folder: Path) -> Source:
+def _open_converted(folder: Path) -> Source:
     found = open_served(folder)
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
 
     def at(path: str, index: tuple[int, ...]) -> Any:
-        # A loop over the stacked axis takes the 0 that stands for it out of the block.
+        # Indexing with 0 removes the stacked axis, also from the block.
         return jax.tree.map(lambda part: part[index], leaves[path]) if index else leaves[path]
 
     def read(path: str, index: tuple[int, ...]) -> np.ndarray:
@@ -192,14 +192,14 @@ def _of_converted(folder: Path) -> Source:
         leaf = at(path, index)
         return leaf if isinstance(leaf, QTensor) else None
 
-    return _llama(found.config, leaves, read, quantized)
+    return _as_llama(found.config, leaves, read, quantized)
 
 
-def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
+def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
     """Return a decoder as a Llama.
 
     Raises:
-      NotImplementedError: a parameter that a Llama has not, or one that it has and the decoder has not.
+      NotImplementedError: the decoder and a Llama do not have the same parameters.
     """
     tokenizer, decoder, _ = decoder_of(config)
     sizes = {theirs: getattr(decoder, ours) for ours, theirs in FIELDS.items()}
@@ -207,7 +207,7 @@ def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized
     found, tensors = places(config, shape), shape.tensors()
     if others := sorted(leaves.keys() ^ {place.path for place in found.values()}):
         why = f"parameter {others[0]}, which {'no Llama has' if others[0] in leaves else 'is missing'}"
-        raise NotImplementedError(f"the model is no Llama: {why}; serve it with python -m train serve")
+        raise NotImplementedError(f"the model is not a Llama: {why}; serve it with `jaxquant serve`")
 
     def tensor(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")

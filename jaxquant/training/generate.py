@@ -1,17 +1,17 @@
-"""Generation: prefill a prompt in chunks, insert it into a slot, decode all slots together, one token each.
+"""Text generation: prefill a prompt in chunks, insert it into a slot, decode all slots together, one token per step.
 
-Three programs with static shapes do all of it, so nothing is compiled again whatever comes. What a prompt is answered
-depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``, and not on who shares the slots:
+There are three programs with static shapes, so nothing is compiled again for other prompts. The completion of a prompt
+depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``, but not on the prompts in other slots:
 
-* A prompt is prefilled alone, in chunks of one size. The last chunk is filled up with copies of its last token, which
-  are not written to the cache and are nothing new to a scale of the whole tensor.
-* Decoding is one row, mapped over the slots: a dynamic scale per tensor is that of a row, of one token. In a prefill it
-  is that of a chunk. So under a recipe with such scales (``fp8_current``, ``aqt_fp8_full`` without bounds; delayed
-  scaling before its first step) a prompt's tokens share a scale with their chunk, another ``prefill_chunk`` may give
-  another answer, and the cache does not hold exactly what one pass over the whole text would compute. All other
-  recipes scale by token, or statically.
+* A prompt is prefilled separately, in chunks of one size. The last chunk is padded with copies of its last token, which
+  are not written to the cache and do not change a per-tensor scale.
+* Decoding is a function of one row that is mapped over the slots, so a dynamic per-tensor scale covers one token; in a
+  prefill it covers a chunk. With such recipes (``fp8_current``, ``aqt_fp8_full`` without bounds; delayed scaling before
+  its first step) the tokens of a prompt share a scale with their chunk, another ``prefill_chunk`` may change the
+  completion, and the cache is not exactly what one pass over the whole text would compute. All other recipes have
+  scales per token, or static scales.
 
-A key of the random stream belongs to a prompt's number and a position. Finished slots take the next prompt.
+The random key depends on the number of the prompt and on the position. A finished slot is reused for the next prompt.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from jaxquant.training.step import Model
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text to go on from.
+    """A text to continue.
 
     Attributes:
-      tokens: its tokens, with the beginning of a document where the tokenizer has one; none for an empty text.
-      name: what an error calls it, such as "prompt 3" or "prompts.txt line 7".
-      number: of its random stream; two prompts with one number and the same tokens are sampled alike.
+      tokens: tokens of the prompt, after the beginning-of-document token if the tokenizer has one; empty for an empty
+        text.
+      name: name in error messages, such as "prompt 3" or "prompts.txt line 7".
+      number: index of the random stream; two prompts with the same number and tokens get the same samples.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -48,13 +49,13 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What came out for a prompt.
+    """Result of a prompt.
 
     Attributes:
-      prompt: the prompt.
-      tokens: the new tokens, without the end of the document.
-      stopped: by ``max_new_tokens``, at the ``cache_end``, at the ``document_end``, or ``refused``.
-      message: for a refused prompt, why, as one sentence; else "".
+      prompt: prompt that was continued.
+      tokens: new tokens, without the end of the document.
+      stopped: reason for the end: ``max_new_tokens``, ``cache_end``, ``document_end``, or ``refused``.
+      message: reason why a prompt was refused, as one sentence; otherwise "".
     """
 
     prompt: Prompt
@@ -65,15 +66,15 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits.
+    """Method of choosing a token from logits.
 
     Attributes:
-      temperature: 0 takes the likeliest; above, logits are divided by it and a token is drawn.
-      top_p: draw from the likeliest tokens that make up this share of the probability, with the one that crosses it.
-      seed: of the draws.
+      temperature: 0 selects the most likely token; otherwise logits are divided by it and a token is sampled.
+      top_p: sample from the smallest set of most likely tokens that reaches this share of the probability.
+      seed: seed of the samples.
 
     Raises:
-      ValueError: a value out of range.
+      ValueError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -83,50 +84,51 @@ class Sampling:
     def __post_init__(self) -> None:
         check_fields(self)
         if not (0 <= self.temperature < float("inf")):
-            raise ValueError(f"temperature {self.temperature} must not be negative; 0 takes the likeliest token")
+            raise ValueError(f"temperature {self.temperature} must not be negative; 0 selects the most likely token")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p} must lie above 0 and not above 1; 1 draws from all tokens")
+            raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1; 1 samples from all tokens")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed {self.seed} must lie between 0 and 4294967295")
+            raise ValueError(f"seed {self.seed} must be between 0 and 4294967295")
 
 
 def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """Choose a token from logits [V].
 
     Args:
-      logits: of one position.
-      key: random key, not read where the temperature is 0.
+      logits: logits of one position.
+      key: random key; unused if the temperature is 0.
       sampling: temperature and top_p.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    # From the largest down, and by a normal number: a tiny temperature is greedy, and nothing overflows.
+    # Subtract the maximum and use a normal float32 temperature, so that a tiny temperature is greedy and nothing
+    # overflows.
     logits = logits.astype(jnp.float32)
     logits = (logits - logits.max()) / max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
     if sampling.top_p < 1:
         ordered = jnp.sort(logits, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered)) - jax.nn.softmax(ordered)
-        # The likeliest token stays whatever rounding makes of a small top_p.
+        # The most likely token stays, even if a small top_p is rounded.
         kept = (before < sampling.top_p).at[0].set(True)
         logits = jnp.where(logits >= jnp.where(kept, ordered, jnp.inf).min(), logits, -jnp.inf)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
 class Engine:
-    """A decoder with room for ``slots`` texts of ``max_length`` tokens.
+    """A decoder with a cache of ``slots`` texts with ``max_length`` tokens each.
 
     Args:
-      model, params, quant_state: the decoder.
-      shape: its shape.
-      max_length: positions of a text, prompt and completion together.
-      slots: texts that are decoded together.
-      prefill_chunk: tokens of a prompt that are run at once.
-      sampling: how tokens are chosen.
-      end_token: a token that ends a text, or None.
+      model, params, quant_state: decoder, its parameters and its quant state.
+      shape: shape of the decoder.
+      max_length: positions of a text, for prompt and completion together.
+      slots: number of texts that are decoded together.
+      prefill_chunk: tokens of a prompt per prefill call.
+      sampling: method of choosing tokens.
+      end_token: token that ends a text, or None.
       quantization: ``kv_quant_dtype`` and ``kv_quant_axis`` of the cache, see ``jaxquant.serving.kv_cache``.
 
     Raises:
-      ValueError: a size out of range, or an unknown quantization of the cache.
+      ValueError: a size is out of range, or the quantization of the cache is unknown.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Engine:
         self._model, self._variables = model, (params, quant_state)
         self._sampling, self._end, self._has_experts = sampling or Sampling(), end_token, shape.num_experts > 0
         self._empty = lambda rows: empty_cache(shape, rows, max_length, **quantization)
-        jax.eval_shape(lambda: self._empty(1))  # an unknown quantization is an error now
+        jax.eval_shape(lambda: self._empty(1))  # raises for an unknown quantization
         self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
         self._decode = jax.jit(self._decode_slots, donate_argnums=1)
         self._insert = jax.jit(_insert, donate_argnums=0)
@@ -159,7 +161,7 @@ class Engine:
     # -- the three programs ------------------------------------------------------------------------------------------
 
     def prefill(self, prompt: Prompt) -> tuple[int, KVCache]:
-        """Run a prompt, and give its first new token and the cache of one row that holds the prompt."""
+        """Run a prompt; returns its first new token and a one-row cache that holds the prompt."""
         tokens, size = np.asarray(prompt.tokens, np.int32), self.prefill_chunk
         cache, token = self._empty(1), None
         for start in range(0, len(tokens), size):
@@ -172,29 +174,29 @@ class Engine:
         return int(token), cache
 
     def empty(self) -> KVCache:
-        """Make the cache of all slots."""
+        """Create the cache of all slots."""
         return self._empty(self.slots)
 
     def insert(self, cache: KVCache, row: KVCache, slot: int) -> KVCache:
-        """Insert the cache of one row into a slot; ``cache`` is given away."""
+        """Insert a one-row cache into a slot; donates ``cache``."""
         return self._insert(cache, row, np.int32(slot))
 
     def decode(
         self, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, active: np.ndarray, numbers: np.ndarray
     ) -> tuple[np.ndarray, KVCache]:
-        """Run one token of each slot and choose the next ones; ``cache`` is given away.
+        """Run one token in each slot and choose the next tokens; donates ``cache``.
 
         Args:
-          cache: of all slots.
-          tokens, positions: [slots] int32, the newest token of each slot and its position.
-          active: [slots] bool; a slot that is not writes nothing.
-          numbers: [slots] int32, of the prompts.
+          cache: cache of all slots.
+          tokens, positions: [slots] int32, latest token of each slot and its position.
+          active: [slots] bool; inactive slots write nothing.
+          numbers: [slots] int32, numbers of the prompts.
 
         Raises:
-          ValueError: a position outside of the cache.
+          ValueError: a position is outside of the cache.
         """
         if (positions[active] >= self.max_length).any() or (positions[active] < 0).any():
-            raise ValueError(f"positions {positions[active]} do not lie in a cache of max_length {self.max_length}")
+            raise ValueError(f"positions {positions[active]} are outside of a cache of max_length {self.max_length}")
         chosen, cache = self._decode(self._variables, cache, tokens, active.astype(np.int32), positions, numbers)
         return np.asarray(chosen), cache
 
@@ -202,7 +204,7 @@ class Engine:
         return self._model.apply(*variables, *inputs, rngs={"quant": jax.random.key(0)}, cache=cache)
 
     def _sample(self, logits: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
-        """Choose the token at a position of the prompt of that number."""
+        """Choose the token at a position of the prompt with a number."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._sampling.seed), number), position)
         return sample(logits, key, self._sampling)
 
@@ -222,7 +224,7 @@ class Engine:
             return self._sample(logits[0, 0], number, position + 1), jax.tree.map(lambda leaf: leaf[0], one)
 
         slots = cache, tokens, valid, positions, numbers
-        # jax has no vmap of a ragged matmul whose weights all slots share: experts take one slot after the other.
+        # jax cannot vmap a ragged matmul with shared weights, so experts process one slot at a time.
         return jax.lax.map(lambda one: decode(*one), slots) if self._has_experts else jax.vmap(decode)(*slots)
 
     # -- all prompts -------------------------------------------------------------------------------------------------
@@ -234,24 +236,24 @@ class Engine:
         on_token: Callable[[int, int], None] = lambda place, token: None,
         on_done: Callable[[int, Completion], None] = lambda place, completion: None,
     ) -> list[Completion]:
-        """Go on from every prompt; a prompt that is empty or too long is refused, and the rest go on.
+        """Continue every prompt; empty and too long prompts are refused without affecting the others.
 
         Args:
-          prompts: any number of them.
-          max_new_tokens: of each.
-          on_token: called with a prompt's place in the list and a new token, as it comes.
-          on_done: called with a prompt's place in the list and its completion, refused ones first.
+          prompts: any number of prompts.
+          max_new_tokens: maximum number of new tokens per prompt.
+          on_token: callback with the index of a prompt and its new token.
+          on_done: callback with the index of a prompt and its completion, refused prompts first.
 
         Returns:
           The completions, in the order of the prompts.
 
         Raises:
-          ValueError: ``max_new_tokens`` below 1.
+          ValueError: ``max_new_tokens`` is below 1.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1")
         done: dict[int, Completion] = {}
-        waiting, running = collections.deque(enumerate(prompts)), {}  # places by slot
+        waiting, running = collections.deque(enumerate(prompts)), {}  # indices by slot
         texts: list[list[int]] = [[] for _ in prompts]
 
         def finish(place: int, stopped: Any, message: str = "") -> None:
@@ -259,7 +261,7 @@ class Engine:
             on_done(place, done[place])
 
         def is_finished(place: int, token: int) -> bool:
-            """Take a new token, and return whether the text ends with it."""
+            """Record a new token; returns whether the text ends with it."""
             if token == self._end:
                 finish(place, "document_end")
                 return True
@@ -290,7 +292,7 @@ class Engine:
             if not running:
                 break
             active = np.isin(np.arange(self.slots), list(running))
-            # Copies: an array that is handed over may be read after this loop has gone on to change it.
+            # Copies, because the arrays may be read asynchronously after the loop has changed them.
             chosen, cache = self.decode(cache, tokens.copy(), positions.copy(), active, numbers.copy())
             tokens[active] = chosen[active]
             positions[active] += 1
@@ -298,12 +300,12 @@ class Engine:
         return [done[place] for place in range(len(prompts))]
 
     def refusal(self, prompt: Prompt) -> str:
-        """Return why a prompt cannot be answered; "" where it can."""
+        """Return the reason why a prompt is refused, or ""."""
         length, limit = len(prompt.tokens), self.max_length - 1
         if not length:
-            return f"{prompt.name} is empty; give it at least one token"
+            return f"{prompt.name} is empty; provide at least one token"
         if length > limit:
-            return f"{prompt.name} has {length} tokens, and the limit is {limit}; shorten it or raise max_length"
+            return f"{prompt.name} has {length} tokens, but the limit is {limit}; shorten it or raise max_length"
         return ""
 
 

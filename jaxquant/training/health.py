@@ -1,10 +1,10 @@
-"""Health of a run: amax, scale, saturation, flushing and SQNR of every linear layer's tensors, every so many steps.
+"""Health of a run: amax, scale, saturation, flushing and SQNR of the tensors of every linear layer, at intervals.
 
-At a health step the model runs forward and backward once more on a part of the step's batch, with the state that the
-step starts from. The tensors are those of that part alone: an amax of ``input`` or ``output_grad`` is that of the
-sampled sequences, and so is a dynamic per-tensor scale. Kernels, and scales from quant state, are whole.
+At a health step the model runs forward and backward once more on part of the step's batch, with the state that the step
+starts from. Statistics of ``input`` and ``output_grad``, and dynamic per-tensor scales, cover only the sampled
+sequences. Kernels, and scales from quant state, are complete.
 
-Of a state, or a step, that is not finite, the first array that is not is named with its layer.
+If a state or a step is not finite, the first non-finite array is reported with its layer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from jaxquant.training.sharding import BATCH
 from jaxquant.training.step import Batch, Program, TrainState, example_inputs
 
 SHARE = 8
-"""One in so many sequences of a batch is measured, where ``health_sequences`` does not say."""
+"""One in this many sequences of a batch is measured, unless ``health_sequences`` is set."""
 
 WARN_SATURATED = 0.01
-"""Share of clipped elements above which a line is printed: a delayed scale that follows its tensor clips next to none,
-and a clipping calibration that cuts one element in a hundred has its range too small."""
+"""Share of clipped elements above which a line is printed.
+
+Delayed scaling that follows its tensor clips almost nothing; a calibration that clips one element in a hundred has too
+small a range.
+"""
 
 WARN_SQNR_DB = {8: 20.0, 4: 10.0}
-"""SQNR by bits of the element below which a line is printed, in dB.
+"""SQNR in dB below which a line is printed, by bits of the element.
 
-20 dB is an error of a tenth of the tensor (root mean square), 10 dB of a third. N(0, 1) comes out at 31.5 (e4m3), 25.8
-(e5m2), about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the line has lost more than twice that error to
-clipping, flushing or outliers.
+20 dB is a root mean square error of a tenth of the tensor, 10 dB of a third. N(0, 1) has 31.5 dB (e4m3), 25.8 (e5m2),
+about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the limit has lost more than twice that error to clipping,
+flushing or outliers.
 """
 _LINES = 3
 
@@ -55,10 +58,10 @@ class Health:
     """A jitted health pass.
 
     Attributes:
-      rows: the linear layers.
-      sequences: how many sequences of a batch are measured.
-      measure: (state, batch) -> ({statistic: float32 [rows, 3]}, shares of ``jaxquant.optim.moment_health``); reads the
-        state and leaves it as it is.
+      rows: linear layers.
+      sequences: number of sequences measured per batch.
+      measure: function (state, batch) -> ({statistic: float32 [rows, 3]}, shares of ``jaxquant.optim.moment_health``);
+        does not change the state.
     """
 
     rows: tuple[HealthRow, ...]
@@ -70,7 +73,7 @@ def build_health(program: Program) -> Health:
     """Build the health pass of a program.
 
     Raises:
-      ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
+      ValueError: ``health_sequences`` does not divide the batch, or is not divisible by the devices or shards.
     """
     config, mesh = program.config, program.mesh
 
@@ -82,11 +85,12 @@ def build_health(program: Program) -> Health:
     stride = config.batch_size // sequences
 
     def measure(state: TrainState, batch: Batch) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        # Strided, so that the batch axis stays sharded as it is.
+        # Strided, so that the batch axis keeps its sharding.
         part = {name: x.reshape(-1, stride, *x.shape[1:])[:, 0] for name, x in batch.items()}
         tokens, all_tokens = ((b["segment_ids"] != 0).sum().astype(jnp.float32) for b in (part, batch))
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        # A gradient of the whole batch's mean loss, not of the part's: the output gradients have the step's magnitude.
+        # Gradient of the mean loss of the whole batch, so that the output gradients have the same magnitude as in the
+        # step.
         found = monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
         return found, moment_health(state.opt_state)
 
@@ -96,18 +100,18 @@ def build_health(program: Program) -> Health:
 
 
 def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
-    """Choose how many sequences of a batch are measured.
+    """Return the number of sequences of a batch to measure.
 
     Args:
-      config: ``batch_size``, ``gradient_accumulation_steps`` and ``health_sequences``; 0 is the smallest number that
-        fits and is an eighth or more, or the largest that fits into a micro-batch, where an eighth does not: the pass
-        holds all that it measures at once, and what fits in training has to fit here.
-      devices: over which a batch is spread evenly.
-      shards: blocks into which a recipe cuts the batch.
+      config: ``batch_size``, ``gradient_accumulation_steps`` and ``health_sequences``. 0 selects the smallest valid
+        number that is at least an eighth of the batch. If that exceeds a micro-batch, it selects the largest valid
+        number that fits into one, because the pass holds all measured sequences in memory at once.
+      devices: number of devices that share a batch evenly.
+      shards: number of blocks into which a recipe splits the batch.
 
     Raises:
-      ValueError: ``health_sequences`` does not divide ``batch_size``, or devices or shards do not divide it; or it is
-        0, and nothing that they divide fits into a micro-batch.
+      ValueError: ``health_sequences`` does not divide ``batch_size``, or is not divisible by the devices or shards; or
+        it is 0, and no valid number fits into a micro-batch.
     """
     batch, unit = config.batch_size, math.lcm(devices, shards)
     fitting = [n for n in range(1, batch + 1) if batch % n == 0 and n % unit == 0]
@@ -126,11 +130,11 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
 
 
 class HealthLog:
-    """Writes health passes down and prints a line for each tensor that goes wrong, once.
+    """Writer of health passes that also prints one line for each tensor with a fault, once.
 
     Args:
-      health: the pass.
-      metrics: takes the rows, the worst values and the lines.
+      health: health pass.
+      metrics: metrics that receive the rows, the worst values and the lines.
     """
 
     def __init__(self, health: Health, metrics: Metrics):
@@ -138,7 +142,7 @@ class HealthLog:
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, measured: tuple[dict[str, jax.Array], dict[str, Any]]) -> None:
-        """Write what ``Health.measure`` returned of a step, which waits for it."""
+        """Write the result of ``Health.measure`` for a step, which blocks until it is computed."""
         table, moments = jax.tree.map(np.asarray, measured)
         self._metrics.health(to_json(step, self._health, table, moments), worst(table, moments))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
@@ -150,18 +154,18 @@ class HealthLog:
 
 
 def to_json(step: int, health: Health, table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of ``health.jsonl``: layers by name and, by tensor and statistic, one number a layer.
+    """Return a line of ``health.jsonl``: layer names and, by tensor and statistic, one number per layer.
 
-    Where the optimizer has moments in 8 bits, also the shares of those that underflow, by path.
+    If the optimizer has 8-bit moments, the line also has the shares of moments that underflow, by path.
 
-    A number that there is none of (the scale of a float tensor) is null, and so is an infinite one, which JSON does not
-    have: the SQNR of a tensor that quantization leaves as it is, the amax of one whose ``nonfinite`` is above 0.
+    A missing number (the scale of a float tensor) is null, and so is an infinite one, which JSON cannot represent: the
+    SQNR of a tensor that quantization does not change, the amax of a tensor whose ``nonfinite`` is above 0.
 
     Args:
-      step: that the pass was made at.
-      health: the pass.
+      step: step of the pass.
+      health: health pass.
       table: statistic -> [rows, 3].
-      moments: what ``moment_health`` returned.
+      moments: result of ``moment_health``.
     """
 
     def column(statistic: str, place: int) -> list[float | None]:
@@ -175,7 +179,7 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray], moments: di
 
 
 def worst(table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, float]:
-    """Return the lowest SQNR and the largest shares over all tensors and moments; nothing of what is not quantized."""
+    """Return the lowest SQNR and the largest shares over all quantized tensors and moments."""
     names = {"lowest_sqnr_db": "sqnr"} | {f"largest_{name}": name for name in ("saturated", "flushed", "nonfinite")}
     of = {"sqnr": np.nanmin}
     known = {name: each for name, each in names.items() if not np.isnan(table[each]).all()}
@@ -185,14 +189,14 @@ def worst(table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, fl
 
 
 def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list[tuple[tuple[int, str], str]]:
-    """List the tensors that are not finite, saturate or fall under the SQNR of their format; worst first.
+    """Return the tensors that are not finite, saturate, or are below the SQNR limit of their format; worst first.
 
     Args:
-      rows: the layers.
+      rows: linear layers.
       table: statistic -> [rows, 3].
 
     Returns:
-      ((row, tensor), text) each.
+      List of ((row, tensor), text).
     """
     found: list[tuple[float, tuple[int, str], str]] = []
     for index, row in enumerate(rows):
@@ -215,15 +219,15 @@ def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list
 
 
 class FiniteCheck:
-    """Names the first array of a state that is not finite; reads every array once, where it lies."""
+    """Search for the first non-finite array of a state; reads every array once, on its device."""
 
     def __init__(self, program: Program):
         self._are_finite = jax.jit(_are_finite, out_shardings=program.replicated)
 
     def __call__(self, state: TrainState) -> str | None:
-        """Return path, and layer where layers are stacked, of the first; parameters come first. None if all is finite.
+        """Return the path of the first non-finite array, or None. Blocks until the state is ready.
 
-        It waits for the state.
+        The path includes the layer if layers are stacked; parameters come first.
         """
         for part in ("params", "quant_state", "opt_state"):
             for path, finite in jax.device_get(processes.in_order(self._are_finite(getattr(state, part)))).items():
@@ -233,7 +237,7 @@ class FiniteCheck:
 
 
 def _are_finite(tree: Any) -> dict[str, jax.Array]:
-    """Return whether each array of a tree is finite, for each layer where layers are stacked."""
+    """Return whether each array of a tree is finite, for each layer if layers are stacked."""
 
     def reduce(path: str, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all(axis=tuple(range(int("layers" in path.split("/") and x.ndim > 0), x.ndim)))
@@ -243,13 +247,13 @@ def _are_finite(tree: Any) -> dict[str, jax.Array]:
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
-    """Find the linear layer that first met a non-finite number in a step: a health pass over its whole batch.
+    """Find the linear layer with the first non-finite number of a step, by a health pass over the whole batch.
 
     Args:
-      program: of the run.
-      state: the last good one, from which the failing step started.
-      batch: of the failing step.
-      key: of the failing step's random streams.
+      program: program of the run.
+      state: last finite state, from which the failing step started.
+      batch: batch of the failing step.
+      key: key of the failing step's random streams.
     """
     monitor = health(program.model.module, program.loss, example_inputs(program.config))
     run = jax.jit(monitor, out_shardings=program.replicated)
@@ -263,5 +267,5 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
                     at, before = monitor.rows[number].name, monitor.rows[numbers[place - 1]].name
                     amax = found["amax"][numbers[place - 1], column]
                     known = f" (before it {before}, amax {amax:.4g})" if place else ""
-                    return f"the first non-finite {[*TENSORS][column]} of a linear layer is that of {at}{known}"
-    return "every linear layer's input, kernel and output gradient are finite; it overflows in what is made of them"
+                    return f"the first non-finite {[*TENSORS][column]} of a linear layer belongs to {at}{known}"
+    return "every linear layer's input, kernel and output gradient are finite; a value computed from them overflows"

@@ -1,4 +1,4 @@
-"""From a checkpoint of others to a run that trains on, or a converted checkpoint that serves."""
+"""Import of foreign checkpoints, into a run for further training or into a converted checkpoint for serving."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ from jaxquant.training.step import build, decoder_of
 from jaxquant.training.tokenizer import open_tokenizer
 
 Changes = Mapping[str, Any] | None
-"""Fields of ``TrainConfig`` that are not the checkpoint's."""
+"""Fields of ``TrainConfig`` that the checkpoint does not determine."""
 Progress = Callable[[Row], object]
-"""Called with the tokenizer and its origin, then with each tensor, its format, shape and bytes.
+"""Callback with the tokenizer and its origin, then with each tensor, its format, shape and bytes.
 
-``sqnr`` compares the written tensor with the decoded float32 of the checkpoint; it is infinite if they are equal."""
+``sqnr`` compares the written tensor with the decoded float32 tensor of the checkpoint; it is infinite if they are
+equal.
+"""
 
 
 def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
-    """Open a GGUF file or a Hugging Face folder as a Llama; one that jaxquant exported is compared with its sums.
+    """Open a GGUF file or a Hugging Face folder as a Llama; checksums are compared if jaxquant exported it.
 
     Args:
-      path: the file or folder.
-      has_tokenizer: whether its tokenizer is read.
+      path: file or folder.
+      has_tokenizer: whether to read the tokenizer.
 
     Raises:
-      FileNotFoundError, ValueError, NotImplementedError: it is none, damaged, or no Llama.
+      FileNotFoundError, ValueError, NotImplementedError: the checkpoint does not exist, is damaged, or is not a Llama.
     """
     path = Path(path)
     check_export(path)
@@ -64,59 +66,59 @@ def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[S
         return folder.source(has_tokenizer=has_tokenizer), folder
     if path.is_file():
         return open_gguf(path, has_tokenizer=has_tokenizer), None
-    raise FileNotFoundError(f"{path} does not exist; give a GGUF file or the folder of a Hugging Face model")
+    raise FileNotFoundError(f"{path} does not exist; pass a GGUF file or the folder of a Hugging Face model")
 
 
 def imported_config(
     shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
 ) -> TrainConfig:
-    """Return the configuration of a run with an imported model: its shape, its tokenizer and what is asked for.
+    """Return the configuration of a run with an imported model: its shape, its tokenizer and the requested changes.
 
     Raises:
-      ValueError, TypeError: a field of the shape that is asked for otherwise, or values that do not fit.
+      ValueError, TypeError: a requested field contradicts the shape, or a value is invalid.
     """
     fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
     if fixed := sorted(set(fields) & set(changes)):
         raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
     for name in ("num_experts", "shared_experts", "kv_lora_rank"):
         if changes.get(name):
-            raise ValueError(f"{name} is {changes[name]}, and {checkpoint} is a Llama, which has none; leave it out")
+            raise ValueError(f"{name} is {changes[name]}, but {checkpoint} is a Llama without it; leave it out")
     if tokenizer:
         fields["tokenizer_path"] = str(tokenizer)
     config = build_dataclass(TrainConfig, fields | changes)
     if (tokens := open_tokenizer(config.tokenizer_path).vocab_size) > config.vocab_size:
         given = f"tokenizer_path {config.tokenizer_path!r} has {tokens} tokens"
-        fix = "give the model's own tokenizer as tokenizer_path=FILE"
-        raise ValueError(f"{given}, and the embedding of {checkpoint} has {config.vocab_size} rows; {fix}")
+        fix = "set tokenizer_path=FILE to the model's own tokenizer"
+        raise ValueError(f"{given}, but the embedding of {checkpoint} has {config.vocab_size} rows; {fix}")
     return config
 
 
 def import_to_run(
     checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
-    """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
+    """Write a run whose step 0 has the parameters of a checkpoint; ``jaxquant train`` continues it.
 
-    Quantized layers are decoded to float32, which each of their values is exactly or rounded once. A run that quantizes
-    them again does so on ``native``, which keeps a grid (``TensorSpec.keeps_grid``), if ``changes`` names no backend.
+    Quantized layers are decoded to float32, exactly or with one rounding. A run that quantizes them again uses
+    ``native``, which keeps a grid (``TensorSpec.keeps_grid``), unless ``changes`` sets a backend.
 
     Args:
       checkpoint: GGUF file, or Hugging Face folder.
       run_dir: folder of the run; it must not exist.
       changes: fields of ``TrainConfig``: data, optimizer, and the quantization to train with.
-      progress: called with the tokenizer and with each tensor.
+      progress: callback with the tokenizer and each tensor.
 
     Raises:
-      FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
-      ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
+      FileNotFoundError, FileExistsError: the checkpoint does not exist, or the run exists.
+      ValueError, NotImplementedError: the checkpoint or configuration does not fit.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
-    source, folder, files = _opened(checkpoint, changes, progress)
+    source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     is_quantized = any(map(source.quantized, source.shape.linears())) if folder is None else folder.quantization
     if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
         changes.setdefault("quant_backend", "native")
     try:
         run_dir.mkdir(parents=True)
-        tokenizer = _write(files, run_dir)
+        tokenizer = _write_tokenizer(files, run_dir)
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
@@ -131,10 +133,10 @@ def import_to_run(
     return program.config
 
 
-def _opened(
+def _open_with_tokenizer(
     checkpoint: Path, changes: Mapping[str, Any], progress: Progress
 ) -> tuple[Source, HfFolder | None, dict[str, str]]:
-    """Open a checkpoint; also returns the files of its tokenizer by name, none if ``tokenizer_path`` is given.
+    """Open a checkpoint. Also returns the files of its tokenizer by name, empty if ``tokenizer_path`` is set.
 
     Raises:
       ValueError: there is no tokenizer.
@@ -142,7 +144,7 @@ def _opened(
     is_own = "tokenizer_path" not in changes
     source, folder = open_checkpoint(checkpoint, has_tokenizer=is_own)
     if is_own and source.vocabulary is None:
-        fix = "give a tokenizer.json as tokenizer_path=FILE, or bytes as tokenizer_path="
+        fix = "set tokenizer_path=FILE to a tokenizer.json, or tokenizer_path= for bytes"
         raise ValueError(f"{checkpoint} has no tokenizer; {fix}")
     files = {name: json.dumps(contents) for name, contents in tokenizer_files(source.vocabulary).items()}
     if is_own and (checkpoint / "tokenizer.json").is_file():
@@ -153,15 +155,15 @@ def _opened(
     return source, folder, files
 
 
-def _write(files: Mapping[str, str], folder: str | Path) -> Path | None:
-    """Write the files of a tokenizer, and return the path of its ``tokenizer.json``, or None without files."""
+def _write_tokenizer(files: Mapping[str, str], folder: str | Path) -> Path | None:
+    """Write the files of a tokenizer; returns the path of its ``tokenizer.json``, or None without files."""
     for name, text in files.items():
         (Path(folder) / name).write_text(text, encoding="utf-8")
     return Path(folder).absolute() / "tokenizer.json" if files else None
 
 
 def _each_parameter(source: Source, config: TrainConfig, make: Callable[[str, str], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter by its path: what ``make`` returns for (path, module), stacked where layers are stacked."""
+    """Yield path and value of each parameter: the result of ``make(path, module)``, stacked if layers are stacked."""
     modules: dict[str, list[str]] = {}
     for module, place in places(config, source.shape).items():
         modules.setdefault(place.path, []).append(module)
@@ -175,20 +177,20 @@ def _is_stacked(path: str) -> bool:
 
 
 def _read(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
-    """Return the part of a float parameter that a module is; ``leaf`` has the shape of the whole."""
+    """Return the part of a float parameter that belongs to a module; ``leaf`` has the shape of the parameter."""
     return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
 
 
 def float_parameters(
     source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
 ) -> dict[str, Any]:
-    """Return a model's parameters, each of the dtype and in the place that its shape says.
+    """Return a model's parameters with the dtypes and shardings of ``shapes``.
 
     Args:
-      source: the model.
-      config: of the decoder.
-      shapes: of its parameters.
-      progress: called with each tensor.
+      source: model to read.
+      config: configuration of the decoder.
+      shapes: parameters of the decoder, as shapes.
+      progress: callback with each tensor.
     """
     wanted = leaves_by_path(shapes)
 
@@ -205,28 +207,30 @@ def float_parameters(
 def import_to_serve(
     checkpoint: str | Path, out: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
-    """Write a converted checkpoint that serves, of a checkpoint of others.
+    """Write a converted checkpoint for serving from a foreign checkpoint.
 
-    Layers keep the elements and scales of the checkpoint under every string whose weights are of their type and
-    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the strings of GGML's formats and others. Where
-    nothing is asked for, it is the string that quantizes weights and inputs as the checkpoint says. Anything else is
-    converted from the decoded float.
+    Layers keep the elements and scales of the checkpoint with every string whose weights have the same type and
+    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the strings of GGML's formats and others. Without
+    a requested quantization, the string is the one that quantizes weights and inputs as the checkpoint does. Other
+    layers are converted from the decoded float weights.
 
     Args:
-      checkpoint, progress: as for ``import_to_run``.
+      checkpoint, progress: same as for ``import_to_run``.
       out: folder to write; it must not exist.
       changes: fields of ``TrainConfig``, such as ``quantization`` and ``dtype``.
 
     Raises:
-      FileNotFoundError, FileExistsError: no such checkpoint, or ``out`` is there.
-      ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
+      FileNotFoundError, FileExistsError: the checkpoint does not exist, or ``out`` exists.
+      ValueError, NotImplementedError: the checkpoint or configuration does not fit.
     """
     checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
-    source, folder, files = _opened(checkpoint, changes, progress)
+    source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
     with tempfile.TemporaryDirectory() as place:
-        config = imported_config(source.shape, checkpoint, _write(files, place), changes | {"remat_policy": "none"})
+        config = imported_config(
+            source.shape, checkpoint, _write_tokenizer(files, place), changes | {"remat_policy": "none"}
+        )
         _, decoder, tokens = decoder_of(config)
     if files:
         config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
@@ -237,7 +241,7 @@ def import_to_serve(
     def make(path: str, module: str) -> Any:
         layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
         scale = None if layer is None else _input_scale(source, module, layer)
-        part = None if layer is None else _kept(source, folder, module, layer)
+        part = None if layer is None else _keep_weight(source, folder, module, layer)
         array = None if part is not None and part.codec else _read(source, module, leaves[path], path)
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
@@ -246,7 +250,7 @@ def import_to_serve(
         else:
             part = as_read(path, array, decoder)
             kind = part.dtype.name
-        ratio = math.inf  # bytes of a codec are the checkpoint's own
+        ratio = math.inf  # codec bytes are copied
         if array is not None:
             back = np.asarray(dequantize(part) if isinstance(part, QTensor) else part)
             ratio = sqnr(array, back, back.dtype)
@@ -263,10 +267,10 @@ def import_to_serve(
 
 
 def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
-    """Return the config string that keeps the weights of a checkpoint and quantizes inputs as it says.
+    """Return the config string that keeps the weights of a checkpoint and quantizes inputs as the checkpoint does.
 
     Raises:
-      ValueError: there is none; names those that keep the weights.
+      ValueError: there is no such string; the message names the strings that keep the weights.
     """
     names, kept = list(source.shape.linears()), []
     if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
@@ -274,19 +278,19 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     specs = set() if folder is None else {folder.spec(name) for name in names}
     recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
     if len(specs) == 1 and (spec := specs.pop()) is not None:
-        with contextlib.suppress(NotImplementedError):  # no recipe says it
-            weight = _numbers(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
-            kept = [name for name, recipe in recipes.items() if _numbers(recipe.fwd)[1] == weight]
-            wanted = _numbers(to_recipe(spec, "").fwd)
-            if found := next((name for name in kept if _numbers(recipes[name].fwd) == wanted), None):
+        with contextlib.suppress(NotImplementedError):  # no matching recipe
+            weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
+            kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
+            wanted = _comparable_specs(to_recipe(spec, "").fwd)
+            if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
                 return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
-    fix = f"say how to serve it, as with quantization={kept[0] if kept else 'int8'}"
-    raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
+    fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
+    raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
 
 
-def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
-    """Return what of a forward matmul a checkpoint's config says too; a delayed scale is a static one when served."""
+def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
+    """Return the parts of a forward matmul that checkpoints describe too; when served, a delayed scale is static."""
 
     def plain(operand: Any, is_input: bool) -> Any:
         if not isinstance(operand, TensorSpec):
@@ -298,23 +302,23 @@ def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
 
 
 def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
-    """Return the static scale of a layer's input, None where the recipe's is dynamic."""
+    """Return the static scale of a layer's input, or None if the recipe has a dynamic scale."""
     spec = layer.recipe.resolve("fwd", "lhs")
     if spec is None or spec.scaling == "dynamic":
         return None
     if module not in source.input_amax:
-        lack = f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one"
-        fix = "choose a string whose scales are dynamic, such as fp8_current, or import a run and convert that"
-        raise ValueError(f"{lack}; {fix}")
+        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} needs one"
+        fix = "choose a string with dynamic scales, such as fp8_current, or import a run and convert it"
+        raise ValueError(f"{problem}; {fix}")
     scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
     return np.full((1,) * len(layer.shape), scale)
 
 
-def _kept(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
-    """Return a layer's weight with the checkpoint's own values, None where the recipe has another format.
+def _keep_weight(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
+    """Return a layer's weight with the checkpoint's own values, or None if the recipe has another format.
 
     Raises:
-      ValueError: scales that belong to parts of several heads; values that are not finite.
+      ValueError: a scale covers parts of several heads, or a value is not finite.
     """
     spec, shape, axes = kernel.recipe.resolve("fwd", "rhs"), kernel.shape, kernel.axes
     assert spec is not None
@@ -335,7 +339,7 @@ def _kept(source: Source, folder: HfFolder | None, module: str, kernel: LayerKer
     size, block = layer.elements.shape, block_shape(shape, spec, axes)
     wanted = block_shape(size, spec, (1,))
     grid = scale_shape(size, wanted)
-    # One scale of the whole tensor may stand for each of its blocks.
+    # One scale of the whole tensor can be repeated for each block.
     fits = layer.scale.size == 1 or tuple(map(min, layer.block, size)) == wanted
     scale, outer = layer.levels or (layer.scale, None)
     own = scale.astype(spec.scale_dtype)
@@ -351,7 +355,5 @@ def _kept(source: Source, folder: HfFolder | None, module: str, kernel: LayerKer
     except BlocksError:
         tensor = None
     if tensor is None or tensor.blocks != block:
-        raise ValueError(
-            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
-        )
+        raise ValueError(f"{module} cannot keep its values with heads {shape}; import it into a run and convert it")
     return tensor

@@ -1,4 +1,4 @@
-"""One writer a run folder: a second process is told who the first one is, and a dead one's place is taken."""
+"""Lock of a run folder: a second writer gets an error, and the lock of a dead writer is taken over."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 NAME = "writer.lock"
 STALE_S = 90.0
-"""A writer whose process cannot be seen from here, and that has not touched the file for so long, is dead."""
-_TRY_S = 3.0  # a file that says nothing is taken after two
-_SEEN_S = 0.5  # of a process on this host one look tells whether it lives
+"""Seconds after which a writer is considered dead if its process is not visible and it has not touched the file."""
+_TRY_S = 3.0  # an empty lock file is taken over after two seconds
+_LOCAL_S = 0.5  # enough to see whether a process on this host is alive
 
 
 class Busy(ValueError):
-    """Another process writes to the run folder."""
+    """Raised when another process writes to the run folder."""
 
 
 class RunLock:
-    """The right to write to a run folder, for the first process of a run.
+    """Lock on a run folder, held by the first process of a run.
 
-    The file says whose it is, and its time of change is a heartbeat for hosts and containers that do not see each
-    other's processes.
+    The file names its owner. Its modification time is a heartbeat for hosts and containers that cannot see each other's
+    processes.
     """
 
     def __init__(self, run_dir: Path):
@@ -33,43 +33,44 @@ class RunLock:
         self._lease = filelock.SoftFileLease(run_dir / NAME, lease_duration=STALE_S, thread_local=False)
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Take the folder, which is there; nothing to do where this process has it.
+        """Acquire the lock of an existing folder; does nothing if this process has it.
 
         Raises:
-          Busy: a living process has it, named with its host. Where that process cannot be seen, it takes a while.
+          Busy: a live process holds the lock; the message names it and its host. This can take ``STALE_S`` seconds if
+            that process is not visible from here.
           OSError: the file cannot be written.
         """
         if self._lease.is_locked:
             return
         before = self._lease.owner
         who = _name(before)
-        limit = _SEEN_S if before else _TRY_S
+        limit = _LOCAL_S if before else _TRY_S
         if before and before.hostname != _own_hostname():
             limit = STALE_S + _TRY_S
-            say(f"{NAME} is of {who}; waiting for up to {limit:.0f} s to see whether it lives")
+            say(f"{NAME} belongs to {who}; waiting up to {limit:.0f} s to see whether it is alive")
         try:
             self._lease.acquire(timeout=limit)
         except self._timeout:
             where = f"run {self._run_dir} is being written by {_name(self._lease.owner or before)}"
             raise Busy(f"{where}; wait for it, stop it, or choose another run_dir") from None
         if before:
-            say(f"{who} is gone; going on in its place")
+            say(f"{who} is dead; taking over its lock")
 
     def check(self) -> None:
-        """Look whether the folder is still this process's, which has acquired it.
+        """Check that this process still holds the lock.
 
         Raises:
-          Busy: another process has taken it over, as it may where this one did not touch the file for so long.
+          Busy: another process has taken the lock, which can happen after this one did not touch the file for long.
         """
         deadline, owner = time.monotonic() + _TRY_S, self._lease.owner
         while not owner and self._run_dir.is_dir() and time.monotonic() < deadline:
-            time.sleep(0.05)  # who looks whether the file is stale lays it aside for a moment
+            time.sleep(0.05)  # another process that checks for staleness moves it for a moment
             owner = self._lease.owner
         if self._run_dir.is_dir() and (not owner or owner.token != self._lease.token):
-            raise Busy(f"run {self._run_dir} was taken over by {_name(owner)} while this process stood still")
+            raise Busy(f"run {self._run_dir} was taken over by {_name(owner)} while this process was suspended")
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the lock."""
         self._lease.release()
 
 
@@ -78,7 +79,7 @@ def _name(owner: Any) -> str:
 
 
 def _own_hostname() -> str:
-    """Return what a lease calls this host: a container's has more than its name."""
+    """Return the name of this host in a lease; in a container it differs from the host name."""
     import filelock
 
     with tempfile.TemporaryDirectory() as folder, filelock.SoftFileLease(f"{folder}/{NAME}") as lease:

@@ -1,4 +1,4 @@
-"""The training loop: steps, held-out loss, checkpoints, an orderly stop, and the end of a run that diverged."""
+"""Training loop: steps, held-out loss, checkpoints, graceful stop, and divergence handling."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix
 
 
 class Diverged(RuntimeError):
-    """A loss, a gradient norm, an update or a state was not finite."""
+    """Raised when a loss, gradient norm, update or state is not finite."""
 
 
 class Halted(RuntimeError):
-    """What the run writes cannot be written any more, or is another's to write."""
+    """Raised when the run folder can no longer be written, or another run has taken it."""
 
 
 @dataclasses.dataclass
-class _Pending:
-    """A step that was started and whose metrics have not been read."""
+class _PendingStep:
+    """A dispatched step whose metrics have not been read yet."""
 
     step: int
     metrics: dict[str, jax.Array]
@@ -57,9 +57,9 @@ class _Pending:
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGHUP and Ctrl-C, so that the loop stops after the step at hand; a second one stops at once.
+    """Handler of SIGTERM, SIGHUP and Ctrl-C: the first signal stops the loop after the current step, a second at once.
 
-    A terminal that closes sends SIGHUP more than once: the second is not heard. Nor is the first under ``nohup``.
+    A closing terminal sends SIGHUP more than once, so repeats are ignored. Under ``nohup``, SIGHUP is not handled.
     """
 
     def __init__(self) -> None:
@@ -69,23 +69,27 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else self._before[number])
 
 
 def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], None]:
-    """Check and build all that a run needs, and return the function that trains.
+    """Validate the configuration, build the run, and return the function that trains it.
+
+    Args:
+      config: configuration of the run.
+      say: function that prints a line of output before training starts.
 
     Raises:
-      ValueError, TypeError, NotImplementedError, OSError: the configuration, the data or the run's folder do not fit.
+      ValueError, TypeError, NotImplementedError, OSError: the configuration, the data or the run folder is invalid.
     """
     if not config.run_dir:
         raise ValueError("run_dir is empty; name the folder of the run")
@@ -93,8 +97,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     lock = RunLock(run_dir)
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
-        if jax.process_count() == 1 and run_dir.is_dir():  # of several, each may see it or not yet
-            _own(lambda: lock.acquire(say), run_dir)
+        if jax.process_count() == 1 and run_dir.is_dir():  # with several processes, some may not see it yet
+            _lock_or_raise(lambda: lock.acquire(say), run_dir)
         loss = finished(run_dir, config)
         if processes.all_agree(loss is not None) and loss is not None:
             say(f"done: {config.steps} steps, held-out loss {loss:.4f}, in {run_dir}")
@@ -111,7 +115,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         processes.wait_for_all("configuration read")
         if processes.is_main():
             run_dir.mkdir(parents=True, exist_ok=True)
-        _own(lambda: lock.acquire(say), run_dir)
+        _lock_or_raise(lambda: lock.acquire(say), run_dir)
         say(str(coverage))
         say(f"data: {data.description}")
         checkpoints = stack.enter_context(Checkpoints(run_dir, config))
@@ -125,30 +129,30 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         low = [layer for layer in program.model.layers if layer.recipe is not None]
         share = f"{len(low)} of {len(program.model.layers)} linear layers quantized"
         say(f"model: {count:,} parameters, {share}{f' on {config.resolved_backend}' if low else ''}, {_devices()}")
-        opened = stack.pop_all()  # they stay open: the training function closes them
+        resources = stack.pop_all()  # closed by the training function
 
     def train() -> None:
-        with opened, _writing(run_dir, checkpoints):
+        with resources, _convert_write_errors(run_dir, checkpoints):
             run.train()
 
     return train
 
 
-def _own(ask: Callable[[], None], run_dir: Path) -> None:
-    """Take or keep the folder for this run, which ``ask`` refuses: its first process has it, for all of them."""
-    refusal = None
+def _lock_or_raise(ask: Callable[[], None], run_dir: Path) -> None:
+    """Call ``ask`` on the main process to acquire or check the lock; raise ``Busy`` on every process if it fails."""
+    lock_error = None
     if processes.is_main():
         try:
             ask()
         except Busy as busy:
-            refusal = busy
-    if not processes.all_agree(refusal is None):
-        raise refusal or Busy(f"run {run_dir} is being written by another run; see the first process")
+            lock_error = busy
+    if not processes.all_agree(lock_error is None):
+        raise lock_error or Busy(f"run {run_dir} is being written by another run; see the first process")
 
 
 @dataclasses.dataclass
 class _Run:
-    """A run: what it was built of, and the state that it has reached."""
+    """A run: its components and its current state."""
 
     run_dir: Path
     lock: RunLock
@@ -160,79 +164,79 @@ class _Run:
     state: TrainState = dataclasses.field(init=False)
     metrics: Metrics = dataclasses.field(init=False)
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
-    pending: _Pending | None = None
-    agreed: bool = False  # by all processes, to stop
+    pending: _PendingStep | None = None
+    stop_agreed: bool = False  # whether the processes have agreed to stop
 
     def start(self, say: Callable[[str], None]) -> None:
-        """Go on from the newest checkpoint, or begin; write config.yml, and remove the summary where steps are left."""
+        """Resume from the newest checkpoint, or start a new run; write config.yml and delete a stale summary.json."""
         restored = self.checkpoints.restore(self.program.abstract_state, say)
-        self.state = restored[0] if restored else _initial(self.program)
+        self.state = restored[0] if restored else _initialize_state(self.program)
         if (found := self.check(self.state)) is not None:
-            way_out = f"delete checkpoint {int(self.state.step)}" if restored else "choose another seed or shape"
-            raise ValueError(f"the run would start with {found} that is not finite; {way_out}")
+            remedy = f"delete checkpoint {int(self.state.step)}" if restored else "choose another seed or shape"
+            raise ValueError(f"the run would start with {found} that is not finite; {remedy}")
         if restored:
             self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
         if processes.is_main():
-            if int(self.state.step) < self.program.config.steps:  # a summary is that of a run which ended before
+            if int(self.state.step) < self.program.config.steps:  # left by an earlier run with fewer steps
                 (self.run_dir / "summary.json").unlink(missing_ok=True)
             write_config(self.run_dir, self.program.config)
 
     def train(self) -> None:
-        """Train to the last step, or until somebody asks to stop."""
+        """Train to the last step, or until a stop is requested."""
         config, first = self.program.config, int(self.state.step)
         with Metrics(self.run_dir, config, first) as self.metrics, self.stop:
             metrics = self.metrics
             metrics.changed(first, self.checkpoints.changes)
-            held_out = self._steps(first)
+            held_out = self._run_steps(first)
             self.checkpoints.wait()
             if held_out is None:
-                by, step = self._reason or "a signal to another process", int(self.state.step)
-                metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
+                by, step = self._stop_reason or "a signal to another process", int(self.state.step)
+                metrics.say(f"stopped by {by} after step {step}, saved; run the same command again to resume")
                 return
             _check_held_out(held_out, config.steps, self.checkpoints)
-            summary = _summary(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
+            summary = _summarize(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
             if processes.is_main():
                 (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
                 write_sums(self.run_dir, ["summary.json"])
             metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {self.run_dir}")
 
-    def _steps(self, first: int) -> float | None:
-        """Make the steps that are left; return the last held-out loss, or None where the run is to stop before."""
+    def _run_steps(self, first: int) -> float | None:
+        """Run the remaining steps. Returns the last held-out loss, or None if a stop was requested before the end."""
         program, config, metrics = self.program, self.program.config, self.metrics
-        healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
-        stop_anywhere = processes.Flag(program.mesh)
+        healthy = jax.device_put(np.bool_(True), program.replicated)  # like the step's output: one trace for all steps
+        shared_stop_flag = processes.Flag(program.mesh)
         health_log = HealthLog(self.health, metrics) if self.health else None
-        warms = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
-        held_out = _held_out(program, self.data, self.state) if first >= config.steps else None
+        uses_warm_state = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
+        held_out = _evaluate_held_out(program, self.data, self.state) if first >= config.steps else None
         for step in range(first + 1, config.steps + 1):
             before = self.data.train.get_state()
             batch = processes.place(program.mesh, BATCH, next(self.data.train))
-            # Before the step, which takes the state for its own.
-            due = self.health is not None and _due(step, config.health_every)
-            measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and due else None
+            # Measured before the step, because the step donates the state.
+            measures = self.health is not None and _is_due(step, config.health_every)
+            measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and measures else None
             self.state, values = processes.in_order(program.step(self.state, batch, healthy))
             healthy = values["healthy"]
-            asked = stop_anywhere.ask(self._reason is not None)
-            self._settle(health_log)
-            self.pending = _Pending(step, values, batch, before, asked, measured)
-            if warms and (step == first + 1 or _due(step, config.eval_every)):
-                # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back,
-                # but without which no cast is a kernel's.
+            stop_answer = shared_stop_flag.ask(self._stop_reason is not None)
+            self._read_pending_metrics(health_log)
+            self.pending = _PendingStep(step, values, batch, before, stop_answer, measured)
+            if uses_warm_state and (step == first + 1 or _is_due(step, config.eval_every)):
+                # With warm state, casts do not depend on the current amax, and kernels can compute them. This costs one
+                # more compilation, which does not pay off on CPUs.
                 self.state = self.state._replace(quant_state=quantization_state.warm(self.state.quant_state))
             last = step == config.steps
-            if (step == first + 2 or (last and step == first + 1)) and (said := _implementations(config)):
+            if (step == first + 2 or (last and step == first + 1)) and (said := _describe_implementations(config)):
                 metrics.say(said)
-            # Several processes stop together, where the answer of an earlier step is known to all.
-            stops = self.agreed if jax.process_count() > 1 else self._reason is not None
-            saving = last or stops or _due(step, config.checkpoint_every)
-            evaluating = last or _due(step, config.eval_every)
+            # Several processes must stop at the same step: use an earlier answer, which all of them have read.
+            stops_now = self.stop_agreed if jax.process_count() > 1 else self._stop_reason is not None
+            saving = last or stops_now or _is_due(step, config.checkpoint_every)
+            evaluating = last or _is_due(step, config.eval_every)
             if saving or evaluating:
-                self._settle(health_log)
+                self._read_pending_metrics(health_log)
             if saving and (found := self.check(self.state)) is not None:
-                raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
+                raise Diverged(f"after step {step} {found} is not finite; {_resume_point(self.checkpoints)}")
             if evaluating:
-                held_out = _held_out(program, self.data, self.state)
+                held_out = _evaluate_held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)
             if last:
                 _check_held_out(held_out, step, self.checkpoints)
@@ -240,58 +244,58 @@ class _Run:
                 self._save(step, self.data.train.get_state())
             if saving or evaluating:
                 metrics.pause()
-            if stops and not last:
+            if stops_now and not last:
                 return None
         return held_out
 
     def _save(self, step: int, data_state: Any) -> None:
-        """Save the state, unless another run has the folder by now."""
+        """Save a checkpoint; raise ``Halted`` if another run has taken the folder."""
         try:
-            _own(self.lock.check, self.run_dir)
+            _lock_or_raise(self.lock.check, self.run_dir)
         except Busy as busy:
-            raise Halted(f"{busy}; nothing more is written") from None
+            raise Halted(f"{busy}; this run stops writing") from None
         self.checkpoints.save(step, self.state, data_state)
 
     @property
-    def _reason(self) -> str | None:
-        """Why this process asks to stop."""
-        return self.stop.signal or ("a closed output" if self.metrics.is_unheard else None)
+    def _stop_reason(self) -> str | None:
+        """Reason why this process requests a stop, or None."""
+        return self.stop.signal or ("a closed output" if self.metrics.is_output_closed else None)
 
-    def _settle(self, health_log: HealthLog | None) -> None:
-        """Read the pending step's metrics, which waits for it."""
+    def _read_pending_metrics(self, health_log: HealthLog | None) -> None:
+        """Read the metrics of the pending step, which blocks until the step has finished."""
         if (pending := self.pending) is None:
             return
         if health_log and pending.health:
             health_log.write(pending.step, pending.health)
         values = {name: float(value) for name, value in pending.metrics.items()}
         if not values["healthy"]:
-            self._diverged(pending, values)
+            self._raise_diverged(pending, values)
         self.metrics.step(pending.step, values)
-        self.agreed = self.agreed or bool(pending.stop)
+        self.stop_agreed = self.stop_agreed or bool(pending.stop)
         self.pending = None
 
-    def _diverged(self, failed: _Pending, values: dict[str, float]) -> NoReturn:
-        """Save the last good state, where there is one, and raise with what went first.
+    def _raise_diverged(self, failed: _PendingStep, values: dict[str, float]) -> NoReturn:
+        """Save the last finite state, if it still exists, and raise ``Diverged`` with the first non-finite value.
 
-        A step whose loss or gradient norm is not finite leaves the state that it started from. One that overflows in
-        the update itself has overwritten it.
+        A step whose loss or gradient norm is not finite keeps the state that it started from. A step that overflows in
+        the update itself has overwritten that state.
         """
-        what = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)
+        metric = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)
         broken = self.check(self.state)
-        if what is None or broken is not None:
+        if metric is None or broken is not None:
             where = f"{broken} is not finite" if broken else "a sum in it overflows"
             found = f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}"
-            raise Diverged(f"{found}; {_kept(self.checkpoints)}")
-        good = int(self.state.step)
-        self._save(good, failed.data_state)
+            raise Diverged(f"{found}; {_resume_point(self.checkpoints)}")
+        last_good_step = int(self.state.step)
+        self._save(last_good_step, failed.data_state)
         self.checkpoints.wait()
-        key = jax.random.fold_in(jax.random.key(self.program.config.seed), good)
+        key = jax.random.fold_in(jax.random.key(self.program.config.seed), last_good_step)
         where = explain_non_finite(self.program, self.state, failed.batch, key)
-        name = "loss" if what == "loss" else "gradient norm"
-        raise Diverged(f"step {failed.step}: {name} is {values[what]}; {where}; {_kept(self.checkpoints)}")
+        name = "loss" if metric == "loss" else "gradient norm"
+        raise Diverged(f"step {failed.step}: {name} is {values[metric]}; {where}; {_resume_point(self.checkpoints)}")
 
 
-def _initial(program: Program) -> TrainState:
+def _initialize_state(program: Program) -> TrainState:
     try:
         return processes.in_order(jax.block_until_ready(program.init()))
     except jax.errors.JaxRuntimeError as error:
@@ -303,8 +307,8 @@ def _initial(program: Program) -> TrainState:
 
 
 @contextlib.contextmanager
-def _writing(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Describe what is kept where the file system refuses to go on: full, over its quota, read-only, gone."""
+def _convert_write_errors(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
+    """Convert write errors (disk full, quota, read-only, folder gone) to ``Halted``, naming the newest checkpoint."""
     try:
         yield
         checkpoints.wait()
@@ -312,18 +316,18 @@ def _writing(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
         step = checkpoints.newest if run_dir.is_dir() else None
         kept = "no checkpoint is kept" if step is None else f"checkpoint {step} is kept"
         raise Halted(
-            f"run {run_dir} cannot be written ({reason_of(error)}); {kept}; make it writable, with space, "
-            f"and the same command goes on from {'the start' if step is None else 'there'}"
+            f"run {run_dir} cannot be written ({reason_of(error)}); {kept}; make the folder writable, with free "
+            f"space, and run the same command again to resume from {'the start' if step is None else 'there'}"
         ) from error
 
 
 def _check_held_out(held_out: float | None, step: int, checkpoints: Checkpoints) -> None:
     if held_out is None or not math.isfinite(held_out):
-        raise Diverged(f"after step {step} the held-out loss is {held_out}; {_kept(checkpoints)}")
+        raise Diverged(f"after step {step} the held-out loss is {held_out}; {_resume_point(checkpoints)}")
 
 
-def _kept(checkpoints: Checkpoints) -> str:
-    """Describe what a run that diverged goes on from."""
+def _resume_point(checkpoints: Checkpoints) -> str:
+    """Describe the checkpoint from which a diverged run can be resumed."""
     checkpoints.wait()
     step = checkpoints.newest
     if step is None:
@@ -331,17 +335,17 @@ def _kept(checkpoints: Checkpoints) -> str:
     return f"the last good state, step {step}, is saved; resume with a lower learning_rate, or start a new run_dir"
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _held_out(program: Program, data: Data, state: TrainState) -> float:
+def _evaluate_held_out(program: Program, data: Data, state: TrainState) -> float:
     batches = (processes.place(program.mesh, BATCH, batch) for batch in data.held_out())
     parts = [processes.in_order(program.evaluate(state, batch)) for batch in batches]
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 
-def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
+def _summarize(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
     config = program.config
     return {
         "steps": config.steps,
@@ -357,8 +361,8 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
     }
 
 
-def _implementations(config: TrainConfig) -> str:
-    """Describe what computes casts and matmuls where kernels were asked for or picked, and why; "" where none were."""
+def _describe_implementations(config: TrainConfig) -> str:
+    """Describe which pieces run on kernels and why others do not; "" if no kernel was requested or chosen."""
     made = [] if config.implementation == "xla" else [each for each in choices_made() if each[1].requests_kernel]
     reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "requested"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
@@ -366,7 +370,7 @@ def _implementations(config: TrainConfig) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages of ``PACKAGES`` that are installed."""
+    """Return the versions of the installed packages among ``PACKAGES``."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What a run tells: progress lines, ``metrics.jsonl``, ``health.jsonl`` and TensorBoard events."""
+"""Output of a run: progress lines, ``metrics.jsonl``, ``health.jsonl`` and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxquant.training import processes
 from jaxquant.training.config import TrainConfig
 
 WARM_STEPS = 2
-"""First steps of a process that a median step time leaves out, because they compile."""
+"""Number of first steps that a median step time leaves out, because they compile."""
 
 
 def warm_median(times: Sequence[float]) -> float | None:
-    """Return the median of what was measured of steps, without those that compile; None where there is none."""
+    """Return the median over steps without those that compile, or None if there are no others."""
     return statistics.median(times[WARM_STEPS:] or times) if times else None
 
 
 def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) -> None:
-    """Drop the lines after ``step`` and those that are none, so that a resumed run writes no step twice.
+    """Delete the lines after ``step`` and invalid lines, so that a resumed run writes no step twice.
 
-    A change that began with the next step goes as well: the run that starts there again writes its own. A killed run
-    leaves a last line cut short. Other damage is reported by ``say``; the other lines are kept.
+    A change that began with the next step is deleted too, since the resumed run records its own. A killed run leaves an
+    incomplete last line. Other damage is reported with ``say``; the other lines are kept.
     """
     if not path.exists():
         return
@@ -40,12 +40,12 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
     damaged = sum(number is None for _, number in lines) - is_cut
     kept = [line + b"\n" for line, number in lines if number is not None and number <= step]
     if damaged:
-        say(f"{path}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
+        say(f"{path}: removed {damaged} damaged line{'s' if damaged > 1 else ''}")
     write_whole(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line, of a change the step after it; None where it is no line of numbers."""
+    """Return the step of a line, or the next step for a change; None if the line is invalid."""
     try:
         row = json.loads(line)
         return row["step"] + ("changed" in row) if type(row["step"]) is int else None
@@ -54,10 +54,10 @@ def _step_of(line: bytes) -> int | None:
 
 
 class Metrics:
-    """Writes the numbers of a run from ``first_step`` on, in process 0. A context manager.
+    """Writer of a run's metrics from ``first_step`` on, in process 0; a context manager.
 
     Attributes:
-      is_unheard: whether standard output was closed.
+      is_output_closed: whether stdout was closed.
     """
 
     def __init__(self, run_dir: Path, config: TrainConfig, first_step: int):
@@ -65,7 +65,7 @@ class Metrics:
         self._is_main = processes.is_main()
         self._files: dict[str, Any] = {}
         self._events = None
-        self.is_unheard = False
+        self.is_output_closed = False
         for name in ("metrics.jsonl", "health.jsonl") if self._is_main else ():
             truncate_metrics(run_dir / name, first_step, self.say)
             if name == "metrics.jsonl" or config.health_every:
@@ -82,23 +82,23 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # What cannot be written has been told by what ended the run.
+        # The exception that ended the run already reported write errors.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             for file in (*self._files.values(), *([self._events] if self._events else [])):
                 file.close()
 
     def say(self, text: str) -> None:
-        """Print a message; one that nobody hears any more is noted and ends nothing."""
-        if not self._is_main or self.is_unheard:
+        """Print a message. If stdout is closed, set ``is_output_closed`` instead of raising."""
+        if not self._is_main or self.is_output_closed:
             return
         try:
             print(text, flush=True)
-        except OSError:  # a pipe without a reader, a terminal that is gone
-            self.is_unheard = True
+        except OSError:  # a pipe without a reader, or a closed terminal
+            self.is_output_closed = True
             terminal.close_output()
 
     def pause(self) -> None:
-        """Leave the time since the last step (a held-out loss, a checkpoint) out of the next step's time."""
+        """Exclude the time since the last step (a held-out loss, a checkpoint) from the next step's time."""
         self._clock = time.perf_counter()
 
     def step(self, step: int, values: dict[str, float]) -> None:
@@ -123,23 +123,23 @@ class Metrics:
         self.say(f"step {step}/{self._config.steps}  held-out loss {loss:.4f}")
 
     def changed(self, step: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record which fields a run goes on with that are others than before ``step``."""
+        """Record the fields of a resumed run that differ from the values before ``step``."""
         if changes:
             self._line("metrics.jsonl", {"step": step, "changed": {name: list(pair) for name, pair in changes.items()}})
         for name, (before, after) in changes.items():
-            self.say(f"{name} is {after:g} from step {step + 1} on, it was {before:g}")
+            self.say(f"{name} is {after:g} from step {step + 1} on (before: {before:g})")
 
     def health(self, row: Mapping[str, Any], values: Mapping[str, float]) -> None:
-        """Record a row of health.jsonl, and the worst of it."""
+        """Record a row of health.jsonl, and its worst values."""
         self._line("health.jsonl", row)
         self._write(row["step"], {f"health/{name}": value for name, value in values.items()})
 
     def timing(self) -> dict[str, float | None]:
-        """Median step time and speed of this process, without the steps that compile; None before the first step."""
+        """Return median step time and speed of this process, without steps that compile; None before the first step."""
         return {"step_time_s": warm_median(self.step_times), "tokens_per_s": warm_median(self.tokens_per_s)}
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        """Write a line; a number that is not finite is null there, as JSON has none, and itself in TensorBoard."""
+        """Write a line. Non-finite numbers are null in JSON, which has none, and unchanged in TensorBoard."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._line("metrics.jsonl", {"step": step, **finite})
         if self._events:

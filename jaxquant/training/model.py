@@ -1,6 +1,6 @@
-"""A decoder in plain Linen, Llama-style, with experts and latent attention. It knows nothing of quantization.
+"""Llama-style decoder in plain Linen, with experts and latent attention; contains no quantization code.
 
-Module paths carry MaxText's names, so that its mixed-precision files and rules fit:
+Module paths use MaxText's names, so that its mixed-precision files and rules apply:
 ``layers/self_attention/{query,key,value,out}``, ``layers/mlp/{wi_0,wi_1,wo}``, ``token_embedder``, ``decoder_norm``,
 ``logits_dense``.
 """
@@ -23,7 +23,7 @@ from jaxquant.training.attention import Kind, attend, rotate, visibility
 from jaxquant.training.config import Shape
 
 HEAD_ELEMENTS = 2**27
-"""Logits of one sequence that a loss holds at a time: half a gigabyte of float32."""
+"""Maximum number of logits of one sequence in memory at a time: half a gigabyte of float32."""
 
 REMAT_POLICIES = {
     "full": None,
@@ -31,18 +31,18 @@ REMAT_POLICIES = {
     "matmuls": save_matmuls,
     "quantized": save_quantized,
 }
-"""What the backward pass keeps, by the name of a ``remat_policy``; "none" keeps everything."""
+"""Checkpoint policy of each ``remat_policy``; "none" saves everything."""
 
 SCANNED: Any = {
     "variable_axes": {"params": 0, "_overwrite_with_gradient": 0, "intermediates": 0},
     "split_rngs": {"params": True, "quant": True},
 }
-"""What ``nn.scan`` does with the layers' variables and random streams."""
+"""Arguments of ``nn.scan`` for the layers' variables and random streams."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Shape):
-    """A decoder's shape, with its dtype, the kind of its attention and where its activations lie."""
+    """Shape of a decoder, with its dtype, attention kind and activation sharding."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     attention: Kind = "xla"
@@ -63,7 +63,7 @@ class DecoderConfig(Shape):
 
 
 class CompressedNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` whose backward pass reads its input back from FP8."""
+    """``nn.RMSNorm`` that saves its input in FP8 for the backward pass."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,12 +73,12 @@ class CompressedNorm(nn.RMSNorm):
 
 
 class Cached(NamedTuple):
-    """A cache on its way through the layers.
+    """Cache state that is passed through the layers.
 
     Attributes:
-      cache: of all layers.
-      valid: [batch, tokens], False for padding; None is no padding.
-      layer: the layer that is to write and read it.
+      cache: cache of all layers.
+      valid: mask [batch, tokens], False for padding, or None without padding.
+      layer: index of the layer that writes and reads next.
     """
 
     cache: KVCache
@@ -86,17 +86,17 @@ class Cached(NamedTuple):
     layer: int | jax.Array
 
     def update(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> tuple[Cached, jax.Array, jax.Array]:
-        """Write keys and values, and give all that the cache reads back, in their dtype."""
+        """Write keys and values; return the updated state and all cached keys and values in their dtype."""
         cache = kv_cache.append(self.cache, key, value, positions, valid=self.valid, layer=self.layer)
         return (self._replace(cache=cache), *kv_cache.read(cache, key.dtype.name, layer=self.layer))
 
 
 def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) -> KVCache:
-    """Make an empty cache for a decoder: ``length`` positions of ``batch`` texts.
+    """Create an empty cache for a decoder, with ``length`` positions for each of ``batch`` texts.
 
     Args:
-      c: the decoder's shape; its dtype is that of a cache that is not quantized.
-      batch, length: rows and the places of each.
+      c: shape of the decoder; its dtype is the cache's dtype if the cache is not quantized.
+      batch, length: number of rows, and of slots per row.
       quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``.
     """
     sizes = {"layers": c.num_layers, "dtype": c.dtype}
@@ -110,17 +110,17 @@ def masks(
     positions: jax.Array | None,
     cache: KVCache | None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-    """Return who may look at whom (``visibility``), positions and, with a cache, which tokens are written to it.
+    """Return the attention mask (``visibility``), the positions and, with a cache, the mask of tokens to write.
 
-    Place t of a cache holds the token at position t, and a query looks at its own place and those before it. What an
-    earlier text or padding may have left lies behind.
+    Slot t of a cache holds the token at position t, and a query attends to its own slot and earlier ones. Later slots
+    may hold stale tokens or padding.
 
     Raises:
-      ValueError: no positions, which a cache does not know.
+      ValueError: a cache is given without positions.
     """
     if cache is not None:
         if positions is None:
-            raise ValueError("positions of tokens that go into a KV cache must be given; [batch, tokens], from 0")
+            raise ValueError("tokens for a KV cache need positions: [batch, tokens], from 0")
         mask = positions[:, None, :, None] >= jnp.arange(cache.length)[None, None, None, :]
         return mask, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:
@@ -129,9 +129,9 @@ def masks(
 
 
 def head_chunks(c: DecoderConfig, length: int) -> int:
-    """Return in how many pieces a sequence's logits are made, for a loss that needs no more than one at a time.
+    """Return the number of chunks of a sequence's logits, for a loss that computes one chunk at a time.
 
-    They are the fewest that divide it into pieces of ``HEAD_ELEMENTS`` logits at most, and one where all are few.
+    It is the smallest divisor of the sequence length with at most ``HEAD_ELEMENTS`` logits in a chunk; 1 if all fit.
     """
     if c.head_chunks:
         return c.head_chunks
@@ -145,7 +145,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; ``mask`` says where a query may look (``masks``)."""
+    """Grouped-query attention; ``mask`` selects the keys that a query attends to (``masks``)."""
 
     config: DecoderConfig
 
@@ -164,16 +164,16 @@ class SelfAttention(nn.Module):
         query, key = rotate(query, positions, c.rope_theta), rotate(key, positions, c.rope_theta)
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
-        # XLA's attention takes any mask, and so a cache's.
+        # Only XLA's attention supports the mask of a cache.
         kind = c.attention if cached is None else "xla"
         return self.out(attend(query, key, value, mask, kind, c.activation_sharding)), cached
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are made of a latent of ``kv_lora_rank`` numbers a token, as DeepSeek's are.
+    """Attention whose keys and values are computed from a latent of ``kv_lora_rank`` numbers per token, as in DeepSeek.
 
-    The last ``rope_head_dim`` of a head's ``head_dim`` numbers are rotated; those of the key are one for all heads, and
-    come from the token itself. A cache holds whole keys and values.
+    The last ``rope_head_dim`` numbers of each head's ``head_dim`` are rotated. For keys, all heads share them, and they
+    are computed from the token directly. A cache holds complete keys and values.
     """
 
     config: DecoderConfig
@@ -209,7 +209,7 @@ class LatentAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``, ``copies`` times as wide as ``mlp_dim``."""
+    """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``, with a width of ``copies * mlp_dim``."""
 
     config: DecoderConfig
     copies: int = 1
@@ -223,11 +223,11 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU of the ``num_experts_per_tok`` experts that a router picks for each token; no token is dropped.
+    """SwiGLU of the ``num_experts_per_tok`` experts that a router selects for each token; no token is dropped.
 
-    ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities p of ``softmax(gate(x))``, which
-    are divided by their sum. The router and the sum are in float32. Rows are sorted by their expert, and each matrix is
-    one ``jax.lax.ragged_dot``; no loss balances how often an expert is picked.
+    ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities p of ``softmax(gate(x))``,
+    divided by their sum. The router and the sum run in float32. Rows are sorted by expert, and each matrix is one
+    ``jax.lax.ragged_dot``. There is no load-balancing loss.
     """
 
     config: DecoderConfig
@@ -258,7 +258,7 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer, shaped as the body of a scan over layers."""
+    """One pre-norm layer with the signature of a scan body."""
 
     config: DecoderConfig
 
@@ -283,13 +283,13 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits (float32) or, where ``targets`` are given, to the loss of each token.
+    """Decoder from tokens to logits (float32), or to the loss of each token if ``targets`` are given.
 
-    Packed documents do not see each other: a query looks at keys before it with its own segment id.
+    Packed documents are separate: a query attends only to earlier keys with its own segment id.
 
-    With a ``cache`` each row is one document. Its tokens, at ``positions``, are written to the cache, those with
-    segment id 0 are not. Each looks at what the cache reads back from its own position and those before it, so that it
-    does not matter in how many calls they came. The cache comes back beside the logits.
+    With a ``cache`` each row is one document. Its tokens are written to the cache at ``positions``, except for those
+    with segment id 0. Each token attends to the cached values at its own and earlier positions, so the result does not
+    depend on how the tokens are divided into calls. The updated cache is returned with the logits.
     """
 
     config: DecoderConfig
@@ -337,20 +337,20 @@ class Decoder(nn.Module):
         n = head_chunks(c, x.shape[1])
         if n == 1:
             return cross_entropy(logits(head, x), targets)
-        # From logits that are made piece by piece, again in the backward pass.
+        # Compute the logits chunk by chunk, and again in the backward pass.
         piece = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
         cut = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
         return self.run_pieces(piece, head, (cut(x), cut(targets))).swapaxes(0, 1).reshape(targets.shape)
 
-    @nn.nowrap  # else its name would be in the path of every layer
+    @nn.nowrap  # otherwise its name would be in the path of every layer
     def run_layers(self, layer: Any, carry: Any) -> Any:
-        """Run ``layer(module, carry, index)`` of one layer after the other, and return the last carry."""
+        """Run ``layer(module, carry, index)`` for all layers in order, and return the last carry."""
         c = self.config
         if c.remat_policy != "none" and carry[1] is None:
-            # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
+            # Inside a scan, XLA cannot merge the recomputation with the forward pass.
             layer = nn.remat(layer, policy=REMAT_POLICIES[c.remat_policy], prevent_cse=not c.scan_layers)
         if c.scan_layers:
-            # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
+            # The cache is part of the carry, so that a layer writes its tokens in place.
             scan = nn.scan(lambda *inputs: (layer(*inputs), None), length=c.num_layers, **SCANNED)
             return scan(self.layers, carry, jnp.arange(c.num_layers))[0]
         for index, module in enumerate(self.layers):  # pyright: ignore[reportArgumentType]
@@ -359,7 +359,7 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def run_pieces(self, piece: Any, head: nn.Module, items: Any) -> jax.Array:
-        """Return ``piece(head, item)`` of one item after the other; nothing of them is kept for the backward pass."""
+        """Run ``piece(head, item)`` for all items in order; the backward pass recomputes each piece."""
         shared = ["params", "_overwrite_with_gradient", "intermediates"]
         body = nn.remat(lambda head, carry, item: (carry, piece(head, item)), prevent_cse=False)
         scan = nn.scan(body, variable_broadcast=shared, split_rngs={"params": False, "quant": True})
@@ -367,17 +367,16 @@ class Decoder(nn.Module):
 
 
 def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Place an activation on the mesh."""
+    """Apply the activation sharding of the config."""
     if config.activation_sharding is None:
         return x
     return jax.lax.with_sharding_constraint(x, config.activation_sharding)
 
 
 def _promote_and_gather(config: DecoderConfig) -> Any:
-    """Cast as flax does, and gather a sharded table before tokens are looked up in it.
+    """Return a dtype promotion that also gathers a sharded embedding table before the lookup.
 
-    Left to itself the partitioner looks up in every part and cannot bring the result into the batch's sharding but by
-    replicating it.
+    Otherwise the partitioner looks up tokens in every shard and can reshard the result only by replicating it.
     """
     sharding = config.activation_sharding
     if not isinstance(sharding, jax.sharding.NamedSharding):

@@ -1,7 +1,7 @@
-"""A run on several processes: joining them, arrays that span them, and what they have to agree on.
+"""Runs on several processes: initialization, arrays that span processes, and agreement between them.
 
 Each process runs the same program on its own devices. All of them read the same data stream and take part in every
-jitted function and checkpoint; process 0 alone prints and writes metrics.
+jitted function and checkpoint; only process 0 prints and writes metrics.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ T = TypeVar("T")
 
 
 def join(*words: Any) -> None:
-    """Connect this process with the others; nothing to do where no argument is given.
+    """Connect this process with the others; does nothing if all arguments are None.
 
     Args:
-      words: HOST:PORT of process 0, reachable from all; how many there are; the number of this one, from 0; or None.
+      words: HOST:PORT of process 0, reachable from all processes; number of processes; index of this process, from 0.
+        All of them can be None.
 
     Raises:
-      ValueError: only some are given, or the number is not one of this run.
+      ValueError: only some are set, or the index is out of range.
     """
     given = dict(zip(("--coordinator-address", "--num-processes", "--process-id"), words, strict=True))
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return
     if missing:
-        raise ValueError(f"a run of several processes needs {' and '.join(missing)} too")
+        raise ValueError(f"a run of several processes also needs {' and '.join(missing)}")
     if not 0 <= words[2] < words[1]:
         raise ValueError(f"--process-id must be in 0..{words[1] - 1}, got {words[2]}")
-    # jax would take SIGTERM for a service of its own, and one that comes before the first step would go unheard.
+    # Otherwise a service of jax handles SIGTERM, and a signal before the first step is lost.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(*words)
 
 
 def check_devices() -> None:
-    """Refuse a platform that JAX cannot start here; its own errors are of several kinds, one of them without a word.
+    """Raise if JAX cannot start the platform; JAX's own errors are of several types, and one has no message.
 
     Raises:
-      ValueError: naming what was asked for.
+      ValueError: the platform does not start; the message names it.
     """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
-        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-        reason = (str(error).splitlines() or [f"its plug-in ends in {type(error).__name__}"])[0]
-        found = f"JAX_PLATFORMS={asked or ''} names no platform that JAX can start here ({reason})"
-        raise ValueError(f"{found}; install its plug-in and driver, or set JAX_PLATFORMS=cpu") from None
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        reason = (str(error).splitlines() or [f"its plug-in raises {type(error).__name__}"])[0]
+        problem = f"JAX_PLATFORMS={platforms or ''} has no platform that JAX can start here ({reason})"
+        raise ValueError(f"{problem}; install its plug-in and driver, or set JAX_PLATFORMS=cpu") from None
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Whether this process prints and writes."""
     return jax.process_index() == 0
 
 
 def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
-    """Make arrays that span all processes of ones that every process has; one process leaves that to jit."""
+    """Create arrays that span all processes from equal arrays in each process. A single process leaves this to jit."""
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)
@@ -68,11 +69,10 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
 
 
 def in_order(result: T) -> T:
-    """Return the result of a jitted function; between several CPU processes, once it is computed.
+    """Return the result of a jitted function; with several CPU processes, block until it is computed.
 
-    A CPU runs programs that do not need each other's results side by side, so two programs can reach their collectives
-    in another order in each process, which then wait for each other forever. Accelerators run programs in the order in
-    which they were started.
+    CPUs run independent programs concurrently, so two programs can reach their collectives in a different order in each
+    process and deadlock. Accelerators run programs in dispatch order.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(result)
@@ -80,32 +80,32 @@ def in_order(result: T) -> T:
 
 
 class Flag:
-    """A question that is true for all processes as soon as it is for one, without waiting where there is only one.
+    """A flag that is true for all processes once it is true for one; does not block with a single process.
 
-    ``ask`` starts a collective behind the step at hand; reading its answer when that step's metrics are read costs no
-    further wait.
+    ``ask`` dispatches a collective after the current step. Reading its answer together with the metrics of the step
+    adds no further wait.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def ask(self, mine: bool) -> Any:
-        """Start asking; every process does so. Returns the answer, for bool()."""
+    def ask(self, condition: bool) -> Any:
+        """Dispatch the question, in every process. Returns the answer, for bool()."""
         if jax.process_count() == 1:
-            return mine
-        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, mine)})
+            return condition
+        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
         return in_order(self._any(placed["flags"]))
 
 
-def all_agree(mine: bool) -> bool:
-    """Whether something is true in every process; waits for all of them."""
+def all_agree(condition: bool) -> bool:
+    """Return whether a condition holds in every process; blocks until all of them have called."""
     if jax.process_count() == 1:
-        return mine
-    return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+        return condition
+    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
 
 
 def wait_for_all(name: str) -> None:
-    """Return when every process is here."""
+    """Block until every process has called."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -1,4 +1,4 @@
-"""The folders of runs set against each other, as one HTML page: numbers, curves, bytes, dtypes and health."""
+"""Comparison of run folders as one HTML page: numbers, curves, bytes, dtypes and health."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SMOOTHING = 0.9
-"""Weight of the past in a smoothed training loss."""
+"""Weight of the previous value in a smoothed training loss."""
 MATMULS = ("fwd", "dlhs", "drhs")
 BYTES = {
-    "parameter_bytes": "Parameters, as trained, quant state apart",
+    "parameter_bytes": "Parameters as trained, without quant state",
     "quant_state_bytes": "Quant state: scales, amax histories, masks",
-    "saved_activation_bytes": "Activations kept for the backward pass of one micro-batch",
+    "saved_activation_bytes": "Activations saved for the backward pass of one micro-batch",
 }
 COVERAGE = ("path", "shapes", *MATMULS, "scales", "times", "reason")
-"""Columns of the table of what a traced step multiplies: every matmul as the program has it, by module."""
-HEALTH = {  # title, what is bad, colours from harmless to bad, whether these are of the logarithm
-    "sqnr": ("SQNR, dB", "under 20 in eight bits, under 10 in four, or falling", "OrRd_r", False),
+"""Columns of the coverage table, which lists every matmul of the traced step by module."""
+HEALTH = {  # title, bad values, colours from good to bad, whether the colours show the logarithm
+    "sqnr": ("SQNR, dB", "below 20 with eight bits, below 10 with four, or falling", "OrRd_r", False),
     "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
-    "flushed": ("Flushed to zero", "growing in output gradients; those are lost", "OrRd", True),
-    "amax": ("Amax", "a row that grows step by step, or jumps; what follows may overflow", "Blues", True),
-    "scale": ("Scale, the largest", "a jump; small elements are flushed then", "Blues", True),
-    "nonfinite": ("Not finite", "any; it began in the layer that has them first", "OrRd", True),
+    "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", True),
+    "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", True),
+    "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", True),
+    "nonfinite": ("Not finite", "any; it started in the first layer that has them", "OrRd", True),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run wrote down.
+    """Contents of a run folder.
 
     Attributes:
-      name: folder name, or the path where two runs share one.
-      config: of its newest checkpoint; its ``config.yml`` where it has none.
+      name: folder name, or the path if two runs have the same name.
+      config: configuration of its newest checkpoint; its ``config.yml`` if there is no checkpoint.
       train, held_out: loss by step, in nats per token.
-      step_time_s: median of a step in seconds; None where no step was timed.
-      summary: its ``summary.json``; {} for a run that has not finished.
-      coverage: its ``coverage.json``; {} for a run that wrote none.
-      health: the lines of its ``health.jsonl``; none for a run that did not measure health.
+      step_time_s: median step time in seconds, or None if no step was timed.
+      summary: contents of ``summary.json``; {} for an unfinished run.
+      coverage: contents of ``coverage.json``; {} if the run has none.
+      health: lines of ``health.jsonl``; empty if the run did not measure health.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """The last held-out loss; None before the first."""
+        """Last held-out loss, or None before the first."""
         return self.held_out[max(self.held_out)] if self.held_out else None
 
     def gap(self, baseline: Run | None) -> float | None:
-        """Excess of the last held-out loss over the baseline's at that step, in percent; None where that has none."""
+        """Return the excess of the last held-out loss over the baseline's at that step, in percent, or None."""
         return _gaps(self.held_out, baseline.held_out).get(max(self.held_out)) if baseline and self.held_out else None
 
     def smoothed(self) -> dict[int, float]:
-        """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
+        """Return the training loss as an exponential mean without start-up bias; non-finite losses are skipped."""
         total = weight = 0.0
         means = {}
         for step, loss in sorted(self.train.items()):
@@ -95,12 +95,12 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Read run folders, in order.
 
     Raises:
-      ValueError: a folder given twice, without metrics, or with a file that is damaged.
-      FileNotFoundError: a folder that does not exist.
+      ValueError: a folder is given twice, has no metrics, or has a damaged file.
+      FileNotFoundError: a folder does not exist.
     """
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) != len(paths):
-        raise ValueError(f"run folders {', '.join(map(str, paths))} name one folder twice; name each once")
+        raise ValueError(f"run folders {', '.join(map(str, paths))} contain one folder twice; name each folder once")
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
     return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
@@ -109,31 +109,31 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
 def load_run(folder: Path, name: str) -> Run:
     """Read one run folder."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"run folder {folder} does not exist; give a folder that `python -m train` wrote")
+        raise FileNotFoundError(f"run folder {folder} does not exist; pass a folder that `jaxquant train` wrote")
     for file in ("metrics.jsonl", "config.yml"):
         if not (folder / file).is_file():
-            raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
+            raise ValueError(f"run folder {folder} has no {file}; pass a folder that `jaxquant train` wrote")
     train: dict[int, float] = {}
     held_out: dict[int, float] = {}
     times: list[float] = []
 
     def note(row: dict[str, Any]) -> None:
         for name, values in (("loss", train), ("held_out_loss", held_out)):
-            if name in row:  # null is a number that was not finite
+            if name in row:  # null stands for a number that is not finite
                 values[int(row["step"])] = math.nan if row[name] is None else float(row[name])
         if row.get("step_time_s") is not None:
             times.append(float(row["step_time_s"]))
 
     _read_lines(folder / "metrics.jsonl", "metrics", note)
     if not train:
-        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run finish at least one")
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
     median = summary.get("step_time_s") or warm_median(times)
     has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
     health = folder / "health.jsonl"
     health = _read_lines(health, "health", has_all) if health.is_file() else []
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
-    # A checkpoint's own configuration has a sum.
+    # The configuration of a checkpoint is covered by its checksums.
     made_with = (
         sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
     )
@@ -141,17 +141,17 @@ def load_run(folder: Path, name: str) -> Run:
 
 
 def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    found = []
+    rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             if line.strip():
-                found.append(of(json.loads(line)))
+                rows.append(of(json.loads(line)))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             shown = repr(line[:60].decode(errors="backslashreplace"))
             raise ValueError(
                 f"{path}, line {number} is not a {kind} line: {shown}; resume the run, or delete that line"
             ) from None
-    return found
+    return rows
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -161,11 +161,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         check_sums(path.parent, [path.name], required=False)
         return dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not what was written ({error}); start the run again") from None
+        raise ValueError(f"{path} is damaged ({error}); start the run again") from None
 
 
 def find_baseline(runs: Iterable[Run]) -> Run | None:
-    """Find the unquantized run; None where there is none.
+    """Return the unquantized run, or None.
 
     Raises:
       ValueError: there are two.
@@ -173,19 +173,19 @@ def find_baseline(runs: Iterable[Run]) -> Run | None:
     plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
     if len(plain) > 1:
         names = f"{plain[0].name} and {plain[1].name}"
-        raise ValueError(f"runs {names} are both unquantized; give one to measure gaps from")
+        raise ValueError(f"runs {names} are both unquantized; pass only one, as the baseline")
     return plain[0] if plain else None
 
 
 def differing_fields(runs: Sequence[Run]) -> list[str]:
-    """Return the configuration fields, quantization and the run's folder apart, in which runs differ."""
+    """Return the configuration fields that differ between runs, without quantization and run_dir."""
     expected = {field.name for field in dataclasses.fields(QuantConfig)} | {"run_dir"}
     names = sorted({name for run in runs for name in run.config} - expected)
     return [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]
 
 
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Return the table of a comparison, ready to print, one row a run."""
+    """Return the rows of the comparison table, one per run, as text."""
     baseline = find_baseline(runs)
     base_s = baseline and baseline.step_time_s
     return [
@@ -208,23 +208,23 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Describe what limits the comparison."""
+    """Describe the limits of the comparison."""
     found = []
     if find_baseline(runs) is None:
-        found.append("No unquantized run was given, so there is no gap and no ratio.")
+        found.append("There is no unquantized run, so there are no gaps and ratios.")
     if fields := differing_fields(runs):
         found.append(f"The runs differ in more than quantization: {', '.join(fields)}.")
     if unfinished := [run.name for run in runs if not run.summary]:
-        found.append(f"Not finished: {', '.join(unfinished)}; bytes are known at the end of a run.")
+        found.append(f"Not finished: {', '.join(unfinished)}; bytes are recorded at the end of a run.")
     return found
 
 
 def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
-    """Build the page.
+    """Build the HTML page.
 
     Args:
-      runs: in the order of the table's rows.
-      title: of the page.
+      runs: runs in the order of the table's rows.
+      title: title of the page.
     """
     from plotly.offline import get_plotlyjs
 
@@ -234,7 +234,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         sections |= health_maps(run)
         if run.coverage:
             lines = [[str(layer[name]) for name in COVERAGE] for layer in run.coverage["layers"]]
-            about = f"What the traced step multiplies, {run.name}: {run.coverage['summary']}"
+            about = f"Matmuls of the traced step, {run.name}: {run.coverage['summary']}"
             sections[about] = _table([COVERAGE, *lines])
     body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
     for about, content in sections.items():
@@ -255,7 +255,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
 
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
-    """Return the charts by what they show: losses, gaps, step times and bytes."""
+    """Return the charts of losses, gaps, step times and bytes, by caption."""
     import plotly.graph_objects as go
     from plotly.colors import qualitative
 
@@ -282,8 +282,8 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     loss = "loss (nats per token)"
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
-        "Training loss: smoothed, each step weighs a tenth": curves(loss, smoothed),
-        "Held-out loss: on text that is never trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
+        "Training loss: smoothed, each step has weight 0.1": curves(loss, smoothed),
+        "Held-out loss: on text that is not trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
     }
     if baseline is not None and len(runs) > 1:
         others = [run for run in runs if run is not baseline]
@@ -300,9 +300,9 @@ def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, fl
 
 
 def health_maps(run: Run) -> dict[str, go.Figure]:
-    """Return the health of a run by what it shows: a map of each statistic and tensor, layers down, steps across.
+    """Return the health charts of a run by caption: a map of each statistic and tensor, layers down, steps across.
 
-    A number that is not finite has no colour, a statistic without numbers no map.
+    Non-finite numbers have no colour; a statistic without numbers has no map.
     """
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
@@ -310,11 +310,11 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     found: dict[str, go.Figure] = {}
     for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
         values = np.array([[row[tensor][statistic] for tensor in TENSORS] for row in run.health], float)
-        values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None is NaN already
+        values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None becomes NaN
         if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
             continue
         names, steps = run.health[0]["layers"], [str(row["step"]) for row in run.health]
-        floor = np.min(values[values > 0], initial=1) / 10  # a zero's colour, of the logarithm
+        floor = np.min(values[values > 0], initial=1) / 10  # colour of zeros on the log scale
         shown = np.log10(np.maximum(values, floor)) if is_log else values
         figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
         for place in range(len(TENSORS)):
@@ -326,7 +326,7 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
         unit = f"log<sub>10</sub> {title}" if is_log else title
         figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit})
         figure.update_yaxes(autorange="reversed")
-        about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences a batch: bad is {bad}"
+        about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences per batch: bad is {bad}"
         found[about] = figure
     return found
 

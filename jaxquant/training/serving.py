@@ -1,4 +1,4 @@
-"""Open what a training run left, to generate with it, and measure how well it serves beside what it was made of."""
+"""Opening of runs and converted checkpoints for generation, and evaluation of converted models against their source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import serving
-from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
+from jaxquant.config.quant_config import KV_ELEMENTS, NO_KV_QUANT, QuantConfig
 from jaxquant.core.paths import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
@@ -26,18 +26,21 @@ from jaxquant.training.step import Model, decoder_of, make_model, token_losses
 from jaxquant.training.sums import check_files
 from jaxquant.training.tokenizer import Tokenizer
 
+KV_CACHES = ("none", *KV_ELEMENTS)
+"""Values of ``--kv-cache``; ``none`` keeps the cache in float."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model that is ready to be asked.
+    """A model that is ready for inference.
 
     Attributes:
-      model: the decoder.
-      params, quant_state: its parameters and quant state; what their leaves are is the model's business.
-      tokenizer: of its texts.
-      config: of the run, with the overrides.
-      shape: of the decoder.
-      step: of the checkpoint.
+      model: decoder.
+      params, quant_state: parameters and quant state of the model.
+      tokenizer: tokenizer of the model.
+      config: configuration of the run, with the overrides.
+      shape: shape of the decoder.
+      step: step of the checkpoint.
     """
 
     model: Model
@@ -49,40 +52,38 @@ class Served:
     step: int
 
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
-        """Make an engine with the config's KV cache, of texts as long as in training if ``max_length`` is 0."""
+        """Create an engine with the config's KV cache; ``max_length`` 0 is the sequence length of training."""
         length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
         options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
         return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
 
     def prompts(self, texts: Sequence[str], names: Sequence[str]) -> list[Prompt]:
-        """Encode texts; each gets the random stream of its place."""
+        """Encode texts; the index of a text selects its random stream."""
         pairs = enumerate(zip(texts, names, strict=True))
         return [Prompt(self.tokenizer.encode_prompt(text), name, number) for number, (text, name) in pairs]
 
 
 def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Served:
-    """Open the newest checkpoint of a run's folder, or a converted one, and change nothing in it.
+    """Open the newest checkpoint of a run's folder, or a converted one, without changing the folder.
 
     Only parameters and quant state are read, onto the default device.
 
     Args:
-      directory: the folder of a run, or one that ``python -m train convert`` wrote.
-      overrides: config fields laid over the configuration of the checkpoint, such as ``quantize_kvcache``; of a
-        converted checkpoint those of the KV cache alone.
+      directory: folder of a run, or one that ``jaxquant convert`` wrote.
+      overrides: config fields that override the checkpoint's configuration, such as ``quantize_kvcache``; for a
+        converted checkpoint only those of the KV cache.
 
     Raises:
-      FileNotFoundError: the folder is not there.
-      ValueError, TypeError: it is no run, has no checkpoint or one that does not fit, or an override that does not.
+      FileNotFoundError: the folder does not exist.
+      ValueError, TypeError: the folder is not a run, has no checkpoint that fits, or an override is invalid.
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; give the folder of a run or a converted one")
+        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted one")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})
-        raise ValueError(
-            f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run or a converted one"
-        )
+        raise ValueError(f"{directory} has no config.yml or jaxquant.json; pass the folder of a run or a converted one")
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     config: TrainConfig = build(TrainConfig, to_mapping(stored.config) | dict(overrides or {}))
     tokenizer, shape, example = decoder_of(config)
@@ -90,31 +91,31 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
 
     def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        found = stored.stores.get(path)
-        if found is None or found.shape != wanted.shape:
-            what = "none" if found is None else f"shape {found.shape}"
-            lack = f"has no {path} of shape {wanted.shape}, got {what}"
-            asked = f" with {', '.join(overrides)}" if overrides else ""
+        array = stored.stores.get(path)
+        if array is None or array.shape != wanted.shape:
+            actual = "none" if array is None else f"shape {array.shape}"
+            problem = f"has no {path} of shape {wanted.shape}, got {actual}"
+            overridden = f" with {', '.join(overrides)}" if overrides else ""
             raise ValueError(
-                f"checkpoint {stored.step} of {folder} {lack}; that does not fit its own configuration{asked}"
+                f"checkpoint {stored.step} of {folder} {problem}; its configuration needs that{overridden}"
             )
         return jnp.asarray(stored.read(path))
 
-    found = map_by_path(load, {"params": params, "quant_state": quant_state})
-    return Served(model, found["params"], found["quant_state"], tokenizer, config, shape, stored.step)
+    loaded = map_by_path(load, {"params": params, "quant_state": quant_state})
+    return Served(model, loaded["params"], loaded["quant_state"], tokenizer, config, shape, stored.step)
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
-    """Open a folder that ``python -m train convert`` wrote; nothing but how it is served can be overridden."""
+    """Open a folder that ``jaxquant convert`` wrote; only fields of the KV cache can be overridden."""
     others = sorted(set(overrides) - {*NO_KV_QUANT, "checkpoint_is_quantized", "save_quantized_params_path"})
     if others:
-        raise ValueError(f"{others[0]} cannot be changed in the converted checkpoint {folder}; convert the run anew")
+        raise ValueError(f"{others[0]} cannot be changed in the converted checkpoint {folder}; convert the run again")
     manifest = serving.read_manifest(folder)
     if "train" not in manifest.extra:
-        raise ValueError(f"{folder} holds no decoder of a training run; load it with jaxquant.serving.load")
+        raise ValueError(f"{folder} has no decoder of a training run; load it with jaxquant.serving.load")
     step, train = manifest.extra.get("step"), manifest.extra["train"]
     if type(step) is not int or not isinstance(train, Mapping):
-        raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
+        raise ValueError(f"{folder} has no step and config of a training run; convert the run again")
     if (folder / "tokenizer.json").is_file():
         train = {**train, "tokenizer_path": str(folder / "tokenizer.json")}
     config: TrainConfig = build(TrainConfig, {**train, **overrides})
@@ -127,18 +128,18 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
 
 
 def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Served]:
-    """Open a run's checkpoint in float and as it was trained, and checkpoints that were converted from runs.
+    """Open a run's checkpoint in float and as trained, and checkpoints that were converted from runs.
 
     Args:
       run: folder of the run.
       converted: folders of the checkpoints.
 
     Raises:
-      FileNotFoundError, ValueError, TypeError: from ``open_served``; ``run`` is no run.
+      FileNotFoundError, ValueError, TypeError: raised by ``open_served``; also if ``run`` is not a run.
     """
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
-        raise ValueError(f"{run} is a converted checkpoint; give the run that it was made of first, and it after that")
+        raise ValueError(f"{run} is a converted checkpoint; pass its run first, then the checkpoint")
     found = {"float": open_served(run, quantization_of(QuantConfig()))}
     if trained.config.strings:
         found["trained"] = trained
@@ -146,19 +147,19 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Se
 
 
 def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> list[dict[str, Any]]:
-    """Measure models on the held-out text of the first one's configuration.
+    """Measure models on the held-out text of the first model's configuration.
 
     Args:
-      models: by name; the first is the one that the others are compared with.
-      batches: how many batches; None is the configuration's ``eval_batches``.
+      models: models by name; the others are compared with the first.
+      batches: number of batches; None is the configuration's ``eval_batches``.
 
     Returns:
-      A row a model: held-out loss in nats a token, its relative excess over the first's, the share of positions at
-      which its likeliest next token is the first's, the largest difference of a logit from the first's and from the
-      model before it, and the bytes of its parameters.
+      A row per model: held-out loss in nats per token, its relative excess over the first model's loss, the share of
+        positions with the same most likely next token as the first model, the largest difference of a logit from the
+        first model's and from the previous model's, and the bytes of its parameters.
 
     Raises:
-      ValueError: models of different vocabularies.
+      ValueError: the models have different vocabularies.
     """
     config = next(iter(models.values())).config
     sizes = {name: each.shape.vocab_size for name, each in models.items()}
@@ -178,7 +179,7 @@ def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> lis
             total[:3] += [float(loss), float(count), float(same.sum())]
             for place, other in ((3, first), (4, before)):
                 difference = jnp.abs(jnp.where(real[..., None], logits - other, 0)).max()
-                total[place] = np.maximum(total[place], float(difference))  # NaN stays NaN
+                total[place] = np.maximum(total[place], float(difference))  # propagates NaN
             before = logits
     base = totals[0][0] / totals[0][1]
     return [

@@ -1,4 +1,4 @@
-"""Which axis of which parameter lies on which mesh axis: one table for parameters, optimizer and quant state alike."""
+"""Partition specs of parameters, optimizer state and quant state, from one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxquant.training.config import TrainConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
-"""Sequences of a batch are spread over all devices but those of one tensor group, which share them."""
+"""Partition spec of a batch: sequences are sharded over all devices, except that a tensor group shares them."""
 
 PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("query", "kernel"): {"fsdp": -3, "tensor": -2},
@@ -27,7 +27,7 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("wi_0", "kernel"): {"fsdp": -2, "tensor": -1},
     ("wi_1", "kernel"): {"fsdp": -2, "tensor": -1},
     ("wo", "kernel"): {"fsdp": -1, "tensor": -2},
-    ("mlp", "wi_0"): {"fsdp": -2, "tensor": -1},  # of experts
+    ("mlp", "wi_0"): {"fsdp": -2, "tensor": -1},  # experts
     ("mlp", "wi_1"): {"fsdp": -2, "tensor": -1},
     ("mlp", "wo"): {"fsdp": -1, "tensor": -2},
     ("wq_a", "kernel"): {"fsdp": -2},
@@ -37,34 +37,35 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("token_embedder", "embedding"): {"fsdp": -1},
     ("logits_dense", "kernel"): {"fsdp": -2},
 }
-"""(module, parameter) -> which of its axes each mesh axis cuts: ``fsdp`` the one of size ``emb_dim``, ``tensor`` the
-heads or ``mlp_dim``.
+"""(module, parameter) -> mesh axis -> axis of the parameter that it shards.
 
-Counted from the end because a scan over layers puts an axis in front. What is not listed (norms, scales and amax
-histories, routers) is replicated. A sparsity mask lies as its kernel does.
+``fsdp`` shards the axis of size ``emb_dim``, ``tensor`` the axis of heads or of ``mlp_dim``.
+Axes count from the end, because a scan over layers adds a leading axis. All other parameters (norms, scales and amax
+histories, routers) are replicated. A sparsity mask is sharded like its kernel.
 """
 
 
 def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lay devices out as (data, fsdp, tensor).
+    """Arrange devices as (data, fsdp, tensor).
 
     Args:
-      config: sizes of the mesh, and what they have to divide.
-      devices: None takes all that are present, those of other processes included; others may be of an absent chip.
+      config: sizes of the mesh, and of the axes that they have to divide.
+      devices: devices of the mesh, possibly of an absent chip; None selects all devices of all processes.
 
     Raises:
-      ValueError: the sizes do not make up the number of devices, or do not divide what they cut.
+      ValueError: the product of the sizes is not the number of devices, or a size does not divide the axis that it
+        shards.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {axis: getattr(config, f"mesh_{axis}") for axis in AXES}
-    asked = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
+    mesh_text = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(f"{asked}: only one of them may be -1, the rest of the devices")
+        raise ValueError(f"{mesh_text}: only one of them may be -1 (all remaining devices)")
     if rest:
         sizes[rest[0]] = len(devices) // max(math.prod(size for size in sizes.values() if size != -1), 1)
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"{asked} does not make up the {len(devices)} devices present")
+        raise ValueError(f"{mesh_text} does not match the {len(devices)} devices present")
     sequences, shares = config.batch_size // config.gradient_accumulation_steps, sizes["data"] * sizes["fsdp"]
     if sequences % shares:
         raise ValueError(
@@ -79,7 +80,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
-    """Return the partition spec of a parameter by its module's name and its own."""
+    """Return the partition spec of a parameter from the names of its module and itself."""
     spec: list[str | None] = [None] * ndim
     for mesh_axis, axis in PARAMETER_AXES.get((module, parameter), {}).items():
         spec[axis] = mesh_axis
@@ -89,8 +90,8 @@ def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Return the sharding of every leaf of a training state.
 
-    A leaf is looked up by the last two names of its path, so that Adam's moments, whose paths end in the parameter's
-    path, lie where the parameter lies.
+    A leaf is looked up by the last two names of its path, so Adam's moments, whose paths end in the parameter's path,
+    are sharded like the parameter.
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -100,14 +101,14 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         return fitted(parameter_spec(names[-2], names[-1], len(leaf.shape)), leaf)
 
     def place_table(table: Table) -> Table:
-        # Amaxes and scales are on every device, a mask lies as its kernel does: LAYER/OP/sparsity.
+        # Amaxes and scales are replicated; a mask is sharded like its kernel: LAYER/OP/sparsity.
         *_, module, _, _ = ("", "", *table.rows[0].split("/"))
         spec = parameter_spec(module, "kernel", table.fields[MASK].ndim - 1) if MASK in table.fields else ()
         fields = {name: fitted((None, *spec) if name == MASK else (), x) for name, x in table.fields.items()}
         return dataclasses.replace(table, fields=fields)
 
     def fitted(spec: Any, leaf: Any) -> NamedSharding:
-        # What is kept of a group of moments is held whole where there are fewer groups than devices.
+        # Values per group of moments are replicated if there are fewer groups than devices.
         each = zip(spec, leaf.shape, strict=False)
         fits = (axis if axis and n % mesh.shape[axis] == 0 else None for axis, n in each)
         return NamedSharding(mesh, PartitionSpec(*fits))

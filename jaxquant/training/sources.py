@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, text files, JSONL, Parquet. Each source is a stream of documents."""
+"""Text sources: the standard library, text files, JSONL, Parquet. Each source is a stream of documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxquant.config.loader import check_ordinary
 from jaxquant.training.tokenizer import unreadable
 
-# Left out of "stdlib": what is installed beside it, tests, tables and generated files.
+# Folders left out of "stdlib": installed packages, tests, tables and generated files.
 _SKIPPED_FOLDERS = frozenset(
     (
         *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
@@ -22,14 +22,14 @@ _SKIPPED_FOLDERS = frozenset(
     )
 )
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
-# One text file is cut at line ends, so that it can be split into train and held-out: parts of at most this many
-# characters, and about this many parts when the file is shorter.
+# Text files are split at line ends, so that even a single file has documents for train and held-out: parts of at most
+# this many characters, and about this many parts if the file is shorter.
 _PART_CHARS = 16384
 _PARTS = 20
 
 
 Documents = Iterator[tuple[str, str | None]]
-"""Texts of a corpus, always encodable as UTF-8, each with the name that the split is drawn on, if not the text."""
+"""Texts of a corpus, always encodable as UTF-8, each with the name that determines its split (None: the text)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Source:
     """A readable collection of documents.
 
     Attributes:
-      label: what it is, for messages: ``text at /data/books``.
-      files: in the order in which they are read.
-      read: file -> its documents.
+      label: description for messages: ``text at /data/books``.
+      files: files in reading order.
+      read: function file -> documents of the file.
     """
 
     label: str
@@ -47,10 +47,10 @@ class Source:
     read: Callable[[Path], Documents]
 
     def documents(self) -> Documents:
-        """Pass over the documents.
+        """Yield the documents.
 
         Raises:
-          ValueError: naming a file that cannot be read or is not what it should be.
+          ValueError: a file cannot be read or has invalid contents; the message names it.
         """
         for file in self.files:
             try:
@@ -61,21 +61,21 @@ class Source:
 
 
 def open_source(dataset: str, path: str, field: str) -> Source:
-    """Find the files of a dataset; nothing is read yet.
+    """Find the files of a dataset, without reading them.
 
     Args:
       dataset: ``stdlib``, ``text``, ``jsonl`` or ``parquet``.
-      path: a file or a folder (searched recursively, hidden names left out); empty for ``stdlib``.
-      field: the key (JSONL) or column (Parquet) that holds the text.
+      path: file or folder (searched recursively, without hidden names); empty for ``stdlib``.
+      field: key (JSONL) or column (Parquet) that holds the text.
 
     Raises:
-      ValueError: a path that is missing, unreadable, superfluous or has no files of the kind.
+      ValueError: the path is missing, unreadable, not allowed, or has no files of this kind.
     """
     if dataset in ("stdlib", "text") and field != "text":
-        raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
+        raise ValueError(f"dataset_text_field {field!r} has no effect with dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
-            raise ValueError(f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, or another")
+            raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text, or another")
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
@@ -120,9 +120,9 @@ def _json_lines(file: Path, field: str) -> Documents:
             place = f"{file} line {number}"
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or nesting as deep
-                fix = "write one object a line, in UTF-8"
-                raise ValueError(f"{place} is not JSON that Python reads ({error}); {fix}") from None
+            except (ValueError, RecursionError) as error:  # also raised for very long numbers and very deep nesting
+                fix = "write one JSON object per line, in UTF-8"
+                raise ValueError(f"{place} is not JSON that Python can read ({error}); {fix}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
             _check_field(field, [*record], place, "key")
@@ -159,7 +159,7 @@ def _read_text(file: Path) -> str:
         return file.read_bytes().decode()
     except UnicodeDecodeError as error:
         why = f"{error.reason} at byte {error.start}"
-        raise ValueError(f"{str(file)!r} is not UTF-8 text: {why}; convert it or take it out") from None
+        raise ValueError(f"{str(file)!r} is not UTF-8 text: {why}; convert it or remove it") from None
 
 
 def _text(value: object, place: str) -> str:
@@ -168,12 +168,12 @@ def _text(value: object, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place} holds half a surrogate pair at character {error.start}, which is no text") from None
+        raise ValueError(f"{place} has half of a surrogate pair at character {error.start}") from None
     return value
 
 
 def _files(path: Path, dataset: str) -> list[Path]:
-    """List the files of a path in an order that does not depend on the file system."""
+    """Return the files of a path in an order that does not depend on the file system."""
     try:
         check_ordinary(path, "dataset_path")
         if not stat.S_ISDIR(path.stat().st_mode):
@@ -184,13 +184,13 @@ def _files(path: Path, dataset: str) -> list[Path]:
     files = [file for file in _walk(path) if file.name.endswith(suffix)]
     if not files:
         kind = f"*{suffix} files" if suffix else "files"
-        raise ValueError(f"dataset {dataset!r} is empty: {str(path)!r} holds no {kind}")
+        raise ValueError(f"dataset {dataset!r} is empty: {str(path)!r} has no {kind}")
     return files
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     found: list[Path] = []
-    seen: set[str] = set()  # Links are followed; a folder that is reached twice is read once.
+    seen: set[str] = set()  # links are followed; each folder is read once
     refuse = lambda error: unreadable(Path(error.filename), error)  # noqa: E731
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         if (real := os.path.realpath(folder)) in seen:

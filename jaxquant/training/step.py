@@ -1,4 +1,4 @@
-"""The training step: loss, gradients, micro-batches, the update; a step that is not finite changes nothing."""
+"""Training step: loss, gradients, micro-batches and update; a step that is not finite leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Batch = Mapping[str, Any]
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds of the model: ``step`` is the number of updates made."""
+    """Model and optimizer part of a checkpoint; ``step`` is the number of updates made."""
 
     step: jax.Array
     params: Any
@@ -46,12 +46,12 @@ class Model:
     """A quantized decoder.
 
     Attributes:
-      init: key -> (params, quant_state), nested dicts by module name.
-      apply: (params, quant_state, inputs, segment_ids, positions, rngs[, cache]) -> logits, and with a cache
-        (logits, cache); with ``targets`` the loss of each token, without all logits at once; see
+      init: function key -> (params, quant_state), nested dicts by module name.
+      apply: function (params, quant_state, inputs, segment_ids, positions, rngs[, cache]) -> logits, or (logits, cache)
+        with a cache. With ``targets`` it returns the loss of each token, without storing all logits; see
         ``jaxquant.training.model.Decoder``.
-      module: the Linen module of ``apply``, for reading its intermediates.
-      layers: row of the report for each linear layer.
+      module: Linen module of ``apply``, for reading its intermediates.
+      layers: report rows, one for each linear layer.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
@@ -93,13 +93,14 @@ class Program:
     """A model with its jitted functions.
 
     Attributes:
-      config: as given, with ``with_global_shards``.
-      init: () -> TrainState.
-      step: (state, batch, healthy) -> (state, metrics); donates the state. Once ``healthy`` is False, or when this
-        step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
-        False. It is False, too, where the update overflows: that state is not finite, and no step changes it.
-      evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
-      loss: (params, quant_state, batch, key) -> mean loss; not jitted, for looking inside.
+      config: configuration of the run, after ``with_global_shards``.
+      init: function () -> TrainState.
+      step: function (state, batch, healthy) -> (state, metrics) that donates the state. If ``healthy`` is False, or the
+        loss or gradient norm of this step is not finite, it returns the state unchanged and ``metrics["healthy"]`` is
+        False. If the update overflows, ``metrics["healthy"]`` is also False, but the returned state is not finite;
+        later steps leave it unchanged.
+      evaluate: function (state, batch) -> (sum of the token losses, number of tokens).
+      loss: function (params, quant_state, batch, key) -> mean loss; not jitted, for inspection.
     """
 
     config: TrainConfig
@@ -113,19 +114,19 @@ class Program:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of what every device holds whole."""
+        """Sharding of fully replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
 def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None) -> DecoderConfig:
-    """Take the decoder's shape out of a training configuration.
+    """Return the decoder's shape from a training configuration.
 
     Raises:
-      ValueError: ``vocab_size`` is given and smaller than the tokenizer's.
+      ValueError: ``vocab_size`` is set and smaller than the tokenizer's.
     """
     rows = config.vocab_size or -(-vocab_size // 64) * 64
     if rows < vocab_size:
-        fix = "use 0 for a new model, or the own tokenizer of an imported one"
+        fix = "use 0 for a new model, or the tokenizer of the imported model"
         raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size} tokens; {fix}")
     sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Shape)}
@@ -158,22 +159,22 @@ def _is_finite(tree: Any) -> jax.Array:
 
 
 def _micro_batches(batch: Batch, k: int) -> dict[str, jax.Array]:
-    """Cut a batch into k. The cut is strided, so that the batch axis stays sharded as it is."""
+    """Split a batch into k micro-batches. The split is strided, so the batch axis keeps its sharding."""
     return {name: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
 
 
 def example_inputs(config: TrainConfig) -> jax.Array:
-    """Tokens of the shape of one micro-batch."""
+    """Return tokens of the shape of one micro-batch."""
     return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
 
 
 def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
-    """Build model, quantization, optimizer and mesh (of the devices given, else of those present) of a run.
+    """Build model, quantization, optimizer and mesh of a run, on the devices given or on all devices.
 
     Raises:
-      ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization
-        does not fit the model.
-      NotImplementedError: a model or an option that the backend does not take.
+      ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization does
+        not fit the model.
+      NotImplementedError: the backend does not support the model or an option.
     """
     mesh = make_mesh(config, devices)
     config = with_global_shards(config, mesh)
@@ -199,7 +200,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         return total / jnp.maximum(count, 1)
 
     def gradients(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
-        """Mean loss over the batch's tokens and its gradient, whatever the number of micro-batches."""
+        """Return the mean loss of the batch's tokens and its gradient, independent of the number of micro-batches."""
         k = config.gradient_accumulation_steps
         if k == 1:
             return jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.quant_state, batch, key)
@@ -209,17 +210,17 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             return total_loss(params, quant_state, micro_batch, key)[0] / count
 
         def add(carry: Any, item: Any) -> tuple[Any, None]:
-            (total, total_grads, total_seen), (micro_batch, index) = carry, item
-            value, (grads, seen) = jax.value_and_grad(share, argnums=(0, 1))(
+            (total, total_grads, total_observation), (micro_batch, index) = carry, item
+            value, (grads, observation) = jax.value_and_grad(share, argnums=(0, 1))(
                 state.params, state.quant_state, micro_batch, jax.random.fold_in(key, index)
             )
             grads = jax.tree.map(jnp.add, total_grads, grads)
-            return (total + value, grads, quantization_state.accumulate(total_seen, seen)), None
+            return (total + value, grads, quantization_state.accumulate(total_observation, observation)), None
 
-        nothing = quantization_state.no_observation(state.quant_state)
-        start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), nothing)
-        (value, grads, seen), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
-        return value, (grads, seen)
+        no_observation = quantization_state.no_observation(state.quant_state)
+        start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), no_observation)
+        (value, grads, observation), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
+        return value, (grads, observation)
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
@@ -235,23 +236,23 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": (batch["segment_ids"] != 0).sum(),
-            # The update is looked at, and not waited for: the old state would have to be kept for that. Moments of
-            # finite gradients of a finite norm are finite.
+            # A non-finite update is reported, but does not select the old state, which would then have to stay in
+            # memory. Moments need no check: they are finite if the gradients and their norm are.
             "healthy": changes & _is_finite((updated.params, updated.quant_state)),
         }
         chosen = (jnp.where(changes, *each) for each in zip(*map(jax.tree.leaves, (updated, state)), strict=True))
-        # Not by ``out_shardings``, whose tree would be that of a state before ``state.warm`` alone.
+        # Not set by ``out_shardings``, whose tree would match only a state before ``state.warm``.
         placed = map(jax.lax.with_sharding_constraint, chosen, jax.tree.leaves(shardings))
         return jax.tree.unflatten(jax.tree.structure(state), [*placed]), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        # In micro-batches too: what fits in training fits here.
+        # Also in micro-batches, so that evaluation fits in memory if training does.
         of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
         parts = _micro_batches(batch, config.gradient_accumulation_steps)
         return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
 
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
-    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # groups' axis is a chip's choice
+    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # the axis of groups depends on it
         shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -262,11 +263,11 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
 
 def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Resolve ``quantization_local_shard_count: -1`` by the mesh, whose devices need not be those of this process.
+    """Resolve ``quantization_local_shard_count: -1`` from the mesh, whose devices may belong to other processes.
 
-    A block of the weight gradient's contraction must lie on one device, or its integer sums would be added across
-    devices; so there are as many as devices that share the batch. Qwix cuts the sequence and not the batch, and keeps
-    its own meaning, the size of the mesh.
+    Each block of the weight gradient's contraction must be on one device, because integer sums must not be added across
+    devices. The number of blocks is therefore the number of devices that share the batch. Qwix splits the sequence
+    instead of the batch and keeps its own meaning, the size of the mesh.
     """
     reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
     backend = config.resolved_backend
@@ -276,19 +277,19 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> jax.stages.Traced:
-    """Trace a step without running it, so that what does not fit shows before a run's folder is touched.
+    """Trace a step without running it, so that errors appear before the run folder is modified.
 
-    The steps that follow find this trace in jax's cache.
+    The training steps reuse this trace from jax's cache.
 
     Raises:
-      ValueError, NotImplementedError: from the quantized operations, forward or backward.
+      ValueError, NotImplementedError: raised by the quantized operations, forward or backward.
     """
     healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=program.replicated)
     return program.step.trace(program.abstract_state, dict(batch), healthy)
 
 
 def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:
-    """Count the bytes that the forward pass keeps for the backward pass of one micro-batch, parameters excluded."""
+    """Return the bytes that the forward pass saves for the backward pass of one micro-batch, without parameters."""
     k = program.config.gradient_accumulation_steps
     small = {name: x[: x.shape[0] // k] for name, x in batch.items()}
     state = program.abstract_state

@@ -1,8 +1,8 @@
-"""Checks of the files of a run: the sums of each checkpoint, and the configuration that made it.
+"""Verification of run files: checksums of each checkpoint, and the configuration that it was made with.
 
-``SHA256SUMS`` stands in the folder of a checkpoint, and without it no byte of the arrays is used. The first process
-writes it when every process has written its part, before the checkpoint gets its name; so a checkpoint without it was
-not finished or is damaged. The configuration that made a checkpoint is summed with it.
+Each checkpoint folder contains ``SHA256SUMS``; without it, no array of the checkpoint is used. The first process writes
+it after every process has written its part and before the folder is renamed, so a checkpoint without it is incomplete
+or damaged. It also covers the configuration that made the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from jaxquant.export.sums import sha256_of
 from jaxquant.training.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
+"""Files that orbax writes while it renames a checkpoint; ``seal`` adds their checksums."""
 DATA = Path("data", "metadata")
-"""Where a checkpoint keeps its data position and, beside it, the configuration that made it."""
+"""File of a checkpoint with its data position and the configuration that made it."""
 _FILES = ("quant_cfg_path", "tokenizer_path")
 
 
 def write_checkpoint_sums(folder: Path) -> None:
-    """Write the sums of a checkpoint that is about to get its name."""
+    """Write the checksums of a checkpoint before it is renamed."""
     sums.write_sums(folder, [name for name in sums.files_of(folder) if name not in LATE])
 
 
 def seal(folder: Path) -> None:
-    """Add the sums of the files that orbax wrote since."""
+    """Add the checksums of the files that orbax wrote during the rename."""
     if (folder / sums.NAME).is_file():
         sums.write_sums(folder, [name for name in LATE if (folder / name).is_file()])
 
 
 def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, share: int = 0, shares: int = 1) -> None:
-    """Compare the files of a checkpoint with their sums.
+    """Compare the files of a checkpoint with their checksums.
 
     Args:
       folder: folder of the checkpoint.
-      names: files to read; None is all.
-      share, shares: one in so many of them is read; whether all have a sum is always checked.
+      names: files to read; None reads all.
+      share, shares: index and number of the shares into which the files are divided; only one share is read. Whether
+        every file has a checksum is always checked.
 
     Raises:
-      ValueError: naming the first file that is missing, another, or without a sum.
+      ValueError: a file is missing, changed, or has no checksum; the message names the first one.
     """
     if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
-        raise ValueError(f"{folder} has the sums of an earlier version, sums.json; commit a87bb9a of jaxquant reads it")
+        raise ValueError(f"{folder} has an earlier version's sums.json; jaxquant reads it at commit a87bb9a")
     some = sorted(sums.read_sums(folder) if names is None else names)[share::shares]
     sums.check_sums(folder, some, late=LATE)
 
@@ -57,41 +58,44 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
 
 
 def record(config: TrainConfig) -> dict[str, Any]:
-    """Return what stands beside the data position of a checkpoint."""
+    """Return the record that is stored next to the data position of a checkpoint."""
     return {"config": to_mapping(config), "files": sums_of_files(config)}
 
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
-    """Return the SHA-256 of each file that a configuration names and a model of it reads."""
+    """Return the SHA-256 of each file that a configuration names and its model depends on."""
     paths = {name: Path(getattr(config, name)) for name in _FILES if getattr(config, name)}
     return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 
 
 def check_files(folder: Path, config: Mapping[str, Any], files: Any) -> None:
-    """Check that the recipes and the tokenizer of a checkpoint have not changed since.
+    """Check that the recipe file and the tokenizer of a checkpoint have not changed.
 
     Args:
-      folder: of the checkpoint.
-      config: that names them.
-      files: what ``sums_of_files`` returned when the checkpoint was made.
+      folder: folder of the checkpoint.
+      config: configuration that names the files.
+      files: result of ``sums_of_files`` when the checkpoint was made.
 
     Raises:
-      ValueError: a file that its configuration names is gone or another.
+      ValueError: a file that the configuration names is missing or changed.
     """
     if not isinstance(files, Mapping) or not set(files) <= set(_FILES):
-        raise ValueError(f"{folder} names files that no checkpoint does, {show(files)}; make it anew")
+        raise ValueError(f"{folder} has checksums of unknown files, {show(files)}; create the checkpoint again")
     for name, sum_ in files.items():
         path = Path(str(config.get(name)))
         if not path.is_file() or sha256_of(path) != sum_:
-            change = "another file now" if path.is_file() else "gone"
-            raise ValueError(f"{folder} was made with {name} {path}, which is {change}; put it back, or make it anew")
+            change = "has changed" if path.is_file() else "is missing"
+            raise ValueError(
+                f"{folder} was made with {name} {path}, which {change}; restore the file, or create the checkpoint "
+                "again"
+            )
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Read the configuration that made a checkpoint, whose record is compared with its sum.
+    """Return the record of a checkpoint, after checking its checksum.
 
     Raises:
-      ValueError: the record is damaged, or of an earlier version of jaxquant.
+      ValueError: the record is damaged, or from an earlier version of jaxquant.
       OSError: the checkpoint has no data position.
     """
     check_checkpoint_sums(folder, [DATA.as_posix()])
@@ -102,8 +106,8 @@ def config_of(folder: Path) -> TrainConfig:
     """Return the configuration that made a checkpoint.
 
     Raises:
-      ValueError: as ``recorded``; it has other fields than this version of jaxquant, or a file that it names is another
-        now.
+      ValueError: see ``recorded``; or the configuration has other fields than this version of jaxquant, or a file that
+        it names has changed.
     """
     contents = recorded(folder)
     check_files(folder, contents["config"], contents.get("files", {}))
@@ -111,10 +115,10 @@ def config_of(folder: Path) -> TrainConfig:
 
 
 def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
-    """Refuse a run whose ``config.yml`` is not of the configuration that made a checkpoint of it.
+    """Raise if ``config.yml`` of a run is not the configuration that made a checkpoint of the run.
 
     Raises:
-      ValueError: naming the fields that decide numbers and differ, or what is wrong with the file.
+      ValueError: fields that determine numerics differ, or the file is invalid; the message names them.
     """
     path = run_dir / "config.yml"
     if not path.exists():
@@ -122,22 +126,22 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
     try:
         here = build(TrainConfig, load_yaml(path))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not the configuration of a run ({error}); put it back") from None
-    found = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
-    compare(made_with, here, found, "in config.yml")
+        raise ValueError(f"{path} is not the configuration of a run ({error}); restore the file") from None
+    message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore the one or the other"
+    compare(made_with, here, message, "in config.yml")
 
 
 def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each field in which a configuration differs from a checkpoint's, and may.
+    """Return the allowed differences between a configuration and a checkpoint's: both values of each field.
 
     Args:
-      one: the checkpoint's.
-      other: the configuration; the run's folder is left out.
-      message: what is wrong where a field differs that may not.
-      where: the place of the second values.
+      one: configuration of the checkpoint.
+      other: configuration to compare; ``run_dir`` is ignored.
+      message: first line of the error.
+      where: source of the second values, for the error.
 
     Raises:
-      ValueError: a field differs that decides the numbers of a run: the message, and a line for each.
+      ValueError: a field differs that determines the numerics of a run. The message has a line for each such field.
     """
     before, after, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
     skipped = {"run_dir", shards} if -1 in (before[shards], after[shards]) else {"run_dir"}  # -1: not resolved

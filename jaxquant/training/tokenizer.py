@@ -1,4 +1,4 @@
-"""Text to token numbers: bytes, or a Hugging Face ``tokenizers`` file."""
+"""Tokenizers: bytes, or a Hugging Face ``tokenizers`` file."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from jaxquant.config.loader import check_ordinary, read_json
 
-# tokenizers files do not say which special token begins or ends a text: these are the names that models use.
+# Names that models use for the tokens at the beginning and end of a text; tokenizer files do not mark these tokens.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "[CLS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class Tokenizer:
-    """Turns texts into arrays of token numbers, with the beginning and the end of the text marked where it can.
+    """A tokenizer that adds tokens for the beginning and the end of a text if it has them.
 
     Attributes:
-      label: what messages call it.
-      vocab_size: above every token.
-      bos, eos: tokens that mark the beginning and the end; None for no mark.
-      pad: the token that fills a row.
-      dtype: of the arrays.
+      label: name in messages.
+      vocab_size: size of the vocabulary, larger than every token.
+      bos, eos: tokens at the beginning and the end of a text, or None.
+      pad: padding token.
+      dtype: dtype of the arrays.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Tokenizer:
     dtype: type[np.uint16] | type[np.uint32]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode whole texts; an empty one has no tokens and no marks."""
+        """Encode complete texts; an empty text has no tokens, not even at the beginning and the end."""
         first, last = (np.array([] if mark is None else [mark], self.dtype) for mark in (self.bos, self.eos))
         return [
             np.concatenate([first, np.asarray(tokens, self.dtype), last]) if len(tokens) else np.empty(0, self.dtype)
@@ -43,12 +43,12 @@ class Tokenizer:
         ]
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Encode the beginning of a text: as ``encode``, without the end."""
+        """Encode the beginning of a text: like ``encode``, without the token at the end."""
         tokens = self.encode([text])[0]
         return tokens if self.eos is None else tokens[:-1]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; marks, padding and numbers beyond the vocabulary are left out."""
+        """Decode tokens into text; special tokens, padding and numbers outside of the vocabulary are left out."""
         raise NotImplementedError
 
     def _encode(self, texts: Sequence[str]) -> Iterable[Any]:
@@ -67,50 +67,50 @@ class ByteTokenizer(Tokenizer):
         return (np.frombuffer(text.encode(), np.uint8) for text in texts)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; what is not UTF-8 becomes U+FFFD."""
+        """Decode tokens into text; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class FileTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
-    The marks of the beginning and the end are the tokens that a ``tokenizer_config.json`` next to the file names, and
-    otherwise those of one of ``BOS_NAMES``, ``EOS_NAMES``. A truncation or padding that the file carries is switched
-    off, because it would drop text.
+    The tokens at the beginning and the end are those in a ``tokenizer_config.json`` next to the file, otherwise the
+    ones named in ``BOS_NAMES`` and ``EOS_NAMES``. Truncation and padding in the file are turned off, because they would
+    drop text.
 
     Args:
-      path: the file.
+      path: path of the file.
 
     Raises:
-      ValueError: the file is missing or unreadable, or is not a tokenizer.
+      ValueError: the file is missing, unreadable, or not a tokenizer.
     """
 
     def __init__(self, path: str):
-        import tokenizers  # only here: it takes a while, and bytes do without
+        import tokenizers  # imported here: it is slow, and bytes do not need it
 
         data = read_bytes(Path(path), "tokenizer_path")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except ValueError as error:
-            raise ValueError(f"tokenizer_path {path!r} is no tokenizer.json: {error}") from None
+            raise ValueError(f"tokenizer_path {path!r} is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest < 0:
-            raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; give a trained tokenizer")
+            raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; use a trained tokenizer")
         self.label = Path(path).name
         self.vocab_size = highest + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        beside = Path(path).with_name("tokenizer_config.json")
-        marks = read_json(beside) if beside.is_file() else {}
+        config_path = Path(path).with_name("tokenizer_config.json")
+        marks = read_json(config_path) if config_path.is_file() else {}
         self.bos = None if marks.get("add_bos_token") is False else self._find(marks, "bos", BOS_NAMES)
         self.eos, pad = self._find(marks, "eos", EOS_NAMES), self._find(marks, "pad", PAD_NAMES)
-        self.pad = 0 if pad is None else pad  # Which number fills a row does not matter: segment 0 masks it.
+        self.pad = 0 if pad is None else pad  # any token works as padding: segment 0 masks it
 
     def _find(self, marks: Mapping[str, Any], kind: str, names: Sequence[str]) -> int | None:
-        own = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
-        own = own.get("content") if isinstance(own, Mapping) else own  # with how it is cut out of a text
-        numbers = (self._tokenizer.token_to_id(name) for name in (own, *names) if isinstance(name, str))
+        marked = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
+        marked = marked.get("content") if isinstance(marked, Mapping) else marked  # an entry with options
+        numbers = (self._tokenizer.token_to_id(name) for name in (marked, *names) if isinstance(name, str))
         return next((number for number in numbers if number is not None), None)
 
     def _encode(self, texts: Sequence[str]) -> Iterable[Any]:
@@ -121,10 +121,10 @@ class FileTokenizer(Tokenizer):
 
 
 def read_bytes(file: Path, option: str = "") -> bytes:
-    """Read a file, which ``option`` of the config named.
+    """Read a file that ``option`` of the config names.
 
     Raises:
-      ValueError: naming the file and why it cannot be read.
+      ValueError: the file cannot be read; the message names it and the reason.
     """
     try:
         check_ordinary(file, option)
@@ -141,52 +141,53 @@ def unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
 
 
 _CONTEXT = 32
-"""Tokens before a token that its text may depend on."""
+"""Number of preceding tokens that the text of a token may depend on."""
 
 _LONGEST_PART = 4
-"""Marks U+FFFD that the beginning of one character may be shown as."""
+"""Largest number of U+FFFD marks for the beginning of one character."""
 
 
 class TextStream:
-    """Turn tokens into text as they come: a character of several tokens is held back until it is whole.
+    """Incremental decoder from tokens to text; a character of several tokens is held back until it is complete.
 
-    A token decodes the last few again, and not the whole text: so a long text takes the time of its tokens.
+    Each token decodes only the last few tokens again, so the time is linear in the number of tokens.
 
     Args:
-      tokenizer: of the tokens.
-      before: tokens that are written already. What a token is written as may depend on them, as whether a word has a
-        space before it.
+      tokenizer: tokenizer of the tokens.
+      before: tokens that are already decoded. The text of a token can depend on them, for example a space before a
+        word.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._recent = list(before)[-_CONTEXT:]  # the tokens of ``_given`` characters, and those not given yet
-        self._given = len(tokenizer.decode(self._recent))
+        self._recent = list(before)[-_CONTEXT:]  # tokens of ``_num_returned`` characters, and those not returned yet
+        self._num_returned = len(tokenizer.decode(self._recent))
 
     def add(self, token: int) -> str:
-        """Return the text that is whole with this token and was not given before."""
+        """Return the text that this token completes."""
         self._recent.append(token)
         text = self._tokenizer.decode(self._recent)
-        # What may yet become a character: the last mark, or a few. Many of them are bytes that are no text.
-        whole = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
-        new = self._give(text[:whole])
+        # U+FFFD at the end may still become a character: the last one, or a few. More than that are bytes that are not
+        # text.
+        complete = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
+        new = self._take_new(text[:complete])
         if len(self._recent) >= 2 * _CONTEXT:
-            held = len(text) - self._given
+            held_back = len(text) - self._num_returned
             self._recent = self._recent[-_CONTEXT:]
-            self._given = len(self._tokenizer.decode(self._recent)) - held
+            self._num_returned = len(self._tokenizer.decode(self._recent)) - held_back
         return new
 
     def end(self) -> str:
-        """Return what was held back."""
-        return self._give(self._tokenizer.decode(self._recent))
+        """Return the text that was held back."""
+        return self._take_new(self._tokenizer.decode(self._recent))
 
     def all(self, tokens: Sequence[int]) -> str:
-        """Return the text of all tokens that are left."""
+        """Return the text of the given tokens and the text that was held back."""
         self._recent += tokens
         return self.end()
 
-    def _give(self, text: str) -> str:
-        new, self._given = text[self._given :], max(self._given, len(text))
+    def _take_new(self, text: str) -> str:
+        new, self._num_returned = text[self._num_returned :], max(self._num_returned, len(text))
         return new
 
 

@@ -11,8 +11,9 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
-from jaxquant.aot import command, topology, worker
+from jaxquant.aot import topology, worker
 from jaxquant.aot.chips import chip
+from jaxquant.cli import main
 
 ROOT = Path(__file__).parents[2]
 STRINGS = ("fp8", "int8")
@@ -90,7 +91,7 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path, capsys)
     config = tmp_path / "tiny.yml"
     config.write_text("emb_dim: 128\nmlp_dim: 256\nnum_layers: 2\nnum_query_heads: 2\nnum_kv_heads: 2\nhead_dim: 64\n")
     words = [str(config), "quantization=fp8", "batch_size=8", "sequence_length=64", "--target", "h200"]
-    assert command.main([*words, "--topology", "8", "--out", str(tmp_path / "out")]) == 0
+    assert main(["audit", *words, "--topology", "8", "--out", str(tmp_path / "out")]) == 0
     assert "All 21 matmuls requested in 8 bits run in 8 bits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "audit-tiny-fp8-h200-8.json").read_text())
     # Layers in a scan count as often as it runs. The compiler merges products of one operand, quantized once.
@@ -130,7 +131,7 @@ def test_without_its_compiler_a_target_is_an_error_that_says_what_to_install(mon
     monkeypatch.setitem(topology.NEEDED, chip(target).platform, (extra, "a_compiler_of_nowhere"))
     with pytest.raises(ModuleNotFoundError, match=rf"{target}.* a_compiler_of_nowhere.*pip install -e '\.\[{extra}\]'"):
         jaxquant.aot.audit(lambda x: x, jnp.zeros(3), target=target)
-    assert command.main(["configs/quickstart.yml", "--target", target]) == 2
+    assert main(["audit", "configs/quickstart.yml", "--target", target]) == 2
     told = capsys.readouterr().err
     assert f"pip install -e '.[{extra}]'" in told
     assert ".[audit-gpu]" in told
@@ -143,7 +144,7 @@ def test_a_gpu_compiler_of_another_version_than_jaxlib_is_refused(monkeypatch, c
     versions = rf"jaxlib, which is {metadata.version('jaxlib')}, got {metadata.version('flax')}; pip install flax=="
     with pytest.raises(RuntimeError, match=rf"'h200' needs flax of the same version as {versions}"):
         topology.require_compiler(chip("h200"))
-    assert command.main(["configs/quickstart.yml", "--target", "h200"]) == 2
+    assert main(["audit", "configs/quickstart.yml", "--target", "h200"]) == 2
     assert "of the same version as jaxlib" in capsys.readouterr().err
     monkeypatch.setitem(topology.NEEDED, "tpu", ("audit-tpu", "jax"))
     topology.require_compiler(chip("v6e"))  # libtpu counts its versions for itself

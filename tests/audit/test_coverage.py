@@ -235,12 +235,12 @@ def test_check_names_path_matmul_wanted_and_found():
     for found, message in (
         (
             jaxquant.coverage(step, *args, config=other),
-            r"mix/down dlhs: float8_e5m2 × float8_e5m2 is wanted .* and floa"
-            r"t32 × float32 is there \(and 5 more",
+            r"mix/down dlhs: float8_e5m2 × float8_e5m2 is expected .* but floa"
+            r"t32 × float32 was found \(and 5 more",
         ),
-        (jaxquant.coverage(step, *args, config={}), r"strict: mix/query fwd: float is wanted .* and .* is there"),
+        (jaxquant.coverage(step, *args, config={}), r"strict: mix/query fwd: float is expected .* but .* was found"),
         # Qwix multiplies blocks in float.
-        (jaxquant.coverage(shards[0], *shards[1]), r"drhs: int8 × int8 is wanted .* float32 \(int8 dequantized\)"),
+        (jaxquant.coverage(shards[0], *shards[1]), r"drhs: int8 × int8 is expected .* float32 \(int8 dequantized\)"),
     ):
         with pytest.raises(ValueError, match=message):
             found.check()
@@ -328,8 +328,7 @@ def test_what_is_printed_and_stored(monkeypatch):
     found = jaxquant.coverage(step, *args)
     row = r"mix/query  4x7x32 · (32x3x16|3x16x32) +e4m3 × e4m3  e5m2 × e4m3  e4m3 × e5m2  per tensor, delayed +3"
     assert re.search(row, str(found))
-    assert str(found).endswith(found.summary())
-    assert repr(found) == f"<Coverage: {found.summary()}>"
+    assert (str(found).splitlines()[-1], repr(found)) == (found.summary(), f"<Coverage: {found.summary()}>")
     assert "<td style='text-align:left'>mix/query</td>" in found._repr_html_()
     monkeypatch.setenv("COLUMNS", "90")
     assert max(map(len, str(found).splitlines())) <= 90

@@ -213,7 +213,7 @@ def test_complex_operands_stay_float_in_every_report():
     found = jaxquant.coverage(step, params, x, config=CURRENT)
     found.check()
     assert {row.reason for row in found.rows if row.path in ("dense", "own")} == {"its operands are not float"}
-    with pytest.raises(NotImplementedError, match="asks for 'int8w' at 'own', which stays in float: its operands are"):
+    with pytest.raises(NotImplementedError, match="selects 'int8w' at 'own', which stays in float: its operands are"):
         jaxquant.maybe_quantize_model(Spectral(), CURRENT | {"rules": [{"path": "own", "recipe": "int8w"}]}, x)
 
 
@@ -229,9 +229,9 @@ def test_float_blocks_are_left_out_as_the_config_says():
     found = jaxquant.coverage(step, *args, config=config)
     found.check()
     assert {row.reason for row in found.rows if row.path == "layers_0/mlp"} == {next(iter(report)).reason}
-    with pytest.raises(ValueError, match=r"strict: layers_0/mlp fwd: float is wanted \(block layers_0, left in float"):
+    with pytest.raises(ValueError, match=r"layers_0/mlp fwd: float is expected \(block layers_0, left in float"):
         jaxquant.coverage(gradient(fn, CURRENT, params, array(8, 32))[0], *args, config=config).check()
-    with pytest.raises(ValueError, match=r"strict: layers_0/mlp fwd: float8_e4m3fn × float8_e4m3fn is wanted"):
+    with pytest.raises(ValueError, match=r"strict: layers_0/mlp fwd: float8_e4m3fn × float8_e4m3fn is expected"):
         jaxquant.coverage(step, *args, config=CURRENT).check()
 
 
@@ -310,7 +310,7 @@ def test_an_nnx_step_without_quantization_that_only_updates():
 
     found = jaxquant.coverage(step, (model, optimizer), x=X, is_training=True)
     assert {(row.path, row.matmul) for row in found.rows} == ALL
-    with pytest.raises(ValueError, match=r"strict: up fwd: float8_e4m3fn × float8_e4m3fn is wanted"):
+    with pytest.raises(ValueError, match=r"strict: up fwd: float8_e4m3fn × float8_e4m3fn is expected"):
         jaxquant.coverage(step, (model, optimizer), x=X, is_training=True, config=FP8).check()
 
 

@@ -86,12 +86,12 @@ def test_a_gradient_that_is_float_or_has_no_matmul_is_missing():
     [row] = [row for row in found.rows if row.path == ""]
     assert (row.dtypes.is_low, row.reason) == (False, "no parameter: activation × activation")
     assert found.missing == ("b drhs",)
-    with pytest.raises(ValueError, match="strict: b drhs: the config quantizes it and no contraction of it was found"):
+    with pytest.raises(ValueError, match="strict: b drhs: the config quantizes it, but it has no contraction"):
         found.check()
     found = found_in(stolen(lambda h, grad, dk, dh: (jnp.sum(h[:, :, None] * grad[:, None, :], 0), dh)), "qwix")
     assert found.missing == ("b drhs",)
     assert found_in(stolen(lambda h, grad, dk, dh: (dk, jnp.zeros_like(dh)))).missing == ("b dlhs",)
-    with pytest.raises(ValueError, match=r"strict: b drhs: int8 × int8 is wanted .* float32 × float32 is there"):
+    with pytest.raises(ValueError, match=r"strict: b drhs: int8 × int8 is expected .* float32 × float32 was found"):
         found_in(stolen(lambda h, grad, dk, dh: (h.T @ grad, dh))).check()
 
 
@@ -226,8 +226,7 @@ class Gated(nn.Module):
     @nn.compact
     def __call__(self, x):
         up, gate, down = (self.param(name, nn.initializers.ones, (32, 32)) for name in ("up", "gate", "down"))
-        h = nn.gelu(x @ gate)
-        h = h * (x @ up)
+        h = nn.gelu(x @ gate) * (x @ up)
         return h @ down
 
 

@@ -5,19 +5,19 @@ import json
 import pytest
 
 from jaxquant.bench import gemms, gpu
-from jaxquant.bench.__main__ import main
 from jaxquant.bench.gpu_kernels import CASES
+from jaxquant.cli import main
 
 OPTIMIZED = False
 REFUSED = [
-    (["steps", "--strings", "banana"], "--strings 'banana' is not a known recipe; known are int8"),
+    (["against-cpu", "--string", "banana"], "--string 'banana' is not a known recipe; known are int8"),
     (["gpu"], "JAX sees only cpu here; --small runs on a CPU"),
 ]
 
 
 def test_what_cannot_be_measured_is_an_error(capsys, tmp_path):
     for words, message in REFUSED:
-        assert main([*words, "--out", str(tmp_path)]) == 2
+        assert main(["bench", *words, "--out", str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -27,10 +27,19 @@ def lines_of(folder):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_speedrun_compares_rows_and_draws_them(tmp_path):
+    words = ["--small", "--steps", "4", "--only", "jaxquant int8"]
+    assert main(["bench", "speedrun", *words, "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path)
+    assert [(row["row"], row["curve"][-1][0]) for row in rows] == [("bf16", 4), ("jaxquant int8", 4)]
+    assert all(loss < 5.77 for row in rows for *_, loss in row["curve"])  # log(320), of a guess
+    assert next(tmp_path.glob("*.svg")).read_text().count("<polyline") == 2
+
+
 @pytest.mark.slow
 def test_a_small_run_measures_every_part_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(gemms, "CONTENDERS", (gemms.CONTENDERS[0], *gemms.CONTENDERS[3:5]))  # jax, torch, flax
-    assert main(["gpu", "--small", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "gpu", "--small", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path)
     assert list(dict.fromkeys(line["part"] for line in lines)) == ["run", *gpu.PARTS]
     assert {line["row"] for line in lines if "error" in line} == {

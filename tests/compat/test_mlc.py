@@ -212,7 +212,7 @@ REFUSED = [
     (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), "end in the K of"),
     (lambda x, w, s: mlc.block_scale_experts(x[None], w, s, [1, 4]), r"x must be \[tokens, K\]"),
     (lambda x, w, s: mlc.block_scale_experts(x[:2], w, s, np.array([[0, 1, 0]])), "x has 1 or 3 rows, got 2"),
-    (lambda x, w, s: mlc.group_sizes(np.array([1, 2, 3, 4]), 5), r"\(4,\); of 5 experts it is \(5,\) or \(6,\)"),
+    (lambda x, w, s: mlc.group_sizes(np.array([1, 2, 3, 4]), 5), r"\(4,\); for 5 experts it must be \(5,\) or \(6,\)"),
     (lambda x, w, s: mlc.absorb(w[0, 0], s[0], 2, 128, 128), r"weight must be \[rows, C\], got"),
     (lambda x, w, s: mlc.absorb(*weight(1152, 192), 3, 128, 256), "kv_lora_rank 192 is not a multiple of 128, of the"),
     (lambda x, w, s: mlc.absorb(*weight(1152, 256), 3, 192, 192), "qk_nope_head_dim 192 is not a multiple of 128"),
@@ -223,7 +223,7 @@ REFUSED = [
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x, 32, "int8"), "dtype must be float8_e4m3fn or"),
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x.astype("int32"), 32), "x has dtype int32"),
     (lambda x, w, s: mlc.static_activation_group_quant_fp8(x, jnp.ones(2), 32), "has 2 scales; x .* has groups of 32"),
-    (lambda x, w, s: ScaleLayout.MLC_BMM.write(x), "three axes or more, got 2"),
+    (lambda x, w, s: ScaleLayout.MLC_BMM.write(x), "three or more axes, got 2"),
 ]
 
 
@@ -345,5 +345,5 @@ def test_what_is_served_alone_is_not_trained():
         ({"weight_dtype": "float8_e5m2"}, {"fmt": "e5m2"}),
         ({"use_activation_scale": True}, {"activation_scheme": "static"}),
     ):
-        with pytest.raises(NotImplementedError, match="are served and not trained; fp8_block has float8_e4m3fn"):
+        with pytest.raises(NotImplementedError, match="can only be served; fp8_block trains with float8_e4m3fn"):
             mlc.quant_config(SCHEME | scheme, {"quantization_config": CHECKPOINT | checkpoint})

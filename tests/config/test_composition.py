@@ -16,8 +16,8 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, lookup
 from jaxquant.config.rules import Rule
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.training.__main__ import read_config
 from jaxquant.training.config import TrainConfig
+from jaxquant.training.start import read_config
 
 MAPPING = {"fwd": "fp8_current", "dlhs": "quartet2", "drhs": None}
 TEXT = "{fwd: fp8_current, dlhs: quartet2, drhs: null}"
@@ -62,7 +62,7 @@ REFUSED = [
     ({"fwd": "fp9"}, "quantization.fwd 'fp9' is not a known recipe; did you mean 'fp8'"),
     ({"fwd": "fp8", "drhs": "{fwd: int8}"}, "quantization.drhs must be str, got {'fwd': 'int8'}"),
     ({"fwd": None, "dlhs": ""}, "quantization {fwd: null, dlhs: null, drhs: null} leaves all three matmuls in float"),
-    ({"fwd": "fp8", "dlhs": "intmp"}, "quantization.dlhs 'intmp' has no recipe of its own"),
+    ({"fwd": "fp8", "dlhs": "intmp"}, "quantization.dlhs 'intmp' is not possible in a composition"),
     ("{fwd: fp8", "quantization line 1: expected ',' or '}'"),
 ]
 

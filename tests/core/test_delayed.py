@@ -134,7 +134,7 @@ def test_a_state_that_would_round_amaxes_or_has_another_length_is_refused():
     with pytest.raises(ValueError, match=r"has 4 entries and amax_history_length is 16; set it to 4, or "):
         delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(16))
     state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
-    with pytest.raises(TypeError, match=r"is bfloat16 but must be float32, .*cast only the parameters"):
+    with pytest.raises(TypeError, match=r"is bfloat16, but must be float32, .*cast only the parameters"):
         delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(LENGTH))
 
 

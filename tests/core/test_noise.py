@@ -10,7 +10,7 @@ import pytest
 
 from jaxquant import ops
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.rounding import fold, noise, two_keys
+from jaxquant.core.rounding import fold, gradient_keys, noise
 
 N = 10**6
 SHAPE = (1000, 1000)
@@ -40,7 +40,7 @@ def test_gradients_layers_steps_and_neighbours_are_not_correlated():
     keys = [jax.random.fold_in(key, step) for step in range(3)]
     keys += [jax.random.fold_in(each, grad) for each in keys[:2] for grad in (0, 1)]
     keys += [jax.random.key(each) for each in (1, 2)]
-    keys += [fold(key, 0), fold(key, 1), fold(fold(key, 0), 1), *two_keys(fold(key, 0))]
+    keys += [fold(key, 0), fold(key, 1), fold(fold(key, 0), 1), *gradient_keys(fold(key, 0))]
     found = [draws(each) - 0.5 for each in keys]
     limit = 5 / np.sqrt(N) / 12  # of a mean of products of two independent ones
     for a, b in itertools.combinations(found, 2):

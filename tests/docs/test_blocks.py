@@ -11,17 +11,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
 from jaxquant import RECIPES
-from jaxquant.__main__ import main as jaxquant_main
-from jaxquant.aot.command import _parse
 from jaxquant.bench import chart
-from jaxquant.config.explain import whole_tensors
+from jaxquant.cli import main, program
+from jaxquant.config.explain import poisoned_tensors
 from jaxquant.core.typed import build
-from jaxquant.training.__main__ import COMMANDS, read_config
 from jaxquant.training.config import TrainConfig
+from jaxquant.training.start import read_config
 from scripts import pages
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def pages_with(language: str) -> list[Any]:
-    pages = [page for page in PAGES if page.is_file() and blocks(page, language)]
-    return [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in pages]
+    return [pytest.param(p, id=p.relative_to(ROOT).as_posix()) for p in PAGES if p.is_file() and blocks(p, language)]
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
@@ -53,8 +52,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if page.name == "README.md":
         loss, *coverage = printed.getvalue().splitlines()
         assert float(loss.removeprefix("loss ")) < 0.1  # of about 1 in the first step
-        (shown,) = blocks(page, "text")
-        assert [line.rstrip() for line in shown.splitlines()[1:]] == coverage
+        assert [line.rstrip() for line in blocks(page, "text")[0].splitlines()[1:]] == coverage
 
 
 def test_every_public_name_has_one_entry_on_an_api_page():
@@ -75,9 +73,8 @@ def test_the_examples_of_an_api_page_run(page: str, tmp_path: Path, monkeypatch:
             exec(compile(text.strip("`").removeprefix("python"), heading, "exec"), scope)
 
 
-@pytest.mark.parametrize("name", pages.OPTIONS)
-def test_every_option_has_a_text_in_its_table(name: str):
-    assert pages.options(name)  # raises an error for a field without a text
+def test_every_option_has_a_text_in_its_table():
+    assert all(map(pages.options, pages.OPTIONS))  # raises an error for a field without a text
 
 
 def strings_table() -> str:
@@ -85,11 +82,10 @@ def strings_table() -> str:
     groups: dict[int, Any] = {}
     for name, row in RECIPES.items():
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
-    lines = ["| `quantization` | numbers | `auto` | also on | one NaN spoils all of |", "| --- " * 5 + "|"]
+    lines = ["| `quantization` | numerics | `auto` | other backends | tensors with one scale |", "| --- " * 5 + "|"]
     for row, names in groups.values():
-        others = ", ".join(row.backends[1:])
-        whole = ", ".join(whole_tensors(row.recipe)) if row.recipe else ""
-        lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} | {whole} |")
+        words = names, [row.summary], [row.auto], row.backends[1:], poisoned_tensors(row.recipe) if row.recipe else ()
+        lines.append(f"| {' | '.join(map(', '.join, words))} |")
     return "\n".join(lines)
 
 
@@ -106,40 +102,34 @@ def test_yaml_is_a_config(page: Path):
 
 
 def _train(words: list[str]) -> None:
-    if words[0] in COMMANDS:
-        _parsed_by("jaxquant.training.__main__")(words)
-        return
-    read_config(words[0], [word for word in words[1:] if "=" in word])
+    _jaxquant(words if words[0] in program.commands else ["train", *words])
 
 
 def _jaxquant(words: list[str]) -> None:
-    if words[0] in ("strings", "explain"):
-        assert jaxquant_main(words) == 0
-    elif words[0] == "coverage":
-        _train([word for word in words[1:] if not word.startswith("--")])
-    elif words[0] == "audit":
-        options = _parse(words[1:])
-        _train([options.config, *options.overrides])
+    """Run a command that only prints; parse the words of any other one, and read its configuration."""
+    if words[0] in ("strings", "explain") or words[0].startswith("-"):
+        assert main(words) == 0
+        return
+    command, *rest = [program.commands[words[0]], *words[1:]]
+    if isinstance(command, click.Group):
+        command, *rest = [command.commands[rest[0]], *rest[1:]]
+    params = command.make_context("", rest).params
+    if "overrides" in params:
+        read_config(params["config"], params["overrides"])
 
 
 def _parsed_by(module: str) -> Any:
     """Read a command line with a script's parser, and go no further."""
 
     def read(words: list[str]) -> None:
-        class Read(Exception):
-            pass
-
         def stop(parser: argparse.ArgumentParser, given: Any) -> Any:
-            parse_known(parser, given, None)
-            raise Read
+            parser.parse_known_args(given)
+            raise InterruptedError
 
-        parse_known = argparse.ArgumentParser.parse_known_args
-        main = importlib.import_module(module).main
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", stop)
-            patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", stop)
-            with pytest.raises(Read):
-                main(words)
+            with pytest.raises(InterruptedError):
+                importlib.import_module(module).main(words)
 
     return read
 
@@ -147,11 +137,12 @@ def _parsed_by(module: str) -> Any:
 READ_BY = {
     "python -m train": _train,
     "python -m jaxquant": _jaxquant,
+    "jaxquant": _jaxquant,
     "scripts/lines.py": _parsed_by("scripts.lines"),
     "python -m tests.gallery": _parsed_by("tests.gallery.__main__"),
 }
 UNREAD = (
-    *("pip install", "git clone", "source .venv", "printf", "cd "),
+    *("pip install", "git clone", "source .venv", "printf", "cd ", "eval "),
     *("scripts/demo.sh", "scripts/test.sh", "scripts/docs.sh"),
 )
 

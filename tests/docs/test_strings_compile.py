@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxquant
-from jaxquant.bench.__main__ import main
+from jaxquant.cli import main
 from tests.docs.test_blocks import ROOT
 from tests.models import chain
 
@@ -66,6 +66,7 @@ def test_the_table_names_every_chip_that_has_a_compiler():
 @pytest.mark.aot
 @pytest.mark.parametrize(("target", "strings"), [("h200", ["fp4", "mxfp4", "int4"]), ("b200", ["mxfp8", "fp4"])])
 def test_a_sample_of_the_committed_table_is_what_the_compilers_say(tmp_path, target: str, strings: list[str]):
-    assert main(["strings", "--target", target, "--out", str(tmp_path), "--only", *strings]) == 0
+    only = [f"--only={string}" for string in strings]
+    assert main(["bench", "strings", "--target", target, "--out", str(tmp_path), *only]) == 0
     found = json.loads((tmp_path / "strings-chips.json").read_text())
     assert {row["quantization"]: row[target] for row in found} == {name: committed()[name][target] for name in strings}

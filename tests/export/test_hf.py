@@ -17,17 +17,7 @@ from jaxquant.export import hf
 from jaxquant.export.hf import read_quantization
 from jaxquant.ops.dot_general import dot_general
 from jaxquant.ops.operand import quantize_kernel
-from tests.export.hf_published import (
-    CT_DYNAMIC,
-    DEEPSEEK,
-    FBGEMM,
-    FP8,
-    GLM_NVFP4,
-    QUARK,
-    compressed,
-    config,
-    scheme,
-)
+from tests.export.hf_published import CT_DYNAMIC, DEEPSEEK, FBGEMM, FP8, GLM_NVFP4, QUARK, compressed, config, scheme
 from tests.numerics import dot_bound
 
 
@@ -152,7 +142,7 @@ REFUSED = [
     (NotImplementedError, "quant_method 'gptq' is not supported: its groups", {"quant_method": "gptq"}),
     (
         NotImplementedError,
-        "targets[0] 'Conv1D' names a class",
+        "targets[0] 'Conv1D' is a class",
         compressed(CHANNEL, None) | {"config_groups": {"group_0": {"targets": ["Conv1D"], "weights": CHANNEL}}},
     ),
     (NotImplementedError, "quant_algo 'W4A8_AWQ' is not", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}),

@@ -104,13 +104,9 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"pre": "tekken"},
-            NotImplementedError,
-            "tokenizer.ggml.pre 'tekken' is not read; models that are: llama",
-        ),
-        ({"tokens": ["a"]}, ValueError, "tokenizer.ggml is no gpt2 tokenizer"),
-        ({"model": "llama"}, ValueError, "tokenizer.ggml is no llama tokenizer (KeyError: 'scores')"),
+        ({"pre": "tekken"}, NotImplementedError, "tokenizer.ggml.pre 'tekken' is not supported; supported are llama"),
+        ({"tokens": ["a"]}, ValueError, "tokenizer.ggml is not a gpt2 tokenizer"),
+        ({"model": "llama"}, ValueError, "tokenizer.ggml is not a llama tokenizer (KeyError: 'scores')"),
         ({"model": "llama", "tokens": ["a" * 10**6] * 3, "scores": [0.0] * 3}, ValueError, "has 1000000 characters"),
     ],
 )
@@ -131,7 +127,7 @@ def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     assert HfFolder(folder).source(has_tokenizer=False).vocabulary is None
     for data, message in (
         (sentencepiece(1, kind=1), "is not BPE"),
-        (sentencepiece(1)[:-3], "is not a model of SentencePiece"),
+        (sentencepiece(1)[:-3], "is not a SentencePiece model"),
     ):
         (folder / "tokenizer.model").write_bytes(data)
         with pytest.raises((ValueError, NotImplementedError), match=message):

@@ -224,7 +224,7 @@ def test_the_first_element_is_the_low_nibble():
 
 
 def test_what_is_not_packed_is_refused():
-    with pytest.raises(TypeError, match="int8 is no four-bit element type"):
+    with pytest.raises(TypeError, match="int8 is not a four-bit element type"):
         pack(jnp.zeros(4, jnp.int8))
     with pytest.raises(ValueError, match="4 bytes hold 7 or 8 elements"):
         unpack(jnp.zeros((2, 4), jnp.uint8), "int4", 6)

@@ -75,7 +75,7 @@ def test_a_rule_that_matches_nothing_and_a_model_in_which_nothing_would_be_quant
     with pytest.raises(ValueError, match=r"layers/mlp/\.\*"):
         maybe_quantize_model(Model(), native("int8", rules=rules), TOKENS)
     model = maybe_quantize_model(chain(logits=4), native("int8"))
-    with pytest.raises(ValueError, match=r"would quantize no layer of this model.*logits: output head"):
+    with pytest.raises(ValueError, match=r"quantizes no layer of this model.*logits: output head"):
         model.init(jax.random.key(0), jnp.ones((2, 4)))
 
 
@@ -98,7 +98,7 @@ def test_a_layer_that_is_out_of_reach_is_described_as_float():
     x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     reports = {report.path: report for report in describe_layers(SpectralNorm(), native("fp8"), x)}
     assert reports["normed"].recipe is None
-    assert reports["normed"].reason.startswith("its parameter was mixed with data")
+    assert reports["normed"].reason.startswith("its parameter was combined with data")
     assert reports["plain"].recipe == "fp8"
     variables = jax.eval_shape(maybe_quantize_model(SpectralNorm(), native("fp8"), x).init, jax.random.key(0), x)
     assert list(nested(variables[OWG])) == ["plain"]

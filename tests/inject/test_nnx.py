@@ -125,7 +125,7 @@ def test_state_must_be_mapped_with_its_layers():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="would quantize no layer of this model"):
+    with pytest.raises(ValueError, match="quantizes no layer of this model"):
         maybe_quantize_model(NnxChain(16, logits=4), asked("int8"), X)
     late = maybe_quantize_model(Block(nnx.Rngs(0)), asked("int8", rules=[{"path": "a", "recipe": None}]))
     with pytest.raises(ValueError, match="'a' matches no layer"):

@@ -233,9 +233,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "matmuls"),
-    [(Logged(8), 1), (Recurrent(), 2), (Tied(), 6)],
-    ids=lambda value: type(value).__name__,
+    ("model", "matmuls"), [(Logged(8), 1), (Recurrent(), 2), (Tied(), 6)], ids=lambda value: type(value).__name__
 )
 def test_layers_of_any_author(model, matmuls):
     quantized = maybe_quantize_model(model, FP8, X)

@@ -29,7 +29,7 @@ X = jax.random.normal(jax.random.key(0), (4, 8))
 LARGE = 30 * X
 TRAINED = r"quant state '[\w/]*input' has negative numbers, .*jaxquant\.state\.split.*TrainState"
 AS_WEIGHT = r"quant state '[\w/]*amax_history' is added to or multiplied, .*jaxquant\.state\.split"
-NORM = r"what was observed of quant state is squared or divided by, .*jaxquant\.state\.split\(grads\)\[0\]"
+NORM = r"observations of quant state are squared, .*jaxquant\.state\.split\(grads\)\[0\]"
 
 
 class Linen:
@@ -98,9 +98,7 @@ def check_forgotten(loop: Linen) -> None:
     of_params = jax.jit(jax.grad(lambda params: loop(params, loop.state, X)))
     with pytest.raises(ValueError, match=r"is taken with respect to the kernel but not the state; .*frozen"):
         of_params(loop.params)
-    with pytest.raises(
-        ValueError, match=r"passes through the layer but is not taken with respect to the state; .*frozen"
-    ):
+    with pytest.raises(ValueError, match=r"but is not taken with respect to the state; .*frozen"):
         jax.grad(lambda x: loop(loop.params, loop.state, x))(X)
     with state.frozen():
         found = of_params(loop.params)
@@ -112,7 +110,7 @@ def check_forgotten(loop: Linen) -> None:
     def dropped(params: Any, quant_state: Any) -> Any:
         return gradients(loop, params, quant_state, X)[0], quant_state
 
-    with pytest.raises(ValueError, match=r"is differentiated and its quant state stands still; .*state.update"):
+    with pytest.raises(ValueError, match=r"is differentiated but its quant state does not advance; .*state.update"):
         jaxquant.coverage(dropped, loop.params, loop.state).check()
 
     def frozen(params: Any, quant_state: Any) -> Any:

@@ -134,7 +134,7 @@ BROKEN = {
     "every micro-batch is a step": (state.nnx, "multi_steps", lambda _: [], lambda: check_accumulation("MultiSteps")),
     "the last micro-batch wins": (
         state.nnx,
-        "with_waiting",
+        "add_stored_observation",
         lambda seen, _: seen,
         lambda: check_accumulation("MultiSteps"),
     ),

@@ -1,6 +1,6 @@
-"""``python -m jaxquant``: each command says what it should, refuses in a sentence, and its status tells which.
+"""The command ``jaxquant``: output, errors and exit codes of its commands.
 
-Every command of the repository has a page of help, and its tables fit an output that knows ASCII alone.
+Every command has a page of help, and its tables can be printed in ASCII.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxquant
 from jaxquant import RECIPES, terminal
-from jaxquant.__main__ import main
 from jaxquant.aot.command import print_and_write
-from jaxquant.training.__main__ import COMMANDS
-from jaxquant.training.__main__ import main as train
+from jaxquant.cli import main, program
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "configs/models/ci.yml"
@@ -33,6 +32,10 @@ def test_strings_and_explain_print_what_the_table_says(capsys):
 
 
 REFUSED = [
+    (["train", "quickstart", "stepz=3"], "TrainConfig has no field 'stepz'; did you mean 'steps'"),
+    (["trian"], "No such command 'trian'"),
+    (["audit", "quickstart", "--target", "h300"], "Invalid value for '--target': 'h300' is not one of 'h100', 'h200'"),
+    (["serve", "a"], "Give either --prompt or --prompts-file; see 'jaxquant serve --help'"),
     (["explain", "fp9"], "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
     (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
     (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
@@ -40,6 +43,20 @@ REFUSED = [
     (["coverage", str(CI), "--program", "jaxquant.training.absent:step"], "No module named 'jaxquant.training.absent'"),
     (["coverage", str(CI), "--program", "jaxquant.training.audit:absent"], ".audit has no function 'absent'"),
 ]
+
+
+def test_help_and_version_do_not_import_jax():
+    code = (
+        "import sys; from jaxquant.cli import main; print(main(['--help']), main(['--version']), 'jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert {f"jaxquant {jaxquant.__version__}", "0 0 False"} <= {*done.stdout.splitlines()}, done.stderr
+
+
+def test_every_command_has_a_line_of_help_that_fits_and_its_exit_codes():
+    for command in [*program.commands.values(), *BENCH.commands.values()]:
+        assert (command is BENCH) or "Exit codes: 0 " in str(command.help), command.name
+        assert not command.get_short_help_str(54).endswith("..."), command.name
 
 
 def test_what_cannot_be_is_a_sentence(capsys):
@@ -51,9 +68,9 @@ def test_what_cannot_be_is_a_sentence(capsys):
 
 INTERRUPTED = {
     "jaxquant.training.conversion.convert_run": ["convert", "a", "--out", "b"],
-    "jaxquant.training.cli.open_served": ["serve", "a", "--prompt", "b"],
+    "jaxquant.training.commands.open_served": ["serve", "a", "--prompt", "b"],
     "jaxquant.training.serving.contenders": ["evaluate", "a"],
-    "jaxquant.training.__main__.read_config": ["a.yml"],
+    "jaxquant.training.start.read_config": ["train", "a.yml"],
 }
 
 
@@ -61,7 +78,7 @@ INTERRUPTED = {
 def test_neither_ctrl_c_nor_a_closed_output_is_a_traceback(place, monkeypatch, capsys):
     def ended_by(error):
         monkeypatch.setattr(place, lambda *_, **__: (_ for _ in ()).throw(error))
-        return train(INTERRUPTED[place])
+        return main(INTERRUPTED[place])
 
     assert ended_by(KeyboardInterrupt) == terminal.INTERRUPTED
     assert "interrupted" in capsys.readouterr().err
@@ -69,7 +86,7 @@ def test_neither_ctrl_c_nor_a_closed_output_is_a_traceback(place, monkeypatch, c
     assert ended_by(BrokenPipeError) == 1
 
 
-def program(path, words, devices):
+def float_step(path, words, devices):
     """A step that trains in float, whatever its configuration says."""
     w = jax.ShapeDtypeStruct((8, 8), "float32")
     loss = lambda p, x: jnp.tanh(x @ p["first"]["w"] @ p["last"]["w"]).sum()  # noqa: E731
@@ -77,14 +94,14 @@ def program(path, words, devices):
 
 
 def test_coverage_that_is_not_as_asked_is_status_1(capsys):
-    words = ["coverage", str(CI), "quantization=fp8", "--program", "tests.scripts.test_command:program"]
+    words = ["coverage", str(CI), "quantization=fp8", "--program", "tests.scripts.test_command:float_step"]
     assert main(words) == 0
     assert main([*words, "--check"]) == 1
     assert "error: strict: first fwd: float8_e4m3fn" in capsys.readouterr().err
 
 
-SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
-MODULES = ("train", "jaxquant.training", "jaxquant.bench", "jaxquant")
+SCRIPTS = ("scripts/lines.py", "scripts/prose.py")
+BENCH = program.commands["bench"]
 
 
 WITHOUT_EXTRAS = """
@@ -103,13 +120,13 @@ for name, *words in json.loads(sys.argv[1]):
 
 
 def test_without_the_extras_every_command_has_help_and_names_what_to_install():
-    asked = [[command, "--help"] for command in [*SCRIPTS, *MODULES]] + [["train", name, "--help"] for name in COMMANDS]
-    refused = {"grain": ["jaxquant.bench", "steps"], "filelock": ["train", str(CI)]}
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps([*asked, *refused.values()])]
+    named = [*([name] for name in program.commands), *(["bench", name] for name in BENCH.commands)]
+    asked = [*([name] for name in [*SCRIPTS, "train", "jaxquant"]), *(["jaxquant", *words] for words in named)]
+    words = [[*each, "--help"] for each in asked] + [["jaxquant", "train", str(CI)]]
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps(words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    fix = "is not installed; run pip install -e '.[train]' in the checkout of jaxquant\n"
-    expected = [[words[0], 0, ""] for words in asked]
-    expected += [[words[0], 2, f"error: {library} {fix}"] for library, words in refused.items()]
+    fix = "is not installed; run pip install 'jaxquant[train]' (in a checkout: pip install -e '.[train]')\n"
+    expected = [[each[0], 0, ""] for each in asked] + [["jaxquant", 2, f"error: filelock {fix}"]]
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected, done.stderr
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.training import report
-from jaxquant.training.__main__ import main
 
 PATHS = ("self_attention/query", "self_attention/out", "mlp/wi_0")
 
@@ -83,7 +83,7 @@ def test_gap_and_ratio_are_taken_from_the_unquantized_run_at_the_same_step(runs)
 
 
 def test_what_is_a_baseline(runs):
-    with pytest.raises(ValueError, match="runs a and float are both unquantized; give one to measure gaps from"):
+    with pytest.raises(ValueError, match="runs a and float are both unquantized; pass only one, as the baseline"):
         report.find_baseline(report.load_runs([write_run(runs / "a", ""), runs / "float"]))
     found = report.load_runs([write_run(runs / "rules", "", rules=[{"path": ".*", "recipe": "int8"}])])
     assert report.find_baseline(found) is None
@@ -104,7 +104,7 @@ def test_the_table_and_the_page_are_written(runs, capsys):
     write_run(runs / "other", "int8", learning_rate=0.1)
     main(["compare", str(runs / "other"), str(runs / "fp8"), "--out", str(out)])
     printed = capsys.readouterr().out
-    assert "No unquantized run was given, so there is no gap and no ratio." in printed
+    assert "There is no unquantized run, so there are no gaps and ratios." in printed
     assert "The runs differ in more than quantization: learning_rate." in printed
     assert not any(about.startswith("Gap") for about in report.charts(load(runs, "int8", "fp8")))
 
@@ -144,12 +144,12 @@ def test_runs_are_named_as_they_are(runs):
 
 LINES = '{"step": 1, "loss": 2.0}\n{"step": 2, "lo'
 DAMAGE = [
-    ("metrics.jsonl", None, "has no metrics.jsonl; give a folder that `python -m train` w"),
-    ("metrics.jsonl", "", "has no training step; let the run make at least one"),
+    ("metrics.jsonl", None, "has no metrics.jsonl; pass a folder that `jaxquant train` w"),
+    ("metrics.jsonl", "", "has no training step; let the run finish at least one"),
     ("metrics.jsonl", LINES, 'line 2 is not a metrics line: \'{"step": 2, "lo\'; resume the run, or delete that line'),
     ("config.yml", None, "has no config.yml"),
     ("health.jsonl", '{"step": 5}\n', "health.jsonl, line 1 is not a health line"),
-    ("summary.json", "{", "summary.json is not what was written"),
+    ("summary.json", "{", "summary.json is damaged"),
 ]
 
 
@@ -168,5 +168,5 @@ def test_a_damaged_missing_or_repeated_run_is_an_error_that_names_it(runs, capsy
             file.write_text(text)
         assert message in told("float", str(number))
     assert f"error: run folder {runs / 'nowhere'} does not exist" in told("nowhere")
-    assert "name one folder twice" in told("int8", "int8")
+    assert "contain one folder twice" in told("int8", "int8")
     assert not out.exists()

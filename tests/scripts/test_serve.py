@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxquant.training import cli
-from jaxquant.training.__main__ import main
+from jaxquant.cli import main
+from jaxquant.training import commands
 from jaxquant.training.config import TrainConfig
 from tests.train.conftest import CI_CONFIG, train
 
@@ -53,12 +53,12 @@ def test_prompts_come_in_order_and_refused_ones_last(run, tmp_path, capsys):
     ]
     assert "\x1b" not in out
     assert err.splitlines() == [
-        f"error: {tmp_path}/prompts line 3 is empty; give it at least one token",
-        f"error: {tmp_path}/prompts line 4 has 41 tokens, and the limit is 31; shorten it or raise max_length",
+        f"error: {tmp_path}/prompts line 3 is empty; provide at least one token",
+        f"error: {tmp_path}/prompts line 4 has 41 tokens, but the limit is 31; shorten it or raise max_length",
     ]
     (tmp_path / "prompts").write_text("\n")
     assert main(["serve", str(run), "--prompts-file", str(tmp_path / "prompts"), *WORDS]) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path}/prompts line 1 is empty; give it at least one token\n"
+    assert capsys.readouterr().err == f"error: {tmp_path}/prompts line 1 is empty; provide at least one token\n"
 
 
 def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_bad_option_and_prompts_that_cannot_be_read_are_named(tmp_path, told, 
         (tmp_path / name).write_bytes(data)
     path, latin = str(tmp_path), "is not UTF-8 (byte 3); write it in UTF-8"
     for words, message in (
-        (("--prompt", "item", "--top-p", "1.5"), "top_p 1.5 must lie above 0 and not above 1"),
+        (("--prompt", "item", "--top-p", "1.5"), "top_p 1.5 must be above 0 and at most 1"),
         (("--prompt", "item", "--temperature", "-1"), "temperature -1.0 must not be negative"),
         (
             ("--prompts-file", f"{path}/absent"),
@@ -106,8 +106,8 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, told):
     def of(folder: Path) -> str:
         return told("--prompt", "item", folder=folder)
 
-    assert "does not exist; give the folder of a run" in of(tmp_path / "absent")
-    assert "has neither config.yml nor jaxquant.json; give the folder of a run" in of(tmp_path)
+    assert "does not exist; pass the folder of a run" in of(tmp_path / "absent")
+    assert "has no config.yml or jaxquant.json; pass the folder of a run" in of(tmp_path)
     shutil.copy(run / "config.yml", tmp_path)
     assert "has no checkpoint; let it save one" in of(tmp_path)
     shutil.copytree(run, tmp_path / "other")
@@ -120,7 +120,7 @@ def test_a_reader_that_leaves_early_is_no_traceback(run, monkeypatch):
     def leave(*arguments, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli.Printer, "on_done", leave)
+    monkeypatch.setattr(commands.Printer, "on_done", leave)
     redirected = []
     monkeypatch.setattr(os, "dup2", lambda *files: redirected.append(files))
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)

@@ -73,19 +73,19 @@ def test_a_link_is_followed_and_files_and_sums_that_miss_each_other_are_refused(
     (copy / ARRAYS).symlink_to(tmp_path / "blob")
     load(copy)
     (copy / "notes.txt").write_text("mine")
-    refused(copy, "notes.txt has no sum in SHA256SUMS; move it elsewhere")
+    refused(copy, "notes.txt has no checksum in SHA256SUMS; move it elsewhere")
     (copy / "notes.txt").unlink()
     with (copy / SUMS).open("a") as file:
         file.write(f"{'0' * 64}  ../../etc/passwd\n")
-    refused(copy, "SHA256SUMS is no list of sums")
+    refused(copy, "SHA256SUMS is not a list of checksums")
 
 
 def test_what_is_no_checkpoint_or_of_another_version(copy: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "is not a quantized checkpoint")
-    for version, words in ((1, "which commit a87bb9a of jaxquant reads"), (3, "install a newer jaxquant")):
+    for version, words in ((1, "which jaxquant reads at commit a87bb9a"), (3, "install a newer jaxquant")):
         (copy / NAME).write_text(json.dumps({"format": "jaxquant-quantized", "version": version, "tables": "x.bin"}))
-        refused(copy, f"checkpoint {copy} is of format version {version}", words)
+        refused(copy, f"checkpoint {copy} has format version {version}", words)
 
 
 # Sums that fit: what a faulty or hostile writer makes.
@@ -93,11 +93,11 @@ def test_what_is_no_checkpoint_or_of_another_version(copy: Path, tmp_path: Path)
 KERNEL, NORM = 0, 1
 ROWS: list[tuple[int | None, dict[str, Any], str]] = [
     (None, {"leaves": {}}, "leaves must be"),
-    (NORM, {"shape": [10**12, 10**12], "bytes": 4 * 10**24}, "says that 'norm/scale' is"),
+    (NORM, {"shape": [10**12, 10**12], "bytes": 4 * 10**24}, "lists 'norm/scale' as"),
     (NORM, {"role": "code"}, "leaf 'norm/scale'.role must be one of"),
-    (NORM, {"dtype": "object"}, "norm/scale is of dtype object"),
+    (NORM, {"dtype": "object"}, "norm/scale has dtype object"),
     (KERNEL, {"codec": "q9"}, "q9"),
-    (NORM, {"path": "mlp/kernel"}, "in order of their paths, each once"),
+    (NORM, {"path": "mlp/kernel"}, "sorted by path, without duplicates"),
     (NORM, {"path": "mlp/kernel/more"}, "jaxquant.json"),
     (NORM, {"path": "x/../../../etc"}, "model.safetensors has"),
     (NORM, {"run": "rm"}, "leaf 'norm/scale' has no field 'run'"),
@@ -115,4 +115,4 @@ def test_a_leaf_or_manifest_that_is_none_is_refused_by_name(copy: Path):
         refused(copy, message)
     for text in ("[1]", "[" * 60_000, '{"version": ' + "9" * 5000 + "}"):
         (copy / NAME).write_text(text)
-        refused(copy, f"{NAME} is not JSON of a checkpoint")
+        refused(copy, f"{NAME} is not valid JSON of a checkpoint")

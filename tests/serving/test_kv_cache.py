@@ -113,7 +113,7 @@ def _append(tokens: int, positions, width: int = D, layers=None, layer=None, val
 
 REFUSED = [
     (lambda: _append(S + 1, 0), "13 tokens do not fit a KV cache of length 12"),
-    (lambda: _append(1, jnp.asarray([3, -1])), "position -1 lies outside"),
+    (lambda: _append(1, jnp.asarray([3, -1])), "position -1 is outside"),
     (lambda: jax.jit(lambda at: _append(S + 1, at))(0), "13 tokens do not fit a KV cache of length 12"),
     (lambda: _append(2, jnp.zeros((B, 3), jnp.int32)), r"positions of shape \(2, 3\) do not fit 2 rows of 2 toke"),
     (lambda: _append(2, 0, width=7), "do not fit a KV cache of 2 rows, 3 heads and head_dim 8"),

@@ -133,10 +133,7 @@ def test_a_gradient_taken_by_hand_is_asked_what_becomes_of_the_state():
 def test_a_gradient_of_an_input_is_told_of_frozen_first():
     model, _ = setup()
     saliency = jax.grad(lambda x: loss(model, x))
-    with pytest.raises(
-        ValueError,
-        match=r"through the layer but is not taken with respect to the state; .*, call it under .*frozen\(\)",
-    ):
+    with pytest.raises(ValueError, match=r"is not taken with respect to the state; .*, call it under .*frozen\(\)"):
         saliency(XS[0])
     with state.frozen():
         assert saliency(XS[0]).any()

@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_by_name():
     for wrong, match in (
         ({**old, "one": bins}, r"'one/input' holds observations of micro-batches .*; save it "),
         ({**old, "one": short}, r"'one/input' has amax_history of shape \(3,\); the model needs shape \(4,\)"),
-        ({**old, "other": old["one"]}, r"has 'other/\w+', but the model does not; restore it into the model"),
+        ({**old, "other": old["one"]}, r"has 'other/\w+', but the model does not; restore it into its own model"),
         ({"one": old["one"]}, r"the model has quant state 'last/input', but the checkpoint does not"),
         ({**old, "one": old["one"] | {"bias": jnp.zeros(3)}}, "'one/bias', which is not one of its fields"),
     ):

@@ -45,10 +45,7 @@ def test_a_rule_comes_first():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (
-            ["layers/mlp/wi_0", "layers/mlp/wi_1"],
-            r"have no such part \(layers/mlp/wi_0, .*scanned layers share one path",
-        ),
+        (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"have no such part \(layers/mlp/wi_0, .*layers share one path"),
         (["Dense_0", "Dense_1"], "parts above the layers' own names"),
         (["layers_0/w", "layers_1/w"], r"leave none of the 2 blocks layers_\* quantized; lower them"),
     ],

@@ -82,9 +82,9 @@ def test_state_is_one_for_all_experts_and_sees_all():
         np.testing.assert_array_equal(new[path]["kernel_amax_history"][..., 0], recorded(expected))
     other = jaxquant.quantize(experts, FP8)
     assert nested(other.init(P, X))["ragged"]["kernel_scale"].shape == (3, 1)
-    with pytest.raises(ValueError, match="one for all experts, and quantization_share_expert_scales is false"):
+    with pytest.raises(ValueError, match="one for all experts, but quantization_share_expert_scales is false"):
         other(P, quant_state, X)
-    with pytest.raises(ValueError, match="one for each expert, and quantization_share_expert_scales is true"):
+    with pytest.raises(ValueError, match="one for each expert, but quantization_share_expert_scales is true"):
         q(P, other.init(P, X), X)
 
 
@@ -96,7 +96,7 @@ def test_converted_kernels_have_one_scale_and_the_bits_of_training():
         "scanned": (2, 1, 1, 1), "last": (1, 1, 1), "ragged": (1, 1, 1),
     }  # fmt: skip
     np.testing.assert_array_equal(jax.jit(q)(converted, {}, X), jax.jit(q)(P, quant_state, X))
-    with pytest.raises(ValueError, match="one scale for all experts, and quantization_share_expert_scales is false"):
+    with pytest.raises(ValueError, match="one scale for all experts, but quantization_share_expert_scales is false"):
         own(converted, {}, X)
 
 

@@ -132,7 +132,7 @@ def start(config: TrainConfig, run_dir: Path, devices: int = 1, processes: int =
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     started = []
     for index in range(processes):
-        words = [sys.executable, "-m", "jaxquant.training", str(file), f"run_dir={run_dir}"]
+        words = [sys.executable, "-m", "jaxquant", "train", str(file), f"run_dir={run_dir}"]
         if processes > 1:
             words += [f"--coordinator-address={address}", f"--num-processes={processes}", f"--process-id={index}"]
         with (run_dir.parent / f"{index}.log").open("w") as out:

@@ -121,9 +121,9 @@ def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
 
 
 def main(dump: str, configs: str) -> None:
+    dumps = f"--xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd --xla_dump_hlo_module_re=jit_step"
     os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} {PATIENT} --xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
-        "--xla_dump_hlo_module_re=jit_step"
+        f"{os.environ.get('XLA_FLAGS', '')} {PATIENT} --xla_force_host_platform_device_count=8 {dumps}"
     )
     import jax
 

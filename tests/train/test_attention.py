@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxquant.aot.compile import audit_program
-from jaxquant.aot.plugin import PROGRAM
 from jaxquant.training.attention import attend, choose, visibility
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.model import head_chunks
@@ -28,8 +27,8 @@ CHOICES = [
     ("auto", "cuda", 128, 2048, "float32", "xla"),
     ("auto", "tpu", 128, 2048, "float32", "splash"),
     ("auto", "tpu", 64, 2048, "bfloat16", "xla"),
-    ("cudnn", "cpu", 128, 2048, "bfloat16", "runs on gpu or cuda, and the devices are cpu"),
-    ("cudnn", "cuda", 128, 2048, "float32", "takes bfloat16, and dtype is float32"),
+    ("cudnn", "cpu", 128, 2048, "bfloat16", "runs on gpu or cuda, but the devices are cpu"),
+    ("cudnn", "cuda", 128, 2048, "float32", "requires bfloat16, but dtype is float32"),
     ("splash", "tpu", 128, 100, "bfloat16", "sequence_length that is a multiple of 128, got 100"),
 ]
 
@@ -111,7 +110,9 @@ def test_only_large_heads_are_cut():
 )
 def test_a_compiled_step_holds_each_matmul_and_attention_of_a_layer_once(target, words, kernel):
     fields = ("dtype=bfloat16", "vocab_size=64", "quantization=fp8", "quant_backend=native", "remat_policy=matmuls")
-    found = audit_program(PROGRAM, str(ROOT / "configs/models/ci.yml"), [*fields, *words], target=target)
+    found = audit_program(
+        "jaxquant.training.audit:program", str(ROOT / "configs/models/ci.yml"), [*fields, *words], target=target
+    )
     assert {row["kernel"]: row["times"] for row in found.kernels}[kernel] == 2  # layers
     assert not [row for row in found.matmuls if row["pass"] == "recomputed"]
     assert {row["pass"] for row in found.matmuls} == {"forward", "backward"}

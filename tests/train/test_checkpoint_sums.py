@@ -116,7 +116,7 @@ def _data(folder: Path) -> Path:
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a bit of an array": lambda folder: flip(_data(folder), 200),
     "the sums cut": lambda folder: os.truncate(folder / NAME, 300),
-    "the sums of an earlier version": lambda folder: (folder / NAME).rename(folder / "sums.json"),
+    "an earlier version's sums.json": lambda folder: (folder / NAME).rename(folder / "sums.json"),
     "a file too many": lambda folder: (folder / "state/more").write_text("x"),
     "the largest file gone": lambda folder: _data(folder).unlink(),
 }
@@ -134,7 +134,7 @@ def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage
     assert said[0].startswith(f"checkpoint 2 does not load ({run}/checkpoints/2")
     assert said[1] == f"moved checkpoint 2 to {run}/unreadable_checkpoints/2"
     DAMAGES[damage](run / "checkpoints/1")
-    words = "commit a87bb9a of jaxquant reads it" if "earlier" in damage else r"checkpoints?.* (does not open|loads)"
+    words = "jaxquant reads it at commit a87bb9a" if "earlier" in damage else r"checkpoints?.* (does not open|loads)"
     for read in (lambda: open_parameters(run, step=1), lambda: restore(run)):
         with pytest.raises(ValueError, match=words):
             read()
@@ -152,7 +152,7 @@ def test_what_may_differ_is_told_or_changes_with_the_next_checkpoint(run: Path):
     slower = TrainConfig(learning_rate=1e-4)
     assert resume(run, TrainConfig())[1] == []
     _, said = resume(run, TrainConfig(steps=2000, run_dir="elsewhere"))
-    assert said == ["steps is 2000, it was 1000 when checkpoint 2 was made"]
+    assert said == ["steps is 2000, it was 1000 when checkpoint 2 was saved"]
     checkpoints, said = resume(run, slower)
     assert said == []
     assert checkpoints.changes == {"learning_rate": (1e-3, 1e-4)}
@@ -192,5 +192,5 @@ def test_no_bit_of_config_yml_decides_what_is_read(tmp_path: Path):
     assert open_parameters(run).step == 2
     tokenizer.write_text("{ }")
     for read in (lambda: open_parameters(run), lambda: resume(run, TrainConfig(tokenizer_path=str(tokenizer)))):
-        with pytest.raises(ValueError, match=r"was made with tokenizer_path .*, which is another file now; put it bac"):
+        with pytest.raises(ValueError, match=r"was made with tokenizer_path .*, which has changed; restore the file"):
             read()

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
-from jaxquant.training.__main__ import main, read_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.model import Decoder
+from jaxquant.training.start import read_config
 from jaxquant.training.step import model_config
 from tests.train.conftest import ROOT
 
@@ -47,7 +48,7 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("stepz=3", "stepz"),
         ("steps=0", "steps must be at least 1, got 0"),
         ("quantization=int9", "int8"),
-        ("framework=nnx", "is not built by this program; leave framework out, and see examples/nnx_loop.py"),
+        ("framework=nnx", "is not supported by this program; leave framework out, and see examples/nnx_loop.py"),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
         ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
         ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),
@@ -56,7 +57,7 @@ def test_run_dir_is_named_after_config_and_quantization():
 )
 def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, capsys):
     words = ["dataset=text", f"dataset_path={corpus}", f"run_dir={tmp_path / 'run'}", word]
-    assert main([str(ROOT / "configs/models/ci.yml"), *words]) == 2
+    assert main(["train", str(ROOT / "configs/models/ci.yml"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -64,10 +65,10 @@ def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, caps
 def test_remat_policies_need_what_they_keep():
     for kept in ("none", "quantized"):
         TrainConfig(quantization="fp8", quant_backend="native", remat_policy=kept, saved_activations="fp8")
-    with pytest.raises(ValueError, match=r"saved_activations 'fp8' is of .* remat_policy 'matmuls' computes"):
+    with pytest.raises(ValueError, match=r"saved_activations 'fp8' has no effect with remat_policy 'matmuls', which"):
         TrainConfig(remat_policy="matmuls", saved_activations="fp8")
     for fields in ({}, {"quantization": "int8", "quant_backend": "aqt"}, {"quantization": "aqt_fp8"}):
-        with pytest.raises(ValueError, match="remat_policy 'quantized' keeps what the native backend saves"):
+        with pytest.raises(ValueError, match="remat_policy 'quantized' saves the residuals of the native backend"):
             TrainConfig(remat_policy="quantized", **fields)
 
 
@@ -77,7 +78,7 @@ def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, capsys):
         monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
         assert main(["serve", "x", "--prompt", "a"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: JAX_PLATFORMS=cpu names no platform that JAX can start here (")
+        assert line.startswith("error: JAX_PLATFORMS=cpu has no platform that JAX can start here (")
         assert line.endswith("); install its plug-in and driver, or set JAX_PLATFORMS=cpu")
 
 

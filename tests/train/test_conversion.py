@@ -20,10 +20,10 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.cli import main
 from jaxquant.core.paths import tree_bytes
 from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.training.__main__ import main
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import Conversion, convert_run, converted_shapes, served_config
 from jaxquant.training.model import Decoder
@@ -147,7 +147,7 @@ def test_an_unquantized_run_is_converted_after_training(runs: Any, tmp_path: Pat
     said: list[str] = []
     convert_run(runs(""), tmp_path / "out", {"quantization": "fp8"}, say=said.append)
     # More than the run's eval_batches, which is 2.
-    assert sum(text.startswith("calibrating fp8: batch ") for text in said) > 2
+    assert sum(text.startswith("calibrating fp8: held-out batch ") for text in said) > 2
     served = open_served(tmp_path / "out")
     for path in KERNELS:
         layer = at(served.params, path)
@@ -163,7 +163,7 @@ def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_p
     said: list[str] = []
     run = configured(runs("fp8"), tmp_path / "run", rules=[{"path": ".*/mlp/wo", "recipe": "fp8"}])
     made = convert_run(run, tmp_path / "out", {"quantization": "int8w"}, say=said.append)
-    assert said[0].startswith("quantization 'int8w' replaces all of the run's, its rules too; to keep a field,")
+    assert said[0].startswith("quantization 'int8w' replaces the run's options, including rules; to keep a field,")
     assert (made.config.quantization, set(made.layers.values())) == ("int8w", {"int8w"})
     served = open_served(tmp_path / "out")
     assert at(served.params, KERNELS[0])["kernel"].input_scale is None
@@ -185,8 +185,8 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs(""), runs("fp8")
     capsys.readouterr()  # of their training
     for run, words, message in (
-        ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
-        ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
+        ("", [], "is not quantized; pass a quantization to serve it with, as quantization=int8"),
+        ("", ["quantization=int8", "steps=3"], "steps is not a quantization field"),
         ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
         ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
     ):
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_does_not_fit_its_decoder_names_both_sides(converted: 
             open_served(folder)
         assert all(text in str(caught.value) for text in named)
     serving.save(tmp_path / "plain", found.params, {"quantization": "fp8"})
-    with pytest.raises(ValueError, match=r"plain holds no decoder of a training run; load it with jaxquant\.s"):
+    with pytest.raises(ValueError, match=r"plain has no decoder of a training run; load it with jaxquant\.s"):
         open_served(tmp_path / "plain")
 
 

@@ -60,7 +60,7 @@ def test_neither_rematerialization_nor_tiles_are_taken_for_another_recipe(tiny, 
 
 def test_the_report_shows_it(finished):
     page = render(load_runs([finished(""), finished("fp8")]))
-    assert "What the traced step multiplies" in page
+    assert "Matmuls of the traced step" in page
     assert "no parameter: activation × activation" in page
     assert json.loads((finished("fp8") / "coverage.json").read_text())["summary"] in page
 
@@ -69,6 +69,6 @@ def test_strict_refuses_before_anything_is_written(tiny, tmp_path):
     # Blocks of under 128 elements.
     blocks = {"quantization": "int8", "quant_backend": "qwix", "quantization_local_shard_count": 2}
     config = dataclasses.replace(tiny, run_dir=str(tmp_path / "run"), strict=True, **blocks)
-    with pytest.raises(ValueError, match=r"strict: layers/.* drhs: int8 × int8 is wanted .* is there"):
+    with pytest.raises(ValueError, match=r"strict: layers/.* drhs: int8 × int8 is expected .* was found"):
         prepare(config, print)
     assert not (tmp_path / "run").exists()

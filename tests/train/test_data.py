@@ -162,7 +162,7 @@ def test_a_position_in_another_text_is_refused(letters):
     state = make_iterators(config, 4).train.get_state()
     (letters / "000.txt").write_text("changed")
     changed = make_iterators(config, 4)
-    with pytest.raises(ValueError, match=r"another text: the sum of its tokens was [0-9a-f]{32} and is [0-9a-f]{32};"):
+    with pytest.raises(ValueError, match=r"another text: .* tokens was [0-9a-f]{32} and is now [0-9a-f]{32};"):
         changed.train.set_state(state)
 
 
@@ -274,28 +274,18 @@ def test_tokenizer_file(tmp_path):
 # Bad data
 
 BAD: list[tuple[str, bytes, dict[str, str], str]] = [
-    (
-        "",
-        b"",
-        {"dataset": "stdlib", "dataset_path": "x"},
-        "^dataset_path 'x' is not read by dataset 'stdlib'; set ",
-    ),
+    ("", b"", {"dataset": "stdlib", "dataset_path": "x"}, "^dataset_path 'x' has no effect with dataset 'stdlib'; "),
     ("", b"", {"dataset_path": ""}, "^dataset 'text' needs dataset_path, a file or a folder; got an empty one$"),
     ("", b"", {"dataset_path": "/no/where"}, "^dataset_path '/no/where' does not exist; check the path$"),
-    ("", b"", {}, "^dataset 'text' is empty: '.*' holds no files$"),
-    ("t", b"{}", {"dataset": "stdlib", "tokenizer_path": "t"}, "^tokenizer_path '.*/t' is no tokenizer.json: "),
+    ("", b"", {}, "^dataset 'text' is empty: '.*' has no files$"),
+    ("t", b"{}", {"dataset": "stdlib", "tokenizer_path": "t"}, "^tokenizer_path '.*/t' is not a tokenizer.json: "),
     ("a.txt", b"", {}, "is empty: none of its 1 files holds any text$"),
-    ("a.txt", b"good \xff bad", {}, "a.txt' is not UTF-8 text: invalid start byte at byte 5; convert it or take it ou"),
-    ("a.txt", b"the same " * 100, {}, "leaves the held-out part empty: it has 1 documents, 1 of them different; give"),
-    ("a.jsonl", b'\n\n{"text": "a"', {}, r"a.jsonl line 3 is not JSON that Python reads \(Expecting"),
+    ("a.txt", b"good \xff bad", {}, "a.txt' is not UTF-8 text: invalid start byte at byte 5; convert it or remove it"),
+    ("a.txt", b"the same " * 100, {}, "leaves the held-out part empty: it has 1 documents, 1 of them different; "),
+    ("a.jsonl", b'\n\n{"text": "a"', {}, r"a.jsonl line 3 is not JSON that Python can read \(Expecting"),
     ("a.jsonl", b"[1, 2]", {}, "a.jsonl line 1 must be a JSON object with the key 'text', got list$"),
     ("a.jsonl", b'{"body": "a", "id": 2}', {}, "line 1 has no key 'text'; set dataset_text_field to one of 'body', 'i"),
-    (
-        "a.jsonl",
-        b'{"text": "a\xff"}',
-        {},
-        r"line 1 is not JSON .* invalid start byte\); write one object a line",
-    ),
+    ("a.jsonl", b'{"text": "a\xff"}', {}, r"line 1 is not JSON .* invalid start byte\); write one JSON object per"),
     ("a.parquet", b"PAR1 this is not", {}, "a.parquet is not a Parquet file, or damaged after row 0: "),
 ]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.core.typed import to_mapping
 from jaxquant.training import sums
-from jaxquant.training.__main__ import main
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.loop import Halted, StopRequest
 from jaxquant.training.metrics import Metrics
@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
     copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     fields = to_mapping(tiny) | {"run_dir": str(copy), "steps": STEPS + 3}
-    words = [str(CI_CONFIG), *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
+    words = ["train", str(CI_CONFIG), *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
 
     def fail(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
@@ -77,8 +77,8 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
         assert main(words) == 1
     message = capfd.readouterr().err.strip()
     assert message.splitlines()[-1].startswith(f"error: run {copy} cannot be written (")
-    kept = f"No space left on device); checkpoint {STEPS} is kept; make it writable, with space"
-    assert message.endswith(f"{kept}, and the same command goes on from there")
+    kept = f"No space left on device); checkpoint {STEPS} is kept; make the folder writable, with free space"
+    assert message.endswith(f"{kept}, and run the same command again to resume from there")
     assert "Traceback" not in message
     train(tiny, copy, steps=STEPS + 3)
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.training.__main__ import main
+from jaxquant.cli import main
 from jaxquant.training.conversion import convert_run
 from jaxquant.training.data import make_iterators
 from jaxquant.training.serving import contenders, evaluate, open_served
@@ -90,9 +90,9 @@ def test_what_does_not_compare_is_refused(
     run: Path, served: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     for words, message in (
-        ([str(run), "--batches", "0"], "--batches 0 must be at least 1"),
-        ([str(served[0])], "is a converted checkpoint; give the run that it was made of first"),
-        ([str(run), str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
+        ([str(run), "--batches", "0"], "Invalid value for '--batches': 0 is not in the range x>=1; see "),
+        ([str(served[0])], "is a converted checkpoint; pass its run first"),
+        ([str(run), str(tmp_path / "absent")], "absent does not exist; pass the folder of a run"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()

@@ -56,8 +56,8 @@ def test_prompts_are_answered_as_alone(served, texts, quantization, kv):
     )
     assert sorted(finished_places) == list(range(len(texts)))
     assert {place: each.message for place, each in enumerate(completions) if each.stopped == "refused"} == {
-        0: "line 1 is empty; give it at least one token",
-        5: "line 6 has 32 tokens, and the limit is 31; shorten it or raise max_length",
+        0: "line 1 is empty; provide at least one token",
+        5: "line 6 has 32 tokens, but the limit is 31; shorten it or raise max_length",
     }
     for place, completion in enumerate(completions):
         if completion.stopped != "refused":
@@ -157,12 +157,12 @@ def test_what_does_not_fit_is_refused(served, finished):
     outside = np.zeros(2, np.int32), np.asarray([0, 32], np.int32), np.asarray([True, True]), np.zeros(2, np.int32)
     for call, message in (
         (lambda: Sampling(temperature=float("nan")), "temperature nan must not be negative"),
-        (lambda: Sampling(seed=-1), "seed -1 must lie between"),
+        (lambda: Sampling(seed=-1), "seed -1 must be between"),
         (lambda: served("", "").engine(slots=0), "slots 0 must be at least 1"),
         (lambda: served("", "").engine(max_length=1), "max_length 1 must be at least 2"),
         (lambda: engine.generate([Prompt([1], "prompt 1")], 0), "max_new_tokens 0 must be at least 1"),
-        (lambda: engine.decode(engine.empty(), *outside), "do not lie in a cache of max_length 32"),
-        (lambda: open_served(finished(""), {"mlp_dim": 16}), r"that does not fit its own configuration with mlp_dim$"),
+        (lambda: engine.decode(engine.empty(), *outside), "are outside of a cache of max_length 32"),
+        (lambda: open_served(finished(""), {"mlp_dim": 16}), r"its configuration needs that with mlp_dim$"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

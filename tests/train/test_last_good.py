@@ -66,7 +66,7 @@ def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp
 
 def test_what_is_not_finite_is_neither_an_end_nor_saved(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr("jaxquant.training.loop._held_out", lambda *_: float("nan"))
+        patch.setattr("jaxquant.training.loop._evaluate_held_out", lambda *_: float("nan"))
         (copy / "summary.json").unlink()  # stopped after its last checkpoint
         with pytest.raises(Diverged, match=rf"the held-out loss is nan; the last good state, step {STEPS}, is saved"):
             train(tiny, copy)
@@ -96,7 +96,7 @@ def test_a_step_that_is_not_finite_is_explained_by_its_first_layer(copy: Path, t
         kernel = state.params["layers"]["mlp"]["wi_0"]
         kernel["kernel"] = kernel["kernel"].at[1].set(3e38)
         checkpoints.save(STEPS + 1, state._replace(step=jnp.int32(STEPS + 1)), position)
-    where = r"first non-finite input of a linear layer is that of layers/mlp/wo, layer 1 \(before it layers/mlp/wi_1"
+    where = r"first non-finite input of a linear layer belongs to layers/mlp/wo, layer 1 \(before it layers/mlp/wi_1"
     kept = f"the last good state, step {STEPS + 1}, is saved"
     with pytest.raises(Diverged, match=rf"^step {STEPS + 2}: loss is nan; the {where}, layer 1, .*{kept}"):
         train(tiny, copy, steps=STEPS + 4)
@@ -105,7 +105,7 @@ def test_a_step_that_is_not_finite_is_explained_by_its_first_layer(copy: Path, t
 def test_a_run_goes_on_with_less_of_everything(copy: Path, tiny: TrainConfig, capsys: pytest.CaptureFixture[str]):
     fields = {"learning_rate": 1e-3, "weight_decay": 0.0, "gradient_clipping_threshold": 0.0}
     train(tiny, copy, steps=STEPS + 3, **fields)
-    assert f"learning_rate is 0.001 from step {STEPS + 1} on, it was 0.01\n" in capsys.readouterr().out
+    assert f"learning_rate is 0.001 from step {STEPS + 1} on (before: 0.01)\n" in capsys.readouterr().out
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))
     lines = read_lines(copy)
     changed = {"learning_rate": [0.01, 1e-3], "weight_decay": [0.1, 0.0], "gradient_clipping_threshold": [1.0, 0.0]}
@@ -122,4 +122,4 @@ def test_damaged_metrics_are_left_out_with_a_message(tmp_path: Path):
     said: list[str] = []
     metrics.truncate_metrics(path, 2, said.append)
     assert path.read_bytes().splitlines() == good
-    assert said == [f"{path}: {len(odd)} damaged lines left out"]
+    assert said == [f"{path}: removed {len(odd)} damaged lines"]

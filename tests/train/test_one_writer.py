@@ -38,7 +38,7 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_makes_way(tmp_path
     said: list[str] = []
     mine = RunLock(tmp_path)
     mine.acquire(said.append)
-    assert said == [f"{who} is gone; going on in its place"]
+    assert said == [f"{who} is dead; taking over its lock"]
     with pytest.raises(Busy, match=f"process {os.getpid()} on"):
         RunLock(tmp_path).acquire(print)
     mine.release()
@@ -71,10 +71,10 @@ def test_a_writer_on_another_host_is_believed_by_its_heartbeat(tmp_path: Path, m
     finally:
         ended.set()
         heart.join()
-    assert said == [f"{lock.NAME} is of process 17 on elsewhere; waiting for up to 4 s to see whether it lives"]
+    assert said == [f"{lock.NAME} belongs to process 17 on elsewhere; waiting up to 4 s to see whether it is alive"]
     mine = RunLock(tmp_path)
     mine.acquire(said.append)
-    assert said[2:] == ["process 17 on elsewhere is gone; going on in its place"]
+    assert said[2:] == ["process 17 on elsewhere is dead; taking over its lock"]
     mine.release()
 
 
@@ -86,7 +86,7 @@ def test_a_run_saves_nothing_beside_its_successor(tiny: TrainConfig, tmp_path: P
         _left_elsewhere(run)
 
     monkeypatch.setattr(Metrics, "held_out", stand_still)
-    with pytest.raises(Halted, match=r"taken over by process 17 on elsewhere .* stood still; nothing more is written"):
+    with pytest.raises(Halted, match=r"taken over by process 17 on elsewhere .* was suspended; this run stops writing"):
         train(tiny, run, steps=1)
     assert not list((run / "checkpoints").glob("[0-9]*"))
     assert not (run / "summary.json").exists()

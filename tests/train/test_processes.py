@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxquant.cli import main
 from jaxquant.training import processes
-from jaxquant.training.__main__ import main
 from jaxquant.training.checkpoint import Checkpoints
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.step import build
@@ -76,7 +76,7 @@ def test_two_processes_stop_resume_and_log_health_as_one_does(tiny: TrainConfig,
 
 
 def test_processes_want_all_three_words(capsys: pytest.CaptureFixture[str]):
-    words = [str(ROOT / "configs/models/ci.yml"), "--num-processes", "2", "run_dir=none"]
+    words = ["train", str(ROOT / "configs/models/ci.yml"), "--num-processes", "2", "run_dir=none"]
     assert main(words) == 2
     assert "needs --coordinator-address and --process-id too" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--process-id must be in 0\.\.1, got 2"):

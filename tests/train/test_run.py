@@ -77,7 +77,7 @@ def test_a_finished_run_is_told_from_its_files_and_ends_again_without_its_summar
     with monkeypatch.context() as patch:
         patch.setattr("jaxquant.training.loop.make_iterators", lambda *_: pytest.fail("data is read before the folder"))
         assert [line.partition(":")[0] for line in train(tiny, copy, log_every=2)] == ["done"]
-        with pytest.raises(ValueError, match="is of another run") as caught:
+        with pytest.raises(ValueError, match="belongs to another run") as caught:
             train(tiny, copy, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
     lines = ["  quantization: '' in the checkpoint, 'int8' asked", "  adam_b1: 0.9 in the checkpoint, 0.5 asked"]
     assert str(caught.value).splitlines()[1:] == lines
@@ -89,7 +89,7 @@ def test_a_finished_run_is_told_from_its_files_and_ends_again_without_its_summar
 
 
 def test_a_finished_run_that_goes_on_is_unfinished_until_it_ends(copy, tiny, monkeypatch):
-    monkeypatch.setattr("jaxquant.training.loop._Run._reason", "a test")  # stops after each step
+    monkeypatch.setattr("jaxquant.training.loop._Run._stop_reason", "a test")  # stops after each step
     train(tiny, copy, steps=STEPS + 2)
     assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 1} (unfinished)"
     train(tiny, copy, steps=STEPS + 2)

@@ -80,7 +80,7 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
     batch = next(data.train)
     before = jax.tree.map(np.array, state)
     text = explain_non_finite(program, state, batch, jax.random.key(0))
-    assert text.startswith("the first non-finite kernel of a linear layer is that of layers/mlp/wo, layer 1 (")
+    assert text.startswith("the first non-finite kernel of a linear layer belongs to layers/mlp/wo, layer 1 (")
     assert "before it layers/mlp/wi_1, layer 1" in text
     after, metrics = program.step(state, batch, jnp.bool_(True))
     assert not metrics["healthy"]
@@ -106,7 +106,7 @@ def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfi
 
     broken = dataclasses.replace(program, loss=loss)
     text = explain_non_finite(broken, program.init(), next(data.train), jax.random.key(0))
-    assert text == "the first non-finite output_grad of a linear layer is that of layers/mlp/wo, layer 1"
+    assert text == "the first non-finite output_grad of a linear layer belongs to layers/mlp/wo, layer 1"
 
 
 def test_blocks_of_the_weight_gradient_lie_on_one_device_each(tiny: TrainConfig):

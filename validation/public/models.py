@@ -28,11 +28,11 @@ from validation.public.problem import (
 )
 
 At = Callable[[str], str]
-"""Returns the folder of a path in a checkout, such as "flax/examples/lm1b"."""
+"""Function from a path in a checkout, such as "flax/examples/lm1b", to its folder."""
 
 
 def lm1b(at: At) -> Problem:
-    """flax/examples/lm1b: the decoder-only transformer, which shifts its input right by itself."""
+    """flax/examples/lm1b: the decoder-only transformer, which shifts its input right itself."""
     sys.path.insert(0, at("flax/examples/lm1b"))
     import models
 
@@ -57,7 +57,7 @@ def seq2seq(at: At) -> Problem:
 
 
 def nanodo(at: At) -> Problem:
-    """nanodo: the decoder, its head tied to the embedding, with remat."""
+    """nanodo: the decoder, with a head tied to the embedding, with remat."""
     sys.path.insert(0, at("nanodo"))
     from nanodo import model as nanodo_model
 
@@ -93,7 +93,7 @@ def big_vision_gemma(at: At) -> Problem:
 
 
 def vmoe(at: At) -> Problem:
-    """vmoe: a vision transformer whose second block has experts under its own lifted vmap."""
+    """vmoe: a vision transformer with experts under a lifted vmap in its second block."""
     sys.path[:0] = [at("vmoe"), at("vision_transformer")]
     from vmoe.nn import vit_moe
 
@@ -140,7 +140,7 @@ def _positions(ids: Any) -> Any:
 
 
 def _hugging_face(model: Any, loss: Callable[..., Any], arguments: Callable[[Any], tuple[Any, ...]]) -> Problem:
-    """Describe a model that holds its parameters; its face is its module, called with what it calls it with."""
+    """Describe a model that holds its parameters; its face is its module, called with the model's own arguments."""
     batches = [(ids,) for ids in tokens()]
     params = jax.tree.map(jax.numpy.asarray, model.params)
     face = of_linen(
@@ -173,7 +173,7 @@ def nnx_gemma(at: At) -> Problem:
 
 
 def mnist(at: At) -> Problem:
-    """flax/examples/mnist: the CNN, whose module imports TensorFlow's data sets; this builds its class alone."""
+    """flax/examples/mnist: the CNN. Its module imports TensorFlow's data sets, so only the class is executed."""
     tree = ast.parse(pathlib.Path(at("flax/examples/mnist"), "train.py").read_text())
     cnn = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CNN")
     names: dict[str, Any] = {"nnx": nnx, "partial": functools.partial, "jnp": jnp}
@@ -249,7 +249,7 @@ class _Small(nnx.Module):
 
 
 def qwix_lora(at: At) -> Problem:
-    """Qwix's LoRA on an NNX model: base and adapters are trained; its face quantizes the base, then Qwix adds LoRA."""
+    """Qwix's LoRA on an NNX model; base and adapters are trained. The face adds LoRA to the quantized base."""
     import qwix
 
     provider = qwix.LoraProvider(module_path="wi|wo", rank=4, alpha=4.0)

@@ -1,4 +1,4 @@
-"""Problem: a public model, what it is trained on, and the ways in which it is quantized."""
+"""Public models as problems: model, training data, and ways of quantizing it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Problem:
 
     Attributes:
       params: tree of float arrays.
-      loss: of (params, *batch).
-      batches: arguments of the loss, in turn.
-      face: makes a training loop of the model that ``maybe_quantize_model`` returns for a config, None where it takes
-        no such model.
+      loss: function of (params, *batch).
+      batches: arguments of the loss, used in turn.
+      face: function from a config to a training loop of the model that ``maybe_quantize_model`` returns, or None if it
+        does not support the model.
     """
 
     params: Any
@@ -40,8 +40,8 @@ class Loop:
     """A training loop.
 
     Attributes:
-      step: of (carry, *batch), the arrays that it carries; returns (carry, loss).
-      carry: to begin with.
+      step: function of (carry, *batch) that returns (carry, loss).
+      carry: initial carry, a tree of arrays.
     """
 
     step: Callable[..., tuple[Any, Any]]
@@ -49,12 +49,12 @@ class Loop:
 
 
 def functional(fn: Callable[..., Any], params: Any, state: Any) -> Loop:
-    """Make the loop of a function of (params, quant_state, *batch), with Adam.
+    """Return the training loop of a function of (params, quant_state, *batch), with Adam.
 
     Args:
-      fn: loss.
-      params: of the model.
-      state: quant state, {} for none.
+      fn: loss function.
+      params: parameters of the model.
+      state: quant state, or {}.
     """
     optimizer = optax.adam(1e-3)
 
@@ -71,15 +71,15 @@ def functional(fn: Callable[..., Any], params: Any, state: Any) -> Loop:
 def of_linen(
     model: Any, loss: Callable[..., Any], batches: list[Batch], *example: Any, params: Any = None, **rngs: Any
 ) -> Problem:
-    """Describe the training of a Linen model.
+    """Return the problem of a Linen model.
 
     Args:
-      model: a module.
-      loss: of (apply, *batch), apply being the module's with its variables.
+      model: Linen module.
+      loss: function of (apply, *batch), where apply is the module's with its variables.
       batches: arguments of the loss.
       example: arguments of the module's call.
-      params: to begin with, None to make them.
-      rngs: that ``init`` takes.
+      params: initial parameters, or None to create them.
+      rngs: random streams of ``init``.
     """
     if params is None:
         params = jax.jit(lambda: model.init({"params": jax.random.key(0), **rngs}, *example))()["params"]
@@ -99,13 +99,13 @@ def of_linen(
 def of_nnx(
     model: Any, call: Callable[..., Any], loss: Callable[..., Any], batches: list[Batch], *example: Any, **options: Any
 ) -> Problem:
-    """Describe the training of an NNX model.
+    """Return the problem of an NNX model.
 
     Args:
-      model: a module.
-      call: of (model, *batch), its result.
-      loss: of (result, *batch).
-      batches: arguments of both.
+      model: NNX module.
+      call: function of (model, *batch).
+      loss: function of (result, *batch).
+      batches: arguments of both functions.
       example, options: arguments of the module's call.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -120,12 +120,12 @@ def of_nnx(
 
 
 def of_nnx_model(model: Any, loss: Callable[..., Any], wrt: Any = nnx.Param) -> Loop:
-    """Make the loop of a quantized NNX model, with ``nnx.Optimizer``.
+    """Return the training loop of a quantized NNX model, with ``nnx.Optimizer``.
 
     Args:
-      model: of ``maybe_quantize_model``.
-      loss: of (model, *batch).
-      wrt: what is trained.
+      model: result of ``maybe_quantize_model``.
+      loss: function of (model, *batch).
+      wrt: filter of the trained variables.
     """
     graph, carry = nnx.split((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=wrt)))
 
@@ -142,7 +142,7 @@ def of_nnx_model(model: Any, loss: Callable[..., Any], wrt: Any = nnx.Param) -> 
 
 
 def tokens(vocab: int = 64, rows: int = 8, length: int = 24, count: int = 4) -> list[Any]:
-    """Make token batches of a chain in which the next token depends on the last."""
+    """Return token batches of a chain in which the next token depends on the last."""
     random, steps = np.random.default_rng(0), np.random.default_rng(1).integers(1, vocab, vocab)
     out = np.zeros((count, rows, length), np.int32)
     out[..., 0] = random.integers(1, vocab, (count, rows))
@@ -153,7 +153,7 @@ def tokens(vocab: int = 64, rows: int = 8, length: int = 24, count: int = 4) -> 
 
 
 def images(size: int = 16, classes: int = 10, rows: int = 16, count: int = 4) -> list[tuple[Any, Any]]:
-    """Make batches of noisy pictures of some classes."""
+    """Return batches of noisy images of some classes."""
     random = np.random.default_rng(0)
     prototypes = random.normal(size=(classes, size, size, 3))
     labels = random.integers(0, classes, (count, rows))
@@ -162,10 +162,10 @@ def images(size: int = 16, classes: int = 10, rows: int = 16, count: int = 4) ->
 
 
 def next_token(logits: Any, ids: Any) -> Any:
-    """Compute the cross-entropy of the next token."""
+    """Return the cross-entropy of the next token."""
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype("float32"), ids[:, 1:]).mean()
 
 
 def classes(logits: Any, labels: Any) -> Any:
-    """Compute the cross-entropy of classes."""
+    """Return the cross-entropy of classes."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

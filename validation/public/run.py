@@ -1,4 +1,4 @@
-"""One public model, quantized in every way, trained and served: a JSON line for each recipe.
+"""Runner of one public model with every recipe, trained and served; prints a JSON line for each recipe.
 
     python -m validation.public.run NAME NAME=FOLDER...
 
@@ -27,7 +27,7 @@ STEPS = 50
 
 
 def train(loop: Loop, batches: list[Batch]) -> tuple[Any, list[float]]:
-    """Run a loop on batches in turn. Returns what it carried last, and the losses."""
+    """Run a loop on batches in turn; return the last carry and the losses."""
     step, carry, losses = jax.jit(loop.step), loop.carry, []
     for i in range(STEPS):
         carry, loss = step(carry, *batches[i % len(batches)])
@@ -36,13 +36,13 @@ def train(loop: Loop, batches: list[Batch]) -> tuple[Any, list[float]]:
 
 
 def row_of_float(problem: Problem) -> dict[str, Any]:
-    """Train the model as it is."""
+    """Train the float model."""
     loop = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
     return {"loss": _last(train(loop, problem.batches)[1], problem.batches)}
 
 
 def row_of_function(problem: Problem, recipe: str) -> dict[str, Any]:
-    """Train what ``jaxquant.quantize`` returns; say what it quantized, learned, moved, and what it serves."""
+    """Train the result of ``jaxquant.quantize``; return quantized matmuls, losses, state changes and served bits."""
     params, batches = problem.params, problem.batches
     config = {"quantization": recipe, "quant_backend": "native"}
     fn = jaxquant.quantize(problem.loss, config)
@@ -69,7 +69,7 @@ def row_of_function(problem: Problem, recipe: str) -> dict[str, Any]:
 
 
 def row_of_face(problem: Problem, recipe: str) -> dict[str, Any]:
-    """Train what ``maybe_quantize_model`` returns, in the loop that its framework has."""
+    """Train the result of ``maybe_quantize_model`` in its framework's own training loop."""
     assert problem.face is not None
     config = {"quantization": recipe, "quant_backend": "native"}
     loop = problem.face(config)
@@ -85,7 +85,7 @@ def row_of_face(problem: Problem, recipe: str) -> dict[str, Any]:
 
 
 def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``Coverage.check`` says of a step, "ok" where nothing, and the share of its FLOPs in 8 bits."""
+    """Return the message of ``Coverage.check`` for a step, or "ok", and the share of its FLOPs in 8 bits."""
     found = jaxquant.coverage(loop.step, loop.carry, *batch, config=config)
     try:
         found.check()
@@ -95,13 +95,13 @@ def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
-    """Check whether converted parameters give the bits of the trained ones, and how many weights were converted."""
+    """Return whether converted parameters give the bits of the trained ones, and the number of converted weights."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         converted = fn.convert(params, state, *batches[0])
     left = [str(each.message) for each in caught if "stay in float" in str(each.message)]
     run = jax.jit(fn)
-    kept = state if left else {}  # of layers whose weight is not converted
+    kept = state if left else {}  # of unconverted layers
     pairs = [(float(run(params, state, *batch)), float(run(converted, kept, *batch))) for batch in batches]
     worst = max(abs(trained - served) for trained, served in pairs)
     return "; ".join(["same bits" if worst == 0 else f"differs by {worst:.2g}", *left])
@@ -119,12 +119,12 @@ def _last(losses: list[float], batches: list[Batch]) -> float:
 def _try(make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     try:
         return make(*args)
-    except Exception as error:  # a row of the table is what a failure is worth here
+    except Exception as error:  # a failure is a result in the table
         return {"error": f"{type(error).__name__}: {error}"[:600]}
 
 
 def main(name: str, *checkouts: str) -> None:
-    """Train one model with every recipe, "float" for none, and its face with all but that."""
+    """Train one model in float and with every recipe, and its face with every recipe."""
     folders = dict(each.split("=", 1) for each in checkouts)
 
     def at(path: str) -> str:

@@ -1,4 +1,4 @@
-"""MaxText's module of quantization: ``from jaxquant.compat import maxtext as quantizations`` stands in for it."""
+"""Replacement for MaxText's quantization module: ``from jaxquant.compat import maxtext as quantizations``."""
 
 from jaxquant.compat.maxtext.handle import Quantization as Quantization
 from jaxquant.compat.maxtext.handle import QuantMode as QuantMode

@@ -1,4 +1,4 @@
-"""configure_quantization: a handle for models that plumb quantization through their layers by hand, as MaxText's do."""
+"""configure_quantization: a handle for models, such as MaxText's, that pass quantization to each layer explicitly."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.faces import at_work
+from jaxquant.inject.faces import traced_face
 from jaxquant.ops.einsum import contract_einsum
 from jaxquant.state.watch import STATELESS, require_manual
 
 
 class QuantMode(enum.Enum):
-    """What a model is built for: training, writing quantized parameters, or running on them."""
+    """Purpose of a model: training, writing quantized parameters, or running on them."""
 
     TRAIN = "train"
     CONVERT = "convert"
     SERVE = "serve"
 
     def __eq__(self, other: Any) -> bool:
-        """Return whether another mode, such as a member of AQT's enum, has the same name."""
+        """Whether another mode, such as a member of AQT's enum, has the same name."""
         is_mode = isinstance(other, enum.Enum) and type(other).__name__ == "QuantMode"
         return self.name == getattr(other, "name", "") if is_mode else NotImplemented
 
@@ -49,7 +49,7 @@ def get_quant_mode(quant_mode_str: str | enum.Enum = "train") -> QuantMode:
       quant_mode_str: "train", "convert" or "serve"; or a member of an enum with these names, such as AQT's.
 
     Raises:
-      ValueError: another string.
+      ValueError: the string is not a mode.
     """
     if isinstance(quant_mode_str, enum.Enum):
         quant_mode_str = quant_mode_str.name.lower()
@@ -62,17 +62,17 @@ def get_quant_mode(quant_mode_str: str | enum.Enum = "train") -> QuantMode:
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Quantization:
-    """A config made ready for one backend and mode; all of it but the mode is fixed.
+    """Config prepared for one backend and mode; all fields except the mode are fixed.
 
     Attributes:
-      backend: a key of ``BACKENDS``, of one with ops for layers.
-      quant_mode: what the model is built for. It may be set, as MaxText's engine does between loading, converting and
-        serving; a function that was jitted before is jitted anew by its caller.
-      replicate_scale: the stored scales of a sharded kernel are replicated.
-      resolver: decides the recipe of each layer by its path.
-      base: recipe of the layers that no rule names; None where a file or rules alone decide.
+      backend: key of ``BACKENDS``; the backend must have ops for layers.
+      quant_mode: mode of the model. It can be set, as MaxText's engine does between loading, converting and serving;
+        the caller must then jit its functions again.
+      replicate_scale: whether the stored scales of a sharded kernel are replicated.
+      resolver: resolver that returns the recipe of each layer by its path.
+      base: recipe of the layers that no rule matches, or None if only a file or rules select recipes.
       asked: paths of the layers that have run, or been traced, with this handle.
-      building: the operands with which an op without a path was initialized last.
+      building: operands with which an op without a path was last initialized.
     """
 
     backend: str
@@ -92,14 +92,14 @@ class Quantization:
 
     @property
     def needs_apply_rngs(self) -> bool:
-        """Whether an op draws random numbers when it is applied; if not, MaxText's layers drop their streams."""
+        """Whether an op draws random numbers when it is applied; otherwise MaxText's layers omit their RNG streams."""
         return any(recipe.is_stochastic for recipe in self.resolver.recipes)
 
     @property
     def quant_dg(self) -> Any:
-        """The config of the matmuls, in AQT's layout, which MaxText's experts read for the dtypes of a grouped matmul.
+        """Config of the matmuls in AQT's layout, from which MaxText's experts read the dtypes of a grouped matmul.
 
-        Of ``intmp`` a dictionary of regex to (config, tile size), with the default under ``"__default__"``.
+        For ``intmp``, a dictionary of regex to (config, tile size), with the default under ``"__default__"``.
         """
         if self.base is not None and self.base.name != "intmp" and not self.resolver.patterns:
             return forward_config(self.backend, self.base)
@@ -110,17 +110,17 @@ class Quantization:
         }
 
     def check_used(self) -> None:
-        """Refuse a rule that decided no layer; to be called once, after ``model.init`` or the first trace.
+        """Raise if a rule matched no layer. Call it once, after ``model.init`` or the first trace.
 
-        Only then is it known which layers there are: a handle meets them one by one.
+        Before that, the layers are unknown, because the handle sees each layer only when it runs.
 
         Raises:
-          ValueError: as ``Resolver.check_used``.
+          ValueError: see ``Resolver.check_used``.
         """
         self.resolver.check_used(sorted(self.asked))
 
     def dot_general_cls(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[[], nn.Module]:
-        """Make the ``dot_general_cls`` of a Linen layer; the module that it makes decides by the layer's path.
+        """Return the ``dot_general_cls`` of a Linen layer, whose module gets its recipe by the layer's path.
 
         Args:
           mesh_axes: logical axis names of the kernel, for the stored qvalue and scale in serve mode.
@@ -129,32 +129,32 @@ class Quantization:
         return lambda: kind(self, tuple(mesh_axes))
 
     def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[..., jax.Array]:
-        """Make an einsum module, called as ``module(equation, activation, weight)``; to be called inside a layer."""
+        """Return an einsum module, called as ``module(equation, activation, weight)``. Call this inside a layer."""
         if self.is_left_to_the_trace:
             return jax.numpy.einsum
         return self._named("einsum", _Einsum)(self, tuple(mesh_axes))
 
     @property
     def is_left_to_the_trace(self) -> bool:
-        """Whether the ops are float here, because a model is being traced that is quantized with the same config."""
+        """Whether the ops stay in float, because a model quantized with the same config is being traced."""
         if self.quant_mode is not QuantMode.TRAIN:
             return False
-        engine = None if at_work.value is None else at_work.value.engine
+        engine = None if traced_face.value is None else traced_face.value.engine
         return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
-        """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
+        """Return a class named like the backend's own op: Linen names modules, and their state, after the class."""
         return _renamed(kind, op_name(self.backend, op, self.base))
 
 
 @functools.cache
 def _renamed(kind: type, name: str) -> Any:
-    """Return a Linen class under another name: one object for each, as jit finds what it traced by class."""
+    """Return a Linen class under another name. The class is cached, because jit's cache is keyed by class."""
     return types.new_class(name, (kind,), {}, lambda body: body.update(__module__=__name__, __doc__=kind.__doc__))
 
 
 class _ByPath(nn.Module):
-    """An op that asks the resolver for the recipe of the layer it lives in, or stays float."""
+    """Op that runs the resolver's recipe for the path of its layer, or stays in float."""
 
     quantization: Quantization
     mesh_axes: tuple[str | None, ...] = ()
@@ -165,11 +165,11 @@ class _ByPath(nn.Module):
         path = join_path(self.path[:-1])
         if not self.path and self.quantization.resolver.patterns:
             if self._is_built(operands):
-                return None  # a trace of the model may honour the rules
-            raise NotImplementedError(  # an NNX layer holds this op, and Linen cannot see that
-                f"rule {self.quantization.resolver.patterns[0][0]!r} cannot be honoured by the op of "
-                "jaxquant.compat.maxtext.configure_quantization in an NNX layer, which does not know the layer's path; "
-                "call jaxquant.maybe_quantize_model(model, config), which knows every path"
+                return None  # a trace of the model may apply the rules
+            raise NotImplementedError(  # the op is in an NNX layer, which Linen cannot see
+                f"rule {self.quantization.resolver.patterns[0][0]!r} is not supported by the op of "
+                "jaxquant.compat.maxtext.configure_quantization in an NNX layer, because the op has no layer path; "
+                "call jaxquant.maybe_quantize_model(model, config) instead"
             )
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
@@ -183,13 +183,13 @@ class _ByPath(nn.Module):
             )
         op = LayerOp(self.quantization, recipe, path, self.mesh_axes, name=name or None)
         if not name:
-            nn.share_scope(self, op)  # the op's variables lie where this module's would
+            nn.share_scope(self, op)  # stores the op's variables in this module's scope
         return op
 
     def _is_built(self, operands: tuple[jax.Array, ...]) -> bool:
-        """Whether the layer is only being made: its op is initialized, and called once with the same arrays after it.
+        """Whether the layer is only being constructed: its op is initialized and then called once with the same arrays.
 
-        MaxText's ``DenseGeneral`` does both while it is constructed.
+        MaxText's ``DenseGeneral`` does both in its constructor.
         """
         building = self.quantization.building
         if self.is_initializing():
@@ -200,7 +200,7 @@ class _ByPath(nn.Module):
         return is_same
 
     def _watch(self, op: LayerOp | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Return operands as they are, and raise in training where nobody is known to advance the op's state."""
+        """Return the operands unchanged. Raises in training if the op's state would never be updated."""
         is_training = self.quantization.quant_mode is QuantMode.TRAIN
         is_hidden = is_training and not self.path and op is not None and op.recipe.is_stateful
         return require_manual(_STANDS_STILL, operands) if is_hidden else operands
@@ -214,7 +214,7 @@ _STANDS_STILL = (
 
 
 class _DotGeneral(_ByPath):
-    """A ``dot_general`` by path."""
+    """``dot_general`` with the recipe of the layer's path."""
 
     @nn.compact
     def __call__(
@@ -228,7 +228,7 @@ class _DotGeneral(_ByPath):
 
 
 class _Einsum(_ByPath):
-    """An einsum by path."""
+    """Einsum with the recipe of the layer's path."""
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
@@ -243,11 +243,11 @@ class _Einsum(_ByPath):
 
 
 def _einsum_out_features(equation: str, shape: Sequence[int]) -> int:
-    """Count the outputs of an einsum with a weight: the product of the weight's axes that only the result shares.
+    """Return the number of outputs of an einsum: the product of the weight's axes that only the result shares.
 
     Args:
-      equation: with the weight second.
-      shape: of the weight.
+      equation: einsum equation, with the weight second.
+      shape: shape of the weight.
     """
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
@@ -258,28 +258,28 @@ def _einsum_out_features(equation: str, shape: Sequence[int]) -> int:
 
 
 def _tile_size(recipe: Recipe | None) -> int:
-    """Return the tile of a recipe's weight, -1 where it has none."""
+    """Return the tile size of a recipe's weight, or -1 if it has no tiles."""
     weight = None if recipe is None else recipe.resolve("fwd", "rhs")
     return -1 if weight is None or weight.tile_size is None else weight.tile_size
 
 
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
-    """Make the handle of a config, for models that pass quantization to their layers by hand.
+    """Return the handle of a config, for models that pass quantization to each layer explicitly.
 
-    A program such as MaxText calls this and ``maybe_quantize_model``, whatever the config says; of an object with
-    MaxText's fields this does its part, and returns None where the other one does it all.
+    A program such as MaxText calls both this function and ``maybe_quantize_model`` for every config. For an object with
+    MaxText's fields, this function returns None if ``maybe_quantize_model`` handles the config.
 
     Args:
-      config: anything that ``QuantConfig.from_any`` takes.
+      config: any value that ``QuantConfig.from_any`` accepts.
       quant_mode_str: "train", "convert" or "serve".
 
     Returns:
-      None where the config quantizes nothing, or is MaxText's and asks for Qwix. Call ``check_used`` of the handle
-      after ``model.init``, so that a rule that matches no layer is an error.
+      The handle, or None if the config quantizes nothing, or is MaxText's and selects Qwix. Call ``check_used`` of the
+      handle after ``model.init``, so that a rule without a match is an error.
 
     Raises:
-      ValueError: an unknown mode, or a config whose backend replaces functions of a whole model (Qwix).
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      ValueError: the mode is unknown, or the backend replaces functions of a whole model (Qwix).
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     mode = get_quant_mode(quant_mode_str)
     program, is_program = config, is_program_config(config)
@@ -295,7 +295,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
             f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes a whole model "
             "and has no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
         )
-    resolver.check_alone()
+    resolver.check_no_float_blocks()
     for recipe in resolver.recipes:
         load(backend).check(recipe)
     if is_program:
@@ -304,18 +304,18 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
 
 
 def refuse_accumulation(program: Any, resolver: Resolver) -> None:
-    """Refuse quant state under MaxText's gradient accumulation, which averages it as if it were a gradient.
+    """Raise for quant state under MaxText's gradient accumulation, which averages it like a gradient.
 
     Raises:
-      ValueError: a MaxText config with more than one micro-batch, and a recipe that keeps state.
+      ValueError: a MaxText config has more than one micro-batch, and a recipe keeps state.
     """
     steps = getattr(program, "gradient_accumulation_steps", 1)
     stateful = [recipe.name for recipe in resolver.recipes if recipe.is_stateful]
     if hasattr(program, "micro_batch_size_to_train_on") and steps > 1 and stateful:
         raise ValueError(
             f"gradient_accumulation_steps {steps} with recipe {stateful[0]!r}: MaxText averages the quant state over "
-            "the micro-batches as if it were a gradient; set it to 1, or take a recipe without state, as 'fp8_full' or "
-            "'te_fp8_currentscaling'"
+            "the micro-batches as if it were a gradient; set it to 1, or use a recipe without state, such as "
+            "'fp8_full' or 'te_fp8_currentscaling'"
         )
 
 

@@ -1,9 +1,9 @@
-"""The op of a layer that is handed one: a contraction on any backend, its quant state and its converted kernel.
+"""Op that is passed to a layer: a contraction on any backend, its quant state and its converted kernel.
 
-Convert mode runs the training forward and writes the quantized kernel to the collection "aqt", at
-``LAYER/OP/qrhs/frozen``. Serve mode reads it and looks at shape and dtype alone of the kernel that the layer hands
-over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and its
-checkpoints runs on any backend.
+Convert mode runs the training forward pass and writes the quantized kernel to the collection "aqt", at
+``LAYER/OP/qrhs/frozen``. Serve mode reads it from there and uses only shape and dtype of the kernel that the layer
+passes, which may be zeros. Collection and names are AQT's, so that a model that lists them in its ``nn.scan`` and in
+its checkpoints runs on any backend.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ COLLECTION, STORED = "aqt", "qrhs"
 
 
 class LayerOp(nn.Module):
-    """Contract an activation and a weight by a recipe; quant state lies in ``_overwrite_with_gradient``.
+    """Contraction of an activation and a weight by a recipe; quant state is in ``_overwrite_with_gradient``.
 
     Attributes:
-      quantization: the ``Quantization`` handle: its backend, mode, and how stored scales are named.
-      recipe: all numbers.
+      quantization: ``Quantization`` handle, with backend, mode, and naming of stored scales.
+      recipe: recipe of the layer.
       layer: path of the layer.
-      mesh_axes: logical axis names of the kernel; what is stored in serve mode is named after them.
+      mesh_axes: logical axis names of the kernel, which are also set on the stored kernel in serve mode.
     """
 
     quantization: Any
@@ -70,7 +70,7 @@ class LayerOp(nn.Module):
             if recipe.sparsity is not None:
                 masks = self._watched((rhs,), state[SPARSITY])
                 weight = sparsity.sparsify(recipe.sparsity, dims.rhs_contract, rhs, masks)
-        # Without a stream the op makes a key of what it rounds.
+        # Without a stream, the op derives a key from the rounded values.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
         setup = Setup(
@@ -88,7 +88,7 @@ class LayerOp(nn.Module):
         return out
 
     def _quant_state(self, rhs: Array, dims: Dimensions) -> LayerState:
-        """Read the state, or make it while initializing; state that is made anew in each call would never advance."""
+        """Return the state, or create it while initializing. State created in each call would never be updated."""
         recipe, initial = self.recipe, {**initial_state(self.recipe)}
         if recipe.sparsity is not None:
             initial[SPARSITY] = sparsity.initial_state(rhs, recipe.sparsity, dims.rhs_contract)
@@ -105,7 +105,7 @@ class LayerOp(nn.Module):
         return layers_of(state)[""]
 
     def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
-        """Return state, watched so that a gradient which leaves it out is an error."""
+        """Return state that raises if a gradient does not include it."""
         return watch.LINEN(self.layer, operands, state) if state else state
 
     # -- converted kernels -------------------------------------------------------------------------------------------
@@ -116,22 +116,22 @@ class LayerOp(nn.Module):
         return tensor.astype(kernel.dtype.name)
 
     def _write(self, kernel: Array, dims: Dimensions, state: Any) -> None:
-        """Store the converted kernel, by the quant state that the op has just made or read."""
+        """Store the converted kernel, using the quant state that the op has just created or read."""
         tensor = self._convert(kernel, dims, state)
         scale = tensor.input_scale
-        # Under jit there is no telling, and what is served is NaN.
+        # This is not known under jit, and the served result is then NaN.
         if scale is not None and not self.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
             raise uncalibrated_error(self.layer, self.recipe)
         if not self.is_mutable_collection(COLLECTION):
             raise ValueError(
-                f"{layer_name(self.layer)} converts and the collection {COLLECTION!r} cannot be written; apply the "
-                f"model with mutable=[{COLLECTION!r}]"
+                f"{layer_name(self.layer)} is in convert mode, but the collection {COLLECTION!r} is not mutable; apply "
+                f"the model with mutable=[{COLLECTION!r}]"
             )
         frozen, _ = freeze(self.backend.name, self.recipe, tensor, dims.rhs_contract, ())
         self.put_variable(COLLECTION, STORED, {"frozen": frozen})
 
     def _read(self, kernel: Array, dims: Dimensions) -> QTensor:
-        """Return the stored kernel; while initializing, make zeros for it."""
+        """Return the stored kernel; while initializing, create zeros for it."""
         axes, state = dims.rhs_contract, initial_state(self.recipe)
         wanted = jax.eval_shape(lambda k: self._convert(k, dims, {**state, "sparsity": {"mask": k}}), kernel)
         if self.is_initializing() and self.is_mutable_collection(COLLECTION):
@@ -142,7 +142,7 @@ class LayerOp(nn.Module):
         stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
         if "frozen" not in stored:
             raise ValueError(
-                f"{layer_name(self.layer)} serves and the collection {COLLECTION!r} has no converted kernel "
+                f"{layer_name(self.layer)} is in serve mode, but the collection {COLLECTION!r} has no converted kernel "
                 "for it; convert first: apply the model of "
                 f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') with mutable=[{COLLECTION!r}]"
             )
@@ -156,7 +156,7 @@ def _describe(tensor: QTensor) -> str:
 
 
 def _named(tensor: Any, names: Any, replicate_scale: bool) -> Any:
-    """Label the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
+    """Set the axis names of the float kernel on the stored kernel; a shared axis of a scale has no name."""
 
     def name(part: Array) -> nn.LogicallyPartitioned:
         is_scale = part is not tensor.qvalue

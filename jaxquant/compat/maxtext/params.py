@@ -1,7 +1,7 @@
-"""Trees of models that pass quantization to their layers by hand: parameters beside the collection "aqt".
+"""Trees of models that pass quantization to each layer explicitly: parameters next to the collection "aqt".
 
-The names are MaxText's. Convert mode leaves the float kernels where they are and adds, for each, a quantized tensor at
-the layer's path; these functions say which parameter each of them replaces, and take those out.
+The names are MaxText's. Convert mode keeps the float kernels and adds a quantized tensor for each at the layer's path.
+These functions find the parameter that each tensor replaces, and remove these parameters.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGen
 
 
 def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
-    """Return which float parameter each quantized tensor replaces.
+    """Return the float parameter that each quantized tensor replaces.
 
-    A tensor belongs to the layer whose path comes before the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). Of that
-    layer's own parameters, biases apart, it takes one with as many elements, and the several of one layer (an expert
-    block's einsum kernels) go in the order of their numbers and names.
+    A tensor belongs to the layer whose path precedes the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). It replaces one
+    of the layer's own parameters, except biases, that has the same number of elements. Several tensors of one layer
+    (the einsum kernels of an expert block) are matched in the order of their numbers and names.
 
     Args:
-      aqt_params: the collection "aqt", of the AQT or the native backend.
-      params: the collection "params"; boxes with names of axes count as what is in them.
+      aqt_params: collection "aqt", of the AQT or the native backend.
+      params: collection "params"; boxes with axis names count as their contents.
 
     Returns:
-      A tree like ``aqt_params`` with a key path into ``params`` (``jax.tree_util`` keys) in the place of each tensor,
-      and None in the place of anything else.
+      A tree like ``aqt_params`` with a key path into ``params`` (``jax.tree_util`` keys) for each tensor and None for
+      each other leaf.
 
     Raises:
-      ValueError: a tensor has no parameter, or two have one; lists both sides.
+      ValueError: a tensor has no matching parameter, or two tensors match one; lists both sides.
     """
     tensors, structure = jax.tree_util.tree_flatten_with_path(aqt_params, is_leaf=_is_tensor)
     floats = [(path, meta.unbox(value)) for path, value in _leaves(params)]
@@ -56,20 +56,20 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
         ]
         if not free:
             raise ValueError(_both_sides(f"{join_path(path)} has no float parameter", tensors, floats))
-        # Tiles and scanned layers give the tensor another shape than its kernel has.
+        # Tiles and scanned layers give the tensor another shape than its kernel.
         found[i] = min(free, key=lambda item: item[1] != _shape(tensor))[0]
     return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])
 
 
 def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
-    """Return the parameters without the float kernels that have a quantized tensor: ``{}`` in their place.
+    """Return the parameters with ``{}`` for each float kernel that has a quantized tensor.
 
     Args:
-      params: the collection "params".
-      aqt_vars: the collection "aqt" that convert mode wrote.
+      params: collection "params".
+      aqt_vars: collection "aqt" that convert mode wrote.
 
     Raises:
-      ValueError: as ``match_aqt_and_unquantized_param``.
+      ValueError: see ``match_aqt_and_unquantized_param``.
     """
     matched = match_aqt_and_unquantized_param(aqt_vars, params)
     gone = set(jax.tree.leaves(matched, is_leaf=lambda x: isinstance(x, tuple)))
@@ -82,7 +82,7 @@ def _leaves(params: Any) -> list[tuple[Path, Any]]:
 
 
 def _is_box(node: Any) -> bool:
-    """Return whether it is an array with names of its axes."""
+    """Whether a node is an array with axis names."""
     return isinstance(node, meta.AxisMetadata)
 
 
@@ -95,11 +95,11 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))  # a number stands for an array without axes
+    return tuple(getattr(value, "shape", ()))  # a Python number is an array without axes
 
 
 def _natural(key: Any) -> list[tuple[int, int | str]]:
-    """Sort AqtEinsum_10 after AqtEinsum_9."""
+    """Return a key that sorts AqtEinsum_10 after AqtEinsum_9."""
     parts = re.split(r"(\d+)", join_path([key]))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 

@@ -28,25 +28,25 @@ from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
 LAYERS = "decoder/.*layers.*"
-"""The modules that MaxText's Qwix rules reach: the decoder's layers, without embedding, norms and head."""
+"""Modules that MaxText's Qwix rules match: the layers of the decoder, without embedding, norms and head."""
 
 
 def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Model:
-    """Return a model whose linear layers run in the low precision that a program's config asks for.
+    """Return a model whose linear layers run in the low precision that a program's config selects.
 
-    The example inputs are the shapes of the program's batch, and what the config says of caches and checkpoints is the
-    program's own part. A model that holds the handle of ``configure_quantization`` comes back as it is in the handle's
-    modes "convert" and "serve". In "train" it is quantized like any other, on the handle's backend, and the handle's
-    ops in it are float.
+    The example inputs have the shapes of the program's batch. The program itself handles the config's settings of
+    caches and checkpoints. A model that holds the handle of ``configure_quantization`` is returned unchanged if the
+    handle's mode is "convert" or "serve". In mode "train" it is quantized like other models, on the handle's backend,
+    and the handle's ops stay in float.
 
     Args:
-      model: a Linen or NNX module.
-      config: MaxText's, or another object with the fields; anything else, as ``jaxquant.maybe_quantize_model``.
-      example_inputs, example_kwargs: as in ``jaxquant.maybe_quantize_model``.
+      model: Linen or NNX module.
+      config: MaxText's config, or another object with its fields; other values as in ``jaxquant.maybe_quantize_model``.
+      example_inputs, example_kwargs: see ``jaxquant.maybe_quantize_model``.
 
     Raises:
-      ValueError: quant state under gradient accumulation, or as ``jaxquant.maybe_quantize_model``.
-      TypeError, NotImplementedError: as ``jaxquant.maybe_quantize_model``.
+      ValueError: a recipe keeps quant state and gradients are accumulated; or see ``jaxquant.maybe_quantize_model``.
+      TypeError, NotImplementedError: see ``jaxquant.maybe_quantize_model``.
     """
     if not is_program_config(config):
         return quantize_any(model, config, *example_inputs, **example_kwargs)
@@ -66,14 +66,14 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
 
 
 def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return example inputs of the model of a MaxText config: tokens, positions, segment ids, and what MTP reads.
+    """Return example inputs for the model of a MaxText config: tokens, positions, segment ids, and inputs of MTP.
 
     Args:
       model: any model.
       config: any config.
 
     Returns:
-      Positional and keyword arguments of shapes alone, none where the config or the model is not MaxText's.
+      Abstract positional and keyword arguments; both are empty if the config or the model is not MaxText's.
     """
     if "enable_dropout" not in inspect.signature(type(model).__call__).parameters:
         return (), {}
@@ -88,7 +88,7 @@ def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def handle_of(model: Any) -> Quantization | None:
-    """Find the handle of ``configure_quantization`` that a model was given; None where it has none."""
+    """Return the handle of ``configure_quantization`` in a model, or None."""
     if isinstance(model, nnx.Module):
         nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
         values = [value for node in nodes for value in vars(node).values()]
@@ -102,14 +102,14 @@ def handle_of(model: Any) -> Quantization | None:
 
 
 def without_op_state(model: nnx.Module) -> nnx.Module:
-    """Return a copy of a model without the variables of the handle's ops, which a trace of it leaves unused."""
+    """Return a copy of a model without the variables of the handle's ops, which a trace does not use."""
     copy = copy_model(model)
     nnx.pop(copy, nnx.variablelib.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True))
     return copy
 
 
 def _may_hold(value: Any) -> bool:
-    """Whether it is a Linen module, or a mapping, as of arguments that a module passes on."""
+    """Whether a value is a Linen module or a mapping, such as arguments that a module passes on."""
     is_linen = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "init_with_output")
     return is_linen or isinstance(value, Mapping)
 
@@ -118,23 +118,23 @@ def _may_hold(value: Any) -> bool:
 
 
 def get_quantization_rule(config: Any) -> list[Any] | None:
-    """Make the Qwix rules of a config, for ``qwix.quantize_model``: its own rules, its switches, the decoder's layers.
+    """Return the Qwix rules of a config for ``qwix.quantize_model``: its own rules, its switches, the decoder's layers.
 
     Args:
-      config: anything that ``QuantConfig.from_any`` takes.
+      config: any value that ``QuantConfig.from_any`` accepts.
 
     Returns:
-      ``qwix.QtRule``s, first match first; None where the config quantizes nothing.
+      List of ``qwix.QtRule``, first match first, or None if the config quantizes nothing.
 
     Raises:
-      NotImplementedError: Qwix does not honour the recipe.
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      NotImplementedError: Qwix does not support the recipe.
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
     resolver, base = config.resolver(), config.recipe()
     if resolver is None:
         return None
-    resolver.check_alone()
+    resolver.check_no_float_blocks()
     entries = [] if config.quantize_router_proj else [(".*/gate", None)]
     entries += [(HEAD, base)] if config.quantize_logits_proj and HEAD not in dict(resolver.patterns) else []
     entries += [(f"{LAYERS}|mtp_block/.*" if config.quantize_mtp else LAYERS, base)] if base is not None else []
@@ -143,23 +143,23 @@ def get_quantization_rule(config: Any) -> list[Any] | None:
 
 
 def get_qt_provider(config: Any) -> Any:
-    """Make the Qwix provider of a config; see ``get_quantization_rule``."""
+    """Return the Qwix provider of a config; see ``get_quantization_rule``."""
     rules = get_quantization_rule(config)
     return None if rules is None else load("qwix").make_provider(rules)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- scales and cache -------------------------------------------------------------------------------------------------
 
 
 def get_static_scale(qtype: Any, calibration_method: str) -> float:
-    """Return the scale of a constant symmetric range: ``max / bound`` of the dtype, 1 where that is below 1e-19.
+    """Return the scale of a constant symmetric range: ``max / bound`` of the dtype, or 1 if that is below 1e-19.
 
     Args:
-      qtype: the dtype to quantize to, or its name.
+      qtype: dtype to quantize to, or its name.
       calibration_method: "fixed,max" or "fixed,-max,max".
 
     Raises:
-      ValueError: another calibration.
+      ValueError: the calibration is not a constant symmetric range.
     """
     scale = _static_range(calibration_method).maximum / element(jnp.dtype(qtype).name).bound
     return 1.0 if scale < float(jnp.finfo(jnp.float32).tiny) ** 0.5 else scale
@@ -168,7 +168,7 @@ def get_static_scale(qtype: Any, calibration_method: str) -> float:
 def _static_range(method: Any) -> Calibration:
     calibration = parse_calibration(method) if isinstance(method, str) else Calibration()
     if calibration.method != "fixed" or not calibration.is_symmetric:
-        raise ValueError(f"calibration {method!r} is no constant symmetric range; use 'fixed,max' or 'fixed,-max,max'")
+        raise ValueError(f"calibration {method!r} must be a constant symmetric range: 'fixed,max' or 'fixed,-max,max'")
     return calibration
 
 
@@ -176,12 +176,12 @@ def manual_quantize(tensor: Array, dtype: Any, calibration_method: str) -> QTens
     """Quantize a tensor with one constant scale.
 
     Args:
-      tensor: any float dtype.
-      dtype: of the qvalue.
-      calibration_method: as in ``get_static_scale``.
+      tensor: array of any float dtype.
+      dtype: dtype of the qvalue.
+      calibration_method: see ``get_static_scale``.
 
     Raises:
-      ValueError: a calibration that is no constant symmetric range.
+      ValueError: the calibration is not a constant symmetric range.
     """
     spec = TensorSpec(jnp.dtype(dtype).name, "per_tensor", _static_range(calibration_method))
     return quantize(tensor, spec, tuple(range(tensor.ndim)))
@@ -189,25 +189,25 @@ def manual_quantize(tensor: Array, dtype: Any, calibration_method: str) -> QTens
 
 @dataclasses.dataclass(frozen=True)
 class KVQuant:
-    """What MaxText's attention asks of a quantized cache: the cast, and einsums with what it cached.
+    """Quantized key/value cache in the interface of MaxText's attention: the cast, and einsums with cached tensors.
 
     Attributes:
-      axis_cfg: "dkv" (a scale for every head) or "heads_and_dkv" (the heads of a position share one).
-      dtype: of what is cached.
+      axis_cfg: "dkv" (a scale for every head) or "heads_and_dkv" (the heads of a position share one scale).
+      dtype: dtype of the cached values.
     """
 
     axis_cfg: str
     dtype: Any
 
     def quantize(self, kv: Array, axis_names: Sequence[str]) -> tuple[Array, Array]:
-        """Quantize keys or values by their absmax, symmetrically; a row of zeros stays zeros.
+        """Quantize keys or values symmetrically by their absmax; a row of zeros stays zero.
 
         Args:
           kv: keys or values.
-          axis_names: MaxText's names of their axes, "cache_kv" and "cache_heads" among them.
+          axis_names: MaxText's names of their axes, which include "cache_kv" and "cache_heads".
 
         Returns:
-          The values, and the absmax that MaxText stores beside them.
+          The quantized values, and the absmax, which MaxText stores with them.
         """
         shared = {"dkv": ("cache_kv",), "heads_and_dkv": ("cache_heads", "cache_kv")}[self.axis_cfg]
         axes = tuple(list(axis_names).index(name) for name in shared)
@@ -217,8 +217,8 @@ class KVQuant:
         return saturating_cast(kv.astype(jnp.float32) / known * kind.bound, kind), absmax
 
     def einsum_fn_with_rhs_qtensor(self, **modes: Any) -> Any:
-        """Return an einsum whose second operand is a cached tensor with ``dequant``; it multiplies in float."""
-        del modes  # AQT's, of where its kernels dequantize
+        """Return a float einsum whose second operand is a cached tensor with a method ``dequant``."""
+        del modes  # options of AQT that select where its kernels dequantize
 
         def einsum(equation: str, lhs: Array, rhs: Any, **options: Any) -> Array:
             return jnp.einsum(equation, lhs, rhs.dequant() if hasattr(rhs, "dequant") else rhs, **options)
@@ -229,15 +229,15 @@ class KVQuant:
 
 
 def configure_kv_quant(config: Any) -> KVQuant | None:
-    """Return what quantizes MaxText's key/value cache, None without ``quantize_kvcache``.
+    """Return the quantizer of MaxText's key/value cache, or None without ``quantize_kvcache``.
 
-    For a model of your own, ``jaxquant.serving.kv_cache`` is the whole cache.
+    For your own model, use ``jaxquant.serving.kv_cache``, which is a complete cache.
 
     Args:
-      config: anything that ``QuantConfig.from_any`` takes.
+      config: any value that ``QuantConfig.from_any`` accepts.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
+      TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
     if not config.quantize_kvcache:

@@ -1,6 +1,6 @@
-"""Names and forms of AQT's ops: names of Linen modules, the config that experts read, and stored kernels.
+"""Names and structures of AQT's ops: names of Linen modules, the config that experts read, and stored kernels.
 
-Models that plumb ops by hand know these of AQT, so the native backend's ops have the same forms.
+Models that pass ops to layers explicitly rely on these, so the native backend's ops use them, too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _AQT_NAMES: dict[Op, str] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsu
 
 
 def op_name(backend: str, op: Op, recipe: Recipe | None) -> str:
-    """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
+    """Return the name of the Linen module of a layer's op for a recipe; Linen names its variables after it."""
     return _AQT_NAMES[op] if backend == "aqt" else native.op_name(op, recipe)
 
 
 def einsum_holds(backend: str) -> str:
-    """Return the name of the ``dot_general`` that a layer's einsum holds, "" if the einsum itself is one."""
+    """Return the name of the ``dot_general`` inside a layer's einsum, or "" if the einsum is itself the op."""
     return f"{_AQT_NAMES['dot_general']}_0" if backend == "aqt" else ""
 
 
 def forward_config(backend: str, recipe: Recipe) -> Any:
-    """Describe the forward operands as AQT's configs do, in ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
+    """Return the forward operands in the layout of AQT's config: ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
 
-    MaxText's experts read there what their grouped matmul casts to: ``get_dtype()``, None for float.
+    MaxText's experts read the dtypes of their grouped matmul there: ``get_dtype()``, None for float.
     """
     if backend == "aqt":
         from jaxquant.backends.aqt_config import to_aqt
@@ -46,14 +46,14 @@ def forward_config(backend: str, recipe: Recipe) -> Any:
 def freeze(
     backend: str, recipe: Recipe, kernel: QTensor, axes: Sequence[int], names: Sequence[str | None]
 ) -> tuple[Any, Sequence[str | None]]:
-    """Return a converted kernel as it is stored, AQT's own tensor for its backend, and the names of its axes.
+    """Return a converted kernel in its stored form (AQT's own tensor for its backend) and the names of its axes.
 
     Args:
       backend: key of ``BACKENDS``.
-      recipe: all numbers.
-      kernel: the kernel.
-      axes: its contraction axes.
-      names: names of all of its axes. A tiled axis keeps its name on the part inside the tile.
+      recipe: recipe of the layer.
+      kernel: converted kernel.
+      axes: contraction axes of the kernel.
+      names: names of all axes. A tiled axis keeps its name on the part inside the tile.
     """
     if backend != "aqt":
         return kernel, names
@@ -65,7 +65,7 @@ def freeze(
 
 
 def thaw(backend: str, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
-    """Return the kernel of rank ``ndim`` with contraction axes ``axes`` that ``freeze`` returned."""
+    """Return the kernel of rank ``ndim`` with contraction axes ``axes`` that ``freeze`` stored."""
     if backend != "aqt":
         return stored
     from jaxquant.backends import aqt
@@ -74,7 +74,7 @@ def thaw(backend: str, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
 
 
 def _numerics(spec: TensorSpec | None) -> Any:
-    """Return what an operand is cast to, under the names of AQT's numerics."""
+    """Return the dtype of a quantized operand, under the names of AQT's numerics."""
     dtype = None if spec is None else jnp.dtype(spec.dtype)
     bits = None if spec is None else element(spec.dtype).bits
     return types.SimpleNamespace(dtype=dtype, bits=bits, get_dtype=lambda: dtype)

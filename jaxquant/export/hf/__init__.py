@@ -1,4 +1,4 @@
-"""Configs of quantized checkpoints in Hugging Face's formats, read into ordered rules with a frozen spec each."""
+"""Readers of quantization configs in Hugging Face checkpoints: ordered rules with a frozen spec each."""
 
 from jaxquant.export.hf.quantization import CheckpointQuantization as CheckpointQuantization
 from jaxquant.export.hf.quantization import LayerRule as LayerRule

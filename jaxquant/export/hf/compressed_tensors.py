@@ -1,4 +1,4 @@
-"""The method ``compressed-tensors``: groups of targets, each with a scheme for weights and one for inputs."""
+"""Method ``compressed-tensors``: groups of targets, each with a scheme for weights and one for inputs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _TILED = {
     "mxfp4-pack-quantized": ("MXFP4", 4, 32, functools.partial(mx_layer, _ELEMENTS["float", 4], "mxfp4-pack")),
     "mxfp8-quantized": ("MXFP8", 8, 32, functools.partial(mx_layer, _ELEMENTS["float", 8], "plain")),
 }
-"""Formats of floats in tiles: what each is called, its bits and group size, and what makes its layer."""
+"""Formats of floats in tiles: name, bits and group size, and the function that makes the layer."""
 _KV_CACHES = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn", "STATIC": "float8_e4m3fn"}
 
 
 def read(config: Section) -> CheckpointQuantization:
-    """Read a ``quantization_config``.
+    """Return the quantization that a ``quantization_config`` describes.
 
     ``ignore`` comes first, then targets from the most to the least specific: exact names, regexes, classes.
 
     Raises:
-      ValueError: a missing or impossible value, by its key.
-      TypeError: a value of another kind.
-      NotImplementedError: a scheme that jaxquant does not have.
+      ValueError: a value is missing or impossible; the message names its key.
+      TypeError: a value has another type.
+      NotImplementedError: jaxquant does not have the scheme.
 
     Source: ``QuantizationConfig`` and ``PRESET_SCHEMES`` of compressed-tensors.
     """
@@ -59,7 +59,7 @@ def read(config: Section) -> CheckpointQuantization:
         raise NotImplementedError(
             f"{sparsity.where('format')} {sparsity.get('format')!r} is not supported; decompress the checkpoint first"
         )
-    config.pass_over("sparsity_config")  # which zeros a dense weight has
+    config.pass_over("sparsity_config")  # dense weights contain the zeros
     rules = _rules("ignore", config, None)
     targeted: list[LayerRule] = []
     for key in groups.data:
@@ -75,7 +75,7 @@ def read(config: Section) -> CheckpointQuantization:
 
 
 def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule]:
-    """Return the rules of ``ignore`` or of ``targets``: one of all exact names, and one for each pattern."""
+    """Return the rules of ``ignore`` or of ``targets``: one for all exact names, and one for each pattern."""
     written, place = section.texts(key), section.where(key)
     patterns = {index: name for index, name in enumerate(written) if name == ANY_CLASS or name.startswith(REGEX)}
     return named(frozenset(written) - set(patterns.values()), spec, place) + [
@@ -87,12 +87,12 @@ def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule
 def _check_targets(group: Section) -> None:
     targets = group.texts("targets")
     if not targets:
-        raise ValueError(f"{group.where('targets')} is empty: the group is of no layer; target 'Linear' for all")
+        raise ValueError(f"{group.where('targets')} is empty; target 'Linear' for all layers")
     for index, target in enumerate(targets):
         if re.fullmatch(r"[A-Z]\w*", target) and target != ANY_CLASS:
             raise NotImplementedError(
-                f"{group.where('targets')}[{index}] {target!r} names a class, which the names of tensors do not tell; "
-                "target 'Linear', module names or 're:' patterns"
+                f"{group.where('targets')}[{index}] {target!r} is a class, which cannot be matched with tensor "
+                "names; target 'Linear', module names or 're:' patterns"
             )
 
 
@@ -116,7 +116,8 @@ def _element(scheme: Section) -> str:
     kind, bits = scheme.choice("type", ("int", "float"), "int"), scheme.integer("num_bits", 8)
     if (kind, bits) not in _ELEMENTS:
         raise NotImplementedError(
-            f"{scheme.where('num_bits')} {bits} with type {kind!r} is not supported; jaxquant has 4 and 8 bits of both"
+            f"{scheme.where('num_bits')} {bits} with type {kind!r} is not supported; supported are 4 and 8 bits "
+            "of both types"
         )
     return _ELEMENTS[kind, bits]
 
@@ -124,7 +125,7 @@ def _element(scheme: Section) -> str:
 def _layer(group: Section, format: str | None) -> LayerSpec | None:
     if not group.has("weights"):
         if group.has("input_activations"):
-            raise NotImplementedError(f"{group.place} quantizes inputs without weights, which no checkpoint needs")
+            raise NotImplementedError(f"{group.place} quantizes inputs but not weights, which is not supported")
         return None
     weights = group.section("weights")
     if weights.get("dynamic"):
@@ -157,7 +158,7 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
 
 
 def _strategy(scheme: Section) -> str:
-    """Return who shares a scale; how the scales were found, and in which dtype they are stored, is passed over."""
+    """Return the strategy for sharing scales; the observer and dtype of scales are ignored."""
     scheme.pass_over("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     size = scheme.get("group_size")
     if scheme.has("strategy"):

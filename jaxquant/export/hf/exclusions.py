@@ -1,4 +1,4 @@
-"""Which modules a config means: the dialects of exclusion lists, each turned into regexes on dotted names."""
+"""Exclusion lists of Hugging Face configs: each library's syntax is converted to regexes on dotted module names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ROUTER_GLOB = "gate*"
 def transformers_pattern(key: str, place: str) -> str:
     """Return the regex of a ``modules_to_not_convert`` key, for ``re.fullmatch`` on a module's dotted name.
 
-    A key is a regex that matches from the start up to a boundary between name parts, or a plain ending of the name.
+    A key is a regex that matches from the start up to a boundary between name parts, or a plain suffix of the name.
 
     Args:
-      key: the entry.
-      place: where it stands, for the error.
+      key: entry of the list.
+      place: position of the entry, for the error.
 
     Raises:
-      ValueError: not a regex.
+      ValueError: the key is not a regex.
 
     Source: ``should_convert_module`` of transformers.
     """
@@ -46,9 +46,9 @@ def compressed_tensors_pattern(target: str, place: str) -> str:
 def modelopt_pattern(glob: str, place: str) -> str:
     """Return the regex of a modelopt exclusion, for ``re.fullmatch`` on a module's dotted name.
 
-    A glob (``fnmatch``) that matches a module, or a module above it. Wrapper prefixes such as ``language_model.`` and
-    ``model.`` make no difference, nor does ``block_sparse_moe`` for ``mlp``; a last part ``gate*`` is the router and
-    never ``gate_proj``.
+    The exclusion is a glob (``fnmatch``) that matches a module, or a parent of it. Wrapper prefixes such as
+    ``language_model.`` and ``model.`` are ignored, and ``block_sparse_moe`` is equivalent to ``mlp``; a last part
+    ``gate*`` is the router and never ``gate_proj``.
 
     Source: ``read_modelopt_quantized_layers`` of MAX 26.7; ``is_layer_excluded`` of vLLM's modelopt.
     """
@@ -67,12 +67,12 @@ def modelopt_pattern(glob: str, place: str) -> str:
 
 
 def quark_pattern(entry: str, place: str) -> str:
-    """Return the regex of a Quark ``exclude`` entry: ``re:PATTERN``, or a glob of a module or of one above it."""
+    """Return the regex of a Quark ``exclude`` entry: ``re:PATTERN``, or a glob for a module or its parent."""
     return (compressed_tensors_pattern if entry.startswith(REGEX) else modelopt_pattern)(entry, place)
 
 
 def _group(regex: str) -> str:
-    """Return a regex as a group; flags at its start, such as ``(?i)``, hold within it."""
+    """Return a regex as a group that contains its leading flags, such as ``(?i)``."""
     flags = re.match(r"\(\?([aimsux]+)\)", regex)
     return f"(?:{regex})" if flags is None else f"(?{flags[1]}:{regex[flags.end() :]})"
 
@@ -94,7 +94,7 @@ def checked(pattern: str, written: str, place: str) -> str:
     """Return a regex after compiling it.
 
     Raises:
-      ValueError: not a regex; names what was written and where.
+      ValueError: it is not a regex; the message has the original entry and its position.
     """
     try:
         full_matcher(pattern)

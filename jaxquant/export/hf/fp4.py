@@ -1,4 +1,4 @@
-"""The methods ``mxfp4`` (gpt-oss: experts only) and ``quark``."""
+"""Methods ``mxfp4`` (gpt-oss: only experts) and ``quark``."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, l
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import mx_layer
 
-_RESTATED = (
+_REDUNDANT_KEYS = (
     "qscheme", "round_method", "ch_axis", "is_dynamic", "observer_cls", "scale_type", "symmetric", "is_scale_quant",
     "mx_element_dtype", "scale_calculation_mode",
 )  # fmt: skip
-"""How Quark found numbers that are stored, and what an MX element type says by itself."""
-_UP = "ceil"
-"""Quark's name of how scales of MX blocks are made in jaxquant: the next power of two above amax / largest number."""
-_OF_THE_TOOL = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
+"""Keys that only describe how Quark computed the stored numbers, or that follow from the MX element type."""
+_ROUND_UP = "ceil"
+"""Quark's name for jaxquant's scales of MX blocks: the next power of two above amax / largest number."""
+_TOOL_KEYS = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
 _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
 def read_mxfp4(config: Section) -> CheckpointQuantization:
-    """Read gpt-oss's ``quantization_config``: MXFP4 weights of the experts, inputs in float."""
+    """Return the quantization of gpt-oss's ``quantization_config``: MXFP4 weights of the experts, float inputs."""
     experts = LayerRule(EXPERTS, mx_layer("float4_e2m1fn", "gpt-oss", with_input=False), config.where("quant_method"))
     return CheckpointQuantization("mxfp4", (*exclusions(config), experts))
 
 
 def read_quark(config: Section) -> CheckpointQuantization:
-    """Read AMD Quark's ``quantization_config`` in one of the MX element types; ``exclude`` has globs and ``re:``."""
+    """Return the quantization of AMD Quark's ``quantization_config`` with an MX element type."""
     whole = config.section("global_quant_config")
     weight = whole.section("weight")
     dtype, scale = weight.text("dtype"), weight.text("scale_format", "")
@@ -41,19 +41,20 @@ def read_quark(config: Section) -> CheckpointQuantization:
         raise ValueError(f"{weight.where('group_size')} must be 32 for MX, got {weight.data['group_size']}")
     if config.has("layer_quant_config") and config.section("layer_quant_config").data:
         raise NotImplementedError(f"{config.where('layer_quant_config')} is not supported; quantize all layers alike")
-    weight.pass_over(*_RESTATED)
+    weight.pass_over(*_REDUNDANT_KEYS)
     inputs = whole.section("input_tensors") if whole.has("input_tensors") else None
     if inputs is not None:
-        inputs.pass_over(*_RESTATED)
+        inputs.pass_over(*_REDUNDANT_KEYS)
         for key, wanted in (("dtype", dtype), ("scale_format", scale), ("group_size", 32)):
             if inputs.has(key) and inputs.get(key) != wanted:
-                raise NotImplementedError(f"{inputs.where(key)} must be that of the weights, {wanted!r}")
-        if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _UP:
+                raise NotImplementedError(f"{inputs.where(key)} must equal that of the weights, {wanted!r}")
+        if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _ROUND_UP:
             warnings.warn(
-                f"{inputs.where('scale_calculation_mode')} is {mode!r}; here scales of inputs are rounded up, {_UP!r}",
+                f"{inputs.where('scale_calculation_mode')} is {mode!r}, but scales of inputs are rounded up here, "
+                f"{_ROUND_UP!r}",
                 stacklevel=2,
             )
-    config.pass_over(*_OF_THE_TOOL)
+    config.pass_over(*_TOOL_KEYS)
     rules = listed(config, ["exclude"], quark_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
     rules.append(LayerRule(".*", spec, weight.place))

@@ -1,4 +1,4 @@
-"""The methods ``fp8`` (DeepSeek's blocks, per tensor), ``fbgemm_fp8`` and ``mxfp8``."""
+"""Methods ``fp8`` (DeepSeek's blocks, per tensor), ``fbgemm_fp8`` and ``mxfp8``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FMT |= {dtype: dtype for dtype in _FMT.values()}
 
 
 def exclusions(config: Section) -> list[LayerRule]:
-    """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, in transformers' dialect."""
+    """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, in transformers' syntax."""
     return listed(config, EXCLUSION_KEYS, transformers_pattern)
 
 
 def formats(config: Section) -> tuple[str, bool]:
-    """Return the element type that ``fmt`` names, and whether ``scale_fmt`` asks for powers of two."""
+    """Return the element type of ``fmt``, and whether ``scale_fmt`` requires powers of two."""
     dtype = _FMT[config.choice("fmt", _FMT, "e4m3")]
     return dtype, config.choice("scale_fmt", ("", "ue8m0", "float"), "") == "ue8m0"
 
 
 def origin_of(config: Section, default: str = "") -> ScaleOrigin:
-    """Return whether ``activation_scheme`` has stored scales of inputs or computes them; errors are in MAX's words."""
+    """Return whether ``activation_scheme`` has static or dynamic scales of inputs; errors have MAX's wording."""
     scheme = config.text("activation_scheme", default)
     if not scheme:
         raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
@@ -39,17 +39,17 @@ def origin_of(config: Section, default: str = "") -> ScaleOrigin:
 
 
 def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
-    """Return a layer with a scale for each block of its weight, and for as many neighbours of its input."""
+    """Return a layer with a scale for each block of its weight, and for groups of the same size in its input."""
     weight = block(dtype, *size, power_of_two_scale=ue8m0)
     return LayerSpec(weight, block(dtype, 1, size[1], origin, power_of_two_scale=ue8m0))
 
 
 def read_fp8(config: Section) -> CheckpointQuantization:
-    """Read a ``quantization_config`` of the method ``fp8``: blocks where it has a block size, else per tensor.
+    """Return the quantization of the method ``fp8``: blocks if the config has a block size, otherwise per tensor.
 
-    ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
-    powers of two. ``kv_cache_scheme: static`` is AutoFP8's name for a cache in e4m3 with stored scales. A config that
-    names a ``moe_quant_algo`` besides has experts of that algorithm.
+    ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means power-of-two
+    scales. ``kv_cache_scheme: static`` is AutoFP8's name for a cache in e4m3 with stored scales. If a config also has a
+    ``moe_quant_algo``, its experts use that algorithm.
     """
     origin = origin_of(config)
     dtype, ue8m0 = formats(config)
@@ -57,8 +57,8 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)
     rules = [*exclusions(config), *head_and_routers()]
     if config.text("moe_quant_algo", ""):
-        config.pass_over("quant_algo")  # mixed, which the two algorithms say by themselves
-        # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
+        config.pass_over("quant_algo")  # mixed; already given by the two algorithms
+        # ``ignore`` belongs to the experts' algorithm: modules in it keep the scheme of the method.
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
@@ -66,14 +66,14 @@ def read_fp8(config: Section) -> CheckpointQuantization:
 
 
 def read_fbgemm(config: Section) -> CheckpointQuantization:
-    """Read the method ``fbgemm_fp8``: weights per row, inputs per token with an upper bound on their scale."""
+    """Return the quantization of ``fbgemm_fp8``: weights per row, inputs per token with an upper bound on the scale."""
     spec = channel_layer(config.number("activation_scale_ub"))
     last = LayerRule(".*", spec, config.where("quant_method"))
     return CheckpointQuantization("fbgemm_fp8", (*exclusions(config), *head_and_routers(), last))
 
 
 def read_mxfp8(config: Section) -> CheckpointQuantization:
-    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` has names of modules."""
+    """Return the quantization of ``mxfp8``: weights and inputs in e4m3 tiles of 32."""
     size = config.pair("weight_block_size")
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")

@@ -1,4 +1,4 @@
-"""NVIDIA's modelopt: one algorithm for all layers, or one for each of a list of layers."""
+"""NVIDIA's modelopt: one algorithm for all layers, or one for each layer in a list."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ALGORITHMS: dict[str, LayerSpec] = {
     "W4A16_NVFP4": nvfp4_layer("modelopt", with_input=False),
     "MXFP8": mx_layer(_E4M3, "plain"),
 }
-"""The layer of each algorithm; its ``group_size`` is that of the blocks."""
+"""Layer spec of each algorithm; its ``group_size`` is the block size."""
 MIXED = "MIXED_PRECISION"
 
 
 def layer(section: Section, key: str) -> LayerSpec:
-    """Return the layer of the algorithm that a key names.
+    """Return the layer spec of the algorithm under a key.
 
     Raises:
-      NotImplementedError: another algorithm; names the key.
-      ValueError: a ``group_size`` that the algorithm does not have.
+      NotImplementedError: the algorithm is not supported; the message names the key.
+      ValueError: the algorithm does not have this ``group_size``.
     """
     name = section.text(key).upper()
     if name not in ALGORITHMS:
@@ -46,7 +46,7 @@ def layer(section: Section, key: str) -> LayerSpec:
 
 
 def normalize_sidecar(sidecar: Section) -> Section:
-    """Return a ``hf_quant_config.json`` as a ``quantization_config``: ``exclude_modules`` becomes ``ignore``."""
+    """Return ``hf_quant_config.json`` as a ``quantization_config``: ``exclude_modules`` becomes ``ignore``."""
     quantization = sidecar.section("quantization")
     data: dict[str, Any] = {key: value for key, value in quantization.data.items() if key != "exclude_modules"}
     producer = sidecar.section("producer")
@@ -57,11 +57,11 @@ def normalize_sidecar(sidecar: Section) -> Section:
 
 
 def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | None:
-    """Read modelopt's ``quantization_config`` or its sidecar; None where only the KV cache is quantized.
+    """Return the quantization of modelopt's config or sidecar, or None if only the KV cache is quantized.
 
     Args:
-      config: with ``quant_algo``.
-      is_sniffed: whether the method was told from tensor names, without any list of exclusions.
+      config: section with ``quant_algo``.
+      is_sniffed: whether the method was inferred from tensor names, without a list of exclusions.
     """
     algorithm = config.text("quant_algo", "")
     said = [compressed_tensors.kv_cache(config, key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
@@ -72,13 +72,13 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         return None
     rules = listed(config, ("ignore", "exclude_modules"), modelopt_pattern)
     if algorithm:
-        config.pass_over("config_groups")  # the algorithm in compressed-tensors' words
+        config.pass_over("config_groups")  # repeats the algorithm in compressed-tensors' words
     if is_sniffed:
         rules += head_and_routers()
     if algorithm.upper() == MIXED or config.has("quantized_layers"):
         rules += _mixed(config)
     elif not algorithm:
-        groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.asked))
+        groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.read_places))
         rules += groups.rules
     else:
         rules.append(LayerRule(".*", layer(config, "quant_algo"), config.where("quant_algo")))
@@ -95,6 +95,6 @@ def _mixed(config: Section) -> list[LayerRule]:
             raise TypeError(f"{layers.place} has the key {name!r}, which is not a string")
         entry = layers.section(name)
         names.setdefault((-name.count("."), layer(entry, "quant_algo")), []).append(name)
-    # A name stands for the modules below it, and the nearest decides: the deepest names come first.
+    # A name also covers the modules below it, and the nearest name decides, so the deepest names come first.
     deepest = sorted(names, key=lambda key: key[0])
     return [rule for key in deepest for rule in named(names[key], key[1], layers.place, covers_children=True)]

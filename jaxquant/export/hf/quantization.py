@@ -1,4 +1,4 @@
-"""The quantization of a checkpoint as data: ordered rules, each with a frozen spec."""
+"""Quantization of a checkpoint as data: ordered rules, each with a frozen spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import LayerSpec
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that a model may fuse, and those of the checkpoint that they are made of."""
+"""Layers that a model may fuse, and their parts in the checkpoint."""
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
@@ -24,11 +24,11 @@ class LayerRule:
     """One rule of a checkpoint.
 
     Attributes:
-      pattern: regex, matched in full against a module's dotted name; of a rule with names, matches none other.
-      spec: how these layers are quantized; None leaves them in float.
-      origin: the config key that it comes from.
-      names: modules by their exact names, in place of a pattern.
-      covers_children: whether a name stands for the modules below it, too.
+      pattern: regex for the full dotted name of a module; matches nothing in a rule with names.
+      spec: quantization of these layers, or None for float.
+      origin: config key of the rule.
+      names: exact names of modules, instead of a pattern.
+      covers_children: whether a name also covers the modules below it.
     """
 
     pattern: str
@@ -45,7 +45,7 @@ class LayerRule:
 
     @property
     def path(self) -> str:
-        """The same as a regex on a "/"-joined path, as ``config.rules`` matches it."""
+        """Equivalent regex on a "/"-joined path, for ``config.rules``."""
         if self.names:
             names = "|".join(re.escape(name.replace(".", "/")) for name in sorted(self.names))
             return f"(?:{names})(?:/.*)?" if self.covers_children else names
@@ -54,12 +54,12 @@ class LayerRule:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointQuantization:
-    """How a checkpoint is quantized.
+    """Quantization of a checkpoint.
 
     Attributes:
-      method: quantization method by name, such as ``compressed-tensors``.
-      rules: in order; the first that matches a module decides.
-      kv_cache: dtype of the KV cache by name, or None.
+      method: name of the quantization method, such as ``compressed-tensors``.
+      rules: rules in order; the first that matches a module decides.
+      kv_cache: name of the dtype of the KV cache, or None.
     """
 
     method: str
@@ -67,12 +67,12 @@ class CheckpointQuantization:
     kv_cache: str | None = None
 
     def decide(self, module: str) -> LayerRule | None:
-        """Return the rule that decides a linear layer, or None where none does, which leaves it in float.
+        """Return the rule that decides a linear layer, or None if no rule matches, which leaves it in float.
 
-        A fused layer that no rule names is decided by those that it is made of.
+        If no rule matches a fused layer, its parts decide.
 
         Args:
-          module: dotted name as the checkpoint spells it, without ``.weight``.
+          module: dotted name in the checkpoint, without ``.weight``.
 
         Raises:
           ValueError: the parts of a fused layer are quantized differently.
@@ -85,19 +85,19 @@ class CheckpointQuantization:
         decisions = [self._first(shard) for shard in shards]
         if len({rule and rule.spec for rule in decisions}) > 1:
             raise ValueError(
-                f"{module} fuses {', '.join(shards)}, which the checkpoint quantizes differently; "
-                "keep these layers apart"
+                f"{module} fuses {', '.join(shards)}, which the checkpoint quantizes differently; keep these "
+                "layers separate"
             )
         return decisions[0]
 
     def spec(self, module: str) -> LayerSpec | None:
-        """Return how a linear layer is quantized, or None for float; see ``decide``."""
+        """Return the quantization of a linear layer, or None for float; see ``decide``."""
         rule = self.decide(module)
         return rule.spec if rule is not None else None
 
     @functools.cached_property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """The different specs, in the order of the rules."""
+        """Distinct specs, in the order of the rules."""
         return tuple(dict.fromkeys(rule.spec for rule in self.rules if rule.spec is not None))
 
     def _first(self, module: str) -> LayerRule | None:
@@ -105,18 +105,18 @@ class CheckpointQuantization:
 
 
 def listed(
-    config: Section, keys: Iterable[str], dialect: Callable[[str, str], str], spec: LayerSpec | None = None
+    config: Section, keys: Iterable[str], to_regex: Callable[[str, str], str], spec: LayerSpec | None = None
 ) -> list[LayerRule]:
     """Return a rule for each entry of lists of modules.
 
     Args:
       config: section with the lists.
-      keys: of the lists; one may be missing.
-      dialect: what turns an entry and its place into a regex.
-      spec: how these modules are quantized; None leaves them in float.
+      keys: keys of the lists; each is optional.
+      dialect: function that converts an entry and its position to a regex.
+      spec: quantization of these modules, or None for float.
     """
     return [
-        LayerRule(dialect(name, f"{config.where(key)}[{index}]"), spec, config.where(key))
+        LayerRule(to_regex(name, f"{config.where(key)}[{index}]"), spec, config.where(key))
         for key in keys
         for index, name in enumerate(config.texts(key))
     ]
@@ -125,12 +125,12 @@ def listed(
 def named(
     names: Collection[str], spec: LayerSpec | None, origin: str, covers_children: bool = False
 ) -> list[LayerRule]:
-    """Return the rule of modules by their exact names, none where there are no names."""
+    """Return a list with the rule for exact module names, empty without names."""
     return [LayerRule("(?!)", spec, origin, frozenset(names), covers_children)] if names else []
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:
-    """Return the rules of methods that never quantize the output head and routers, without saying so in the config."""
+    """Return the rules of methods that implicitly never quantize the output head and routers."""
     return (
         LayerRule(HEAD_PATTERN, None, "output head, never quantized by this method"),
         LayerRule(ROUTER_PATTERN, None, "router, never quantized by this method"),

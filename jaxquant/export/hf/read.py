@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a checkpoint's quantization: where it stands, and the table of methods."""
+"""Reader of a checkpoint's quantization from a Hugging Face config, and the table of methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = ("quantization_config", "compression_config")
 """Keys of a quantization config; compressed-tensors wrote the second one at first."""
 SECOND_SCALE = "weight_scale_2"
 SIDECAR = "hf_quant_config.json"
-"""File beside the config in which ModelOpt writes the quantization config."""
+"""File next to the config in which ModelOpt writes the quantization config."""
 NO_VALUES = ("quant_method", "version", "producer", "dequantize")
 """Keys that change no values, or that ``find_section`` has read."""
 
@@ -27,34 +27,34 @@ METHODS: dict[str, Callable[[Section], CheckpointQuantization | None]] = {
     "mxfp8": fp8.read_mxfp8,
     "quark": fp4.read_quark,
 }
-"""What reads each ``quant_method``."""
+"""Reader of each ``quant_method``."""
 REFUSED = {
     "gptq": "its groups may be permuted and its zero points are packed apart; use a compressed-tensors W4A16 export",
-    "awq": "its weights are packed in an order of their own; use a compressed-tensors W4A16 export",
-    "bitsandbytes": "its NF4 code book has no matmul here; start from the float checkpoint",
+    "awq": "its weights are packed in a different order; use a compressed-tensors W4A16 export",
+    "bitsandbytes": "jaxquant has no matmul for its NF4 code book; start from the float checkpoint",
 }
-"""Methods that are recognised and refused, with the reason and what to do instead."""
+"""Unsupported methods, each with the reason and an alternative."""
 
 
 def find_section(
     config: Mapping[str, Any], sidecar: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None
 ) -> tuple[Section, str] | None:
-    """Find the quantization config and its method, or None for a float checkpoint.
+    """Return the quantization config and its method, or None for a float checkpoint.
 
-    ``quantization_config`` of the config or of its ``text_config``, else ``hf_quant_config.json``, else modelopt's
-    NVFP4 where a tensor is called ``…weight_scale_2``.
+    It is ``quantization_config`` of the config or of its ``text_config``, otherwise ``hf_quant_config.json``, otherwise
+    modelopt's NVFP4 if a tensor is called ``…weight_scale_2``.
 
     Raises:
-      ValueError: two quantization configs that differ.
-      TypeError: a value of another kind.
+      ValueError: there are two different quantization configs.
+      TypeError: a value has another type.
     """
-    whole = Section(config, "")
-    places = [place.section(key) for key in KEYS for place in (whole, whole.section("text_config"))]
-    found = [section for section in places if section.data]
-    if len(found) > 1 and dict(found[0].data) != dict(found[1].data):
-        raise ValueError(f"{found[0].place} and {found[1].place} differ; keep one of them")
-    if found:
-        section = found[0]
+    root = Section(config, "")
+    places = [place.section(key) for key in KEYS for place in (root, root.section("text_config"))]
+    sections = [section for section in places if section.data]
+    if len(sections) > 1 and dict(sections[0].data) != dict(sections[1].data):
+        raise ValueError(f"{sections[0].place} and {sections[1].place} differ; keep one of them")
+    if sections:
+        section = sections[0]
         method = section.text("quant_method", "")
         if not method and (section.has("quant_algo") or section.section("producer").text("name", "") == "modelopt"):
             method = "modelopt"
@@ -70,21 +70,21 @@ def find_section(
 def read_quantization(
     config: Mapping[str, Any], tensors: Mapping[str, Any] | None = None, sidecar: Mapping[str, Any] | None = None
 ) -> CheckpointQuantization | None:
-    """Read how a checkpoint is quantized.
+    """Return the quantization of a checkpoint.
 
     Args:
       config: ``config.json`` as a dict.
-      tensors: names to arrays, ``(shape, dtype)`` or safetensors header entries; of use where the config is silent.
+      tensors: names to arrays, ``(shape, dtype)`` or safetensors header entries; used if the config has no
+        quantization.
       sidecar: ``hf_quant_config.json`` as a dict.
 
     Returns:
       Ordered rules with a frozen spec each, or None for a float checkpoint.
 
     Raises:
-      ValueError: a missing or impossible value, by its key.
-      TypeError: a value of another kind, by its key.
-      NotImplementedError: a method or scheme that jaxquant does not have, with the reason; a key that may change values
-        and that nothing reads.
+      ValueError: a value is missing or impossible; the message names its key.
+      TypeError: a value has another type; the message names its key.
+      NotImplementedError: jaxquant does not have the method or scheme, or a key that may change values is not read.
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"the Hugging Face config must be a dict, got {type(config).__name__}; read config.json first")
@@ -100,6 +100,6 @@ def read_quantization(
     if section.place == "tensor names":
         return modelopt.read(section, is_sniffed=True)
     section.pass_over(*NO_VALUES)
-    found = METHODS[method](section)
+    quantization = METHODS[method](section)
     section.check_read()
-    return found
+    return quantization

@@ -1,4 +1,4 @@
-"""From a checkpoint's frozen specs to recipes."""
+"""Conversion of a checkpoint's frozen specs to recipes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ _WHOLE_CONTRACTION = {"weight": ScaleGranularity.ROWWISE, "input": ScaleGranular
 
 
 def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
-    """Return the fields of a ``TensorSpec`` that say the same; those at their defaults are left out.
+    """Return the fields of the equivalent ``TensorSpec``, without default values.
 
     Args:
-      operand: the spec.
+      operand: spec of the operand.
       side: ``weight`` or ``input``.
 
     Raises:
-      NotImplementedError: a zero point of floats or next to a static scale, a scale along the contraction, which no
-        matmul can take out, or static scales of tiles.
+      NotImplementedError: the operand has a zero point of floats or next to a static scale, a scale that varies along
+        the contraction, which a matmul cannot factor out, or static scales of tiles.
     """
     fields: dict[str, Any] = {"dtype": operand.dtype}
     is_static = side == "input" and operand.origin.is_static
     if not operand.symmetric:
         if is_static or not operand.dtype.startswith("int"):
-            raise NotImplementedError(f"an asymmetric {side} of {operand.dtype} is not supported; export it symmetric")
+            raise NotImplementedError(
+                f"an asymmetric {side} of {operand.dtype} is not supported; export symmetric ones"
+            )
         fields["calibration"] = Calibration("minmax")
     if operand.granularity is ScaleGranularity.TENSOR:
         fields["granularity"] = "per_tensor"
     elif operand.granularity is _WHOLE_CONTRACTION[side]:
         fields["granularity"] = "per_channel"
     elif operand.block_size is None:
-        raise NotImplementedError(f"a {side} scale that is {operand.granularity} changes along the contraction")
+        raise NotImplementedError(f"a {side} scale that is {operand.granularity} varies along the contraction")
     else:
         free, tile = operand.block_size
         fields |= {"granularity": "per_tile" if free == 1 else "per_block", "tile_size": tile}
@@ -60,11 +62,11 @@ def to_recipe(layer: LayerSpec, name: str) -> Recipe:
     """Return a layer's spec as a recipe with a quantized forward matmul and float gradients.
 
     Args:
-      layer: the frozen spec.
-      name: of the recipe, for reports.
+      layer: frozen spec of the layer.
+      name: name of the recipe, for reports.
 
     Raises:
-      NotImplementedError: what a ``TensorSpec`` cannot say.
+      NotImplementedError: a ``TensorSpec`` cannot represent the layer.
     """
     weight = tensor_fields(layer.weight, "weight")
     inputs = None if layer.input is None else tensor_fields(layer.input, "input")

@@ -1,4 +1,4 @@
-"""A part of a JSON config, read with errors that name the key, and with an account of what was read."""
+"""Section of a JSON config, with errors that name the key and a record of the keys that were read."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from jaxquant.core.typed import show
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A mapping and where it stands, as errors name it.
+    """A mapping and its position for error messages.
 
     Attributes:
-      data: the mapping.
-      place: such as ``quantization_config.config_groups.group_0``.
-      asked: places of all keys that were read, shared by the sections of a config.
+      data: contents of the section.
+      place: position, such as ``quantization_config.config_groups.group_0``.
+      read_places: positions of all keys that were read, shared by the sections of a config.
     """
 
     data: Mapping[str, Any]
     place: str
-    asked: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    read_places: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def where(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key
 
     def get(self, key: str) -> Any:
-        """Return what a key holds, None where it is missing, and count it as read."""
-        self.asked.add(self.where(key))
+        """Return the value of a key, or None if it is missing, and record it as read."""
+        self.read_places.add(self.where(key))
         return self.data.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key is present and not null."""
         return self.get(key) is not None
 
     def pass_over(self, *keys: str) -> None:
-        """Count keys, and all that is in them, as read: they change no values."""
-        self.asked.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
+        """Record keys that do not change values, and everything in them, as read."""
+        self.read_places.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
 
     def check_read(self) -> None:
-        """Refuse a key that says something and that nobody asked for.
+        """Raise if a key with a value was not read.
 
         Raises:
-          NotImplementedError: names the key.
+          NotImplementedError: a key was not read; the message names it.
         """
         for place, value in self._unread():
             raise NotImplementedError(
@@ -53,15 +53,15 @@ class Section:
     def _unread(self) -> Iterator[tuple[str, Any]]:
         for key, value in self.data.items():
             place = self.where(key)
-            if not _says_something(value) or f"{place}{_WHOLE}" in self.asked:
+            if not _has_content(value) or f"{place}{_WHOLE}" in self.read_places:
                 continue
-            if place not in self.asked:
+            if place not in self.read_places:
                 yield place, value
             elif isinstance(value, Mapping):
-                yield from Section(value, place, self.asked)._unread()
+                yield from Section(value, place, self.read_places)._unread()
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string; ``default`` where the key is missing or null, which is an error if there is none."""
+        """Return a string, or ``default`` if the key is missing or null; raises if there is no default."""
         value = self._value(key, default)
         return self._checked(key, value, isinstance(value, str), "a string", TypeError)
 
@@ -74,12 +74,12 @@ class Section:
         return value
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-        """Return a whole number above 0 and at most ``most``."""
+        """Return an integer above 0 and at most ``most``."""
         value = self._value(key, default)
         return self._checked(key, value, type(value) is int and 0 < value <= most, f"a whole number from 1 to {most}")
 
     def number(self, key: str) -> float | None:
-        """Return a finite number above 0, or None where it is missing or null."""
+        """Return a finite number above 0, or None if it is missing or null."""
         value = self.get(key)
         fits = value is None or (type(value) in (int, float) and 0 < value < float("inf"))
         self._checked(key, value, fits, "a finite number above 0")
@@ -90,7 +90,7 @@ class Section:
         return self._checked(key, value, isinstance(value, bool), "true or false", TypeError)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings; empty where the key is missing or null."""
+        """Return a list of strings; empty if the key is missing or null."""
         value = self.get(key)
         if value is None:
             return ()
@@ -100,20 +100,20 @@ class Section:
         return tuple(value)
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Return two whole numbers above 0, written as a list or as "128x128"; None where missing or null."""
+        """Return two integers above 0, written as a list or as "128x128"; None if missing or null."""
         value = self.get(key)
         if value is None:
             return None
         words = value.split("x") if isinstance(value, str) else value
-        numbers = tuple(map(_whole, words)) if isinstance(words, (list, tuple)) and len(words) == 2 else ()
+        numbers = tuple(map(_positive_integer, words)) if isinstance(words, (list, tuple)) and len(words) == 2 else ()
         self._checked(key, value, bool(numbers) and all(numbers), "two whole numbers above 0")
         return numbers  # pyright: ignore[reportReturnType]
 
     def section(self, key: str) -> Section:
-        """Return the mapping under a key; an empty one where it is missing or null."""
+        """Return the mapping under a key; empty if it is missing or null."""
         value = self.get(key)
         self._checked(key, value, isinstance(value, Mapping | None), "a mapping", TypeError)
-        return Section(value or {}, self.where(key), self.asked)
+        return Section(value or {}, self.where(key), self.read_places)
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)
@@ -124,25 +124,23 @@ class Section:
         return value
 
     def _checked(self, key: str, value: Any, fits: bool, wanted: str, error: type[Exception] = ValueError) -> Any:
-        """Return a value that fits; else raise the error, which says what is wanted."""
+        """Return a value that fits; otherwise raise the error with the requirement."""
         if not fits:
             raise error(f"{self.where(key)} must be {wanted}, got {show(value)}")
         return value
 
 
 _WHOLE = ".*"
-"""Ends the place of a key of which all is counted as read."""
+"""Suffix of the position of a key whose whole contents count as read."""
 
 
-def _says_something(value: Any) -> bool:
-    """Whether a value is more than null, false, and what holds nothing else."""
-    return (
-        any(map(_says_something, value.values())) if isinstance(value, Mapping) else value not in (None, False, "", [])
-    )
+def _has_content(value: Any) -> bool:
+    """Return whether a value contains anything other than null, false and empty containers."""
+    return any(map(_has_content, value.values())) if isinstance(value, Mapping) else value not in (None, False, "", [])
 
 
-def _whole(word: object) -> int | None:
-    """Return a number above 0, written as one or in decimal digits; None for anything else."""
+def _positive_integer(word: object) -> int | None:
+    """Return an integer above 0, written as a number or in decimal digits; None for anything else."""
     if isinstance(word, str) and word.isascii() and word.isdigit() and len(word) < 10:
         word = int(word)
     return word if isinstance(word, int) and not isinstance(word, bool) and 0 < word < 2**31 else None

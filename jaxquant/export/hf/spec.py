@@ -1,4 +1,4 @@
-"""How a checkpoint's weights and inputs are quantized: MAX's words for it, and the frozen spec of a layer."""
+"""Frozen specs of a checkpoint's weights, inputs and layers, in MAX's terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class ScaleGranularity(enum.StrEnum):
-    """Who shares a scale. ``ROWWISE``: an output row of a weight; ``COLWISE``: a token of an input."""
+    """Elements that share a scale. ``ROWWISE``: an output row of a weight; ``COLWISE``: a token of an input."""
 
     TENSOR = "tensor"
     ROWWISE = "rowwise"
@@ -26,7 +26,7 @@ class ScaleOrigin(enum.StrEnum):
 
 
 class QuantFormat(enum.StrEnum):
-    """The family of a quantized checkpoint, as MAX tells them apart."""
+    """Family of a quantized checkpoint, as in MAX."""
 
     COMPRESSED_TENSORS_FP8 = "compressed-tensors-fp8"
     FBGEMM_FP8 = "fbgemm-fp8"
@@ -40,7 +40,7 @@ class QuantFormat(enum.StrEnum):
 
 
 class _Granular:
-    """Who shares a scale; block-wise scales without two block sizes are refused, in MAX's words."""
+    """Granularity of scales; block-wise scales need two block sizes, with MAX's error messages."""
 
     granularity: ScaleGranularity
     block_size: tuple[int, int] | None
@@ -62,7 +62,7 @@ class WeightScaleSpec(_Granular):
     """Scales of a weight.
 
     Attributes:
-      granularity: who shares one.
+      granularity: elements that share a scale.
       dtype: name of the scales' dtype.
       block_size: rows and columns of a block.
     """
@@ -77,8 +77,8 @@ class InputScaleSpec(_Granular):
     """Scales of an activation.
 
     Attributes:
-      granularity: who shares one.
-      origin: stored or computed.
+      granularity: elements that share a scale.
+      origin: whether scales are stored or computed.
       dtype: name of the scales' dtype.
       activation_scale_ub: upper bound of the largest magnitude that a scale covers.
       block_size: tokens and features of a block.
@@ -93,16 +93,16 @@ class InputScaleSpec(_Granular):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperandSpec(_Granular):
-    """How one operand is quantized.
+    """Quantization of one operand.
 
     Attributes:
-      dtype: element type by name.
-      granularity: who shares a scale.
-      origin: of the scale; weights have ``STATIC`` ones.
-      scale_dtype: name.
+      dtype: name of the element type.
+      granularity: elements that share a scale.
+      origin: origin of the scale; weights have ``STATIC`` ones.
+      scale_dtype: name of the scales' dtype.
       block_size: (free axis, contraction), for ``BLOCK``.
-      outer_scale: whether one float32 scale of the tensor stands above those of the blocks, as in NVFP4.
-      scale_bound: the largest magnitude that a dynamic scale covers (``activation_scale_ub``).
+      outer_scale: whether the tensor also has a float32 scale above the block scales, as in NVFP4.
+      scale_bound: largest magnitude that a dynamic scale covers (``activation_scale_ub``).
       power_of_two_scale: whether scales are rounded up to a power of two (``scale_fmt: ue8m0``, E8M0 scales).
       symmetric: whether there is no zero point.
     """
@@ -120,12 +120,12 @@ class OperandSpec(_Granular):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """How a quantized linear layer of a checkpoint computes.
+    """Quantization of a linear layer of a checkpoint.
 
     Attributes:
-      weight: its weight.
-      input: its activation; None leaves that in float (weight only).
-      packing: how the checkpoint stores the weight: ``plain`` or the name of a packed layout.
+      weight: spec of the weight.
+      input: spec of the activation, or None for float (weight only).
+      packing: storage of the weight in the checkpoint: ``plain`` or the name of a packed layout.
     """
 
     weight: OperandSpec
@@ -141,7 +141,7 @@ class LayerSpec:
 def block(
     dtype: str, free: int, tile: int, origin: ScaleOrigin = ScaleOrigin.STATIC, **fields: str | bool
 ) -> OperandSpec:
-    """Return the spec of an operand with a scale for each ``free × tile`` block; ``fields`` are of ``OperandSpec``."""
+    """Return the spec of an operand with a scale for each ``free × tile`` block; ``fields`` are more of its fields."""
     return OperandSpec(dtype, ScaleGranularity.BLOCK, origin, block_size=(free, tile), **fields)  # pyright: ignore[reportArgumentType]
 
 
@@ -152,7 +152,7 @@ def tensor_layer(dtype: str, origin: ScaleOrigin, power_of_two_scale: bool = Fal
 
 
 def channel_layer(scale_bound: float | None = None) -> LayerSpec:
-    """Return a layer in e4m3 with a scale for each row of its weight, and a dynamic one for each token."""
+    """Return a layer in e4m3 with a scale for each row of its weight, and a dynamic scale for each token."""
     weight = OperandSpec("float8_e4m3fn", ScaleGranularity.ROWWISE)
     inputs = OperandSpec(weight.dtype, ScaleGranularity.COLWISE, ScaleOrigin.DYNAMIC, scale_bound=scale_bound)
     return LayerSpec(weight, inputs)
@@ -165,6 +165,6 @@ def mx_layer(dtype: str, packing: str, with_input: bool = True) -> LayerSpec:
 
 
 def nvfp4_layer(packing: str, with_input: bool = True) -> LayerSpec:
-    """Return a layer in NVFP4: tiles of 16, e4m3 scales below a float32 one that is stored, for the input too."""
+    """Return a layer in NVFP4: tiles of 16 with e4m3 scales below a stored float32 scale, also for the input."""
     weight = block("float4_e2m1fn", 1, 16, scale_dtype="float8_e4m3fn", outer_scale=True)
     return LayerSpec(weight, weight if with_input else None, packing)

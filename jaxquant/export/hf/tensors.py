@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, shape and dtype: a safetensors header is enough."""
+"""Tensors of a checkpoint by name, shape and dtype; a safetensors header is enough."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SAFETENSORS = {
 }
 SAFETENSORS |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""Dtypes by their names in a safetensors header, without the six-bit ones, which numpy has no dtype for."""
+"""Dtypes by their names in a safetensors header, without six-bit types, which numpy does not have."""
 _DTYPES = frozenset((*SAFETENSORS.values(), "int4", "uint4"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape, dtype by name, and the one value of a scalar where it is known."""
+    """Shape, dtype name, and value of a scalar if it is known."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,7 +51,7 @@ def dtype_name(dtype: Any, place: str) -> str:
     try:
         return np.dtype(dtype).name if not isinstance(dtype, str) else jax.numpy.dtype(text).name
     except TypeError:
-        raise TypeError(f"{place} has the dtype {dtype!r}, which is not known") from None
+        raise TypeError(f"{place} has the unknown dtype {dtype!r}") from None
 
 
 def read_tensors(tensors: Mapping[str, Any] | None) -> dict[str, TensorInfo]:
@@ -61,7 +61,7 @@ def read_tensors(tensors: Mapping[str, Any] | None) -> dict[str, TensorInfo]:
       tensors: names to arrays, to ``(shape, dtype)``, or to a safetensors header's ``{"shape": …, "dtype": …}``.
 
     Raises:
-      TypeError: a value of another kind; names the tensor.
+      TypeError: a value has another type; the message names the tensor.
     """
     if tensors is None:
         return {}
@@ -80,7 +80,7 @@ def _info(name: str, value: Any) -> TensorInfo:
     if not isinstance(name, str) or dtype is None or not isinstance(shape, (list, tuple)):
         raise TypeError(f"tensor {name!r} must be an array, (shape, dtype) or a header with both, got {value!r:.80}")
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0 for size in shape):
-        raise TypeError(f"tensor {name!r} has the shape {shape!r:.80}, which is not whole numbers")
+        raise TypeError(f"tensor {name!r} has the shape {shape!r:.80}, which does not consist of integers")
     single = None
     if int(np.prod(shape, dtype=object)) == 1 and hasattr(value, "__array__"):
         single = float(np.asarray(value, np.float32).reshape(()))

@@ -15,7 +15,7 @@ from jaxquant.core.scales import decode_scale
 from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
-from jaxquant.kernels.platforms import capability_of, cut_refusal
+from jaxquant.kernels.platforms import capability_of, sharding_refusal
 
 Array = jax.Array
 Axes = Sequence[int]
@@ -69,7 +69,7 @@ def elements_refusal(lhs: Array, rhs: Array) -> str | None:
         return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
     if not lhs.size or not rhs.size:
         return "the block_matmul kernel does not support empty operands"
-    return cut_refusal(lhs, rhs, waits=True)
+    return sharding_refusal(lhs, rhs, waits=True)
 
 
 def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]) -> list[Array]:

@@ -66,9 +66,9 @@ def grouped(
     out = _call(
         "grouped",
         lhs[None],
-        _longer(rhs, N + -N % COLUMNS),
+        _padded_to(rhs, N + -N % COLUMNS),
         lhs_scale.T[None],
-        _right(rhs_scale, N),
+        _rhs_scales(rhs_scale, N),
         groups,
         tile=grouped_tile(N),
         out_dtype=out_dtype,
@@ -104,19 +104,19 @@ def _padded(
     M, N = lhs.shape[1], rhs.shape[1]
     tile = tile or tile_for(M)
     rows = max(tile.rows, M + -M % SWIZZLED)
-    a, b, left = _longer(lhs, rows), _longer(rhs, N + -N % COLUMNS), _longer(left, rows).swapaxes(1, 2)
-    return _call(mode, a, b, left, _right(right, N), ids, tile=tile, **options)[:, :M, :N]
+    a, b, left = _padded_to(lhs, rows), _padded_to(rhs, N + -N % COLUMNS), _padded_to(left, rows).swapaxes(1, 2)
+    return _call(mode, a, b, left, _rhs_scales(right, N), ids, tile=tile, **options)[:, :M, :N]
 
 
-def _longer(x: Array, size: int) -> Array:
+def _padded_to(x: Array, size: int) -> Array:
     """Pad the second axis with zeros."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0))) if size > x.shape[1] else x
 
 
-def _right(scale: Array, columns: int) -> Array:
+def _rhs_scales(scale: Array, columns: int) -> Array:
     """Return the scales of rhs in the kernel's layout: [B, columns / 128, T] for blocks, otherwise [B, T, columns]."""
     if scale.shape[1] == columns and columns > 1:
-        return _longer(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
+        return _padded_to(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
     return scale
 
 
@@ -143,7 +143,7 @@ class _Plan(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a matrix along both axes. A cluster counts once: it shares rows if grouped, else columns."""
+        """Tiles of a matrix along both axes. A cluster counts as one: it shares rows if grouped, else columns."""
         counts = [math.ceil(self.M / self.tile.rows), self.N // COLUMNS]
         axis = 1 if self.mode == "grouped" else 0
         counts[axis] = math.ceil(counts[axis] / self.tile.cluster)
@@ -274,7 +274,7 @@ def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: An
     rows = pl.ds(warpgroup * ROWS, ROWS)
 
     def product(sums: Any) -> Array:
-        plgpu.wgmma(sums, lhs_tile.at[rows], mosaic_gpu.flipped(rhs_tile))
+        plgpu.wgmma(sums, lhs_tile.at[rows], mosaic_gpu.transposed(rhs_tile))
         plgpu.wgmma_wait(0)
         return sums[...]
 

@@ -19,10 +19,10 @@ from jaxquant.kernels.block_quantize.tuning import TILE
 from jaxquant.kernels.platforms import (
     MOST_BLOCKS,
     capability_of,
-    cut_refusal,
     interpretable,
     module,
     platform_refusal,
+    sharding_refusal,
 )
 
 _SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
@@ -49,14 +49,14 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
         return f"the block cast supports at most {MOST_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
         return "the block cast counts in 32 bits, and jax_enable_x64 is on"
-    return cut_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
+    return sharding_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
 
 
 def _spec_refusal(spec: TensorSpec) -> str | None:
     if spec.dtype not in ("float8_e4m3fn", "float8_e5m2"):
         return f"the block cast writes float8_e4m3fn and float8_e5m2, not {spec.dtype}"
     if spec.rounding != "nearest" or spec.reciprocal:
-        return "the block cast divides by the scale and rounds to nearest"
+        return "the block cast supports only division by the scale and rounding to nearest"
     if spec.scale_dtype == "float8_e4m3fn" or spec.scale_rounding == "nearest":
         return "the block cast supports scales in float32, and powers of two that are rounded up"
     is_plain = spec.calibration == Calibration() and not spec.clips and spec.scaling == "dynamic"

@@ -24,8 +24,8 @@ class Case:
 
     def __str__(self) -> str:
         words = [
-            f"{'x'.join(map(str, cast.block))}{'q' * cast.has_elements}{'v' * cast.has_values}{'t' * cast.is_turned}"
-            for cast in self.casts
+            f"{'x'.join(map(str, one.block))}{'q' * one.has_elements}{'v' * one.has_values}{'t' * one.is_transposed}"
+            for one in self.casts
         ]
         spec = self.casts[0].spec
         return "-".join(["x".join(map(str, self.shape)), self.x_dtype, spec.dtype, spec.scale_dtype, *words])

@@ -41,7 +41,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
     M, N = x.shape
     shapes, rings = [], {}
     for cast in casts:
-        sizes = (N, M) if is_turned(cast) else (M, N)
+        sizes = (N, M) if is_transposed(cast) else (M, N)
         size = _size(cast)
         if cast.has_elements:
             shapes.append((sizes, cast.spec.dtype))
@@ -69,9 +69,9 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
     return tuple(_blocks(cast, made) for cast in casts)
 
 
-def is_turned(cast: Cast) -> bool:
+def is_transposed(cast: Cast) -> bool:
     """Check whether the results of a cast are transposed in memory."""
-    return cast.block[1] == 1 or (cast.is_turned and _is_square(cast))
+    return cast.block[1] == 1 or (cast.is_transposed and _is_square(cast))
 
 
 def _is_square(cast: Cast) -> bool:
@@ -91,13 +91,13 @@ def _ring(dtype: str, size: int) -> Any:
 
 def _blocks(cast: Cast, made: Any) -> Blocks:
     """Return the results of a cast, with scales in the shape and dtype of a ``QTensor``."""
-    turn = (lambda x: x.T) if is_turned(cast) else (lambda x: x)
+    transpose = (lambda x: x.T) if is_transposed(cast) else (lambda x: x)
     tensor = None
     if cast.has_elements:
-        q, scale = turn(next(made)), next(made)
-        scale = turn(scale if _is_square(cast) else scale.T)
+        q, scale = transpose(next(made)), next(made)
+        scale = transpose(scale if _is_square(cast) else scale.T)
         tensor = QTensor(q, stored_scale(scale, cast.spec))
-    return Blocks(tensor, turn(next(made)) if cast.has_values else None)
+    return Blocks(tensor, transpose(next(made)) if cast.has_values else None)
 
 
 def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[str, int], int], steps: int) -> None:
@@ -131,12 +131,12 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
     plgpu.wait_smem_to_gmem(0)
 
 
-def _half(x_tile: Any, half: int, is_turned: bool) -> Array:
+def _half(x_tile: Any, half: int, is_transposed: bool) -> Array:
     """Load half of a tile, or half of its transpose, in float32."""
     part = slice(half * ROWS, (half + 1) * ROWS)
-    if not is_turned:
+    if not is_transposed:
         return mosaic_gpu.load(x_tile.at[part], _REGISTERS).astype(jnp.float32)
-    x = mosaic_gpu.load(mosaic_gpu.flipped(x_tile.at[:, part]), _ACROSS)
+    x = mosaic_gpu.load(mosaic_gpu.transposed(x_tile.at[:, part]), _ACROSS)
     return plgpu.layout_cast(x, _REGISTERS).astype(jnp.float32)
 
 
@@ -180,8 +180,8 @@ def _cast(
       outs: results in global memory.
       rings: staging buffers in shared memory, by dtype.
     """
-    size, (row, column) = _size(cast), place[::-1] if is_turned(cast) else place
-    x = _half(x_tile, half, is_turned(cast))
+    size, (row, column) = _size(cast), place[::-1] if is_transposed(cast) else place
+    x = _half(x_tile, half, is_transposed(cast))
     rows, made = pl.ds(row * TILE + half * ROWS, ROWS), []
     for n in range(TILE // size):
         piece = x[:, n * size : (n + 1) * size]

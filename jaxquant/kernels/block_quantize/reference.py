@@ -27,8 +27,8 @@ class Cast(NamedTuple):
       floor: scales below this value are replaced by 1.
       has_elements: whether to return the elements and their scales.
       has_values: whether to return the dequantized values, in bfloat16.
-      is_turned: whether results of square blocks are transposed in memory, if a kernel supports both; their type is the
-        same. On GPUs, results of blocks along the rows are always transposed.
+      is_transposed: whether results of square blocks are transposed in memory, if a kernel supports both; their type is
+        the same. On GPUs, results of blocks along the rows are always transposed.
     """
 
     spec: TensorSpec
@@ -36,7 +36,7 @@ class Cast(NamedTuple):
     floor: float
     has_elements: bool = True
     has_values: bool = False
-    is_turned: bool = False
+    is_transposed: bool = False
 
 
 class Blocks(NamedTuple):

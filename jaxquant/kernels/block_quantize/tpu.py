@@ -43,9 +43,9 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
     for cast in casts:
         if cast.has_elements:
             size = cast.block[1] if cast.block[0] == 1 else cast.block[0]
-            (sizes, blocks), is_turned = ((M, block_m), (N, block_n)), cast.block[0] == 1
-            (along, block_along), (scaled, block_scaled) = (sizes, blocks) if is_turned else (blocks, sizes)
-            index = (lambda i, j: (j, 0, i)) if is_turned else (lambda i, j: (i, 0, j))
+            (sizes, blocks), is_transposed = ((M, block_m), (N, block_n)), cast.block[0] == 1
+            (along, block_along), (scaled, block_scaled) = (sizes, blocks) if is_transposed else (blocks, sizes)
+            index = (lambda i, j: (j, 0, i)) if is_transposed else (lambda i, j: (i, 0, j))
             specs += [whole, pl.BlockSpec((block_scaled // TILE, TILE // size, block_along), index)]
             shapes += [result((M, N), cast.spec.dtype), result((scaled // TILE, TILE // size, along), jnp.float32)]
         if cast.has_values:
@@ -100,20 +100,20 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
     """
     (k, j), kind = place, element(cast.spec.dtype)
     part, columns = pl.ds(pl.multiple_of(k * TILE, TILE), TILE), slice(j * TILE, (j + 1) * TILE)
-    is_turned, is_power = cast.block[0] == 1, cast.spec.scale_rounding == "up"
+    is_transposed, is_power = cast.block[0] == 1, cast.spec.scale_rounding == "up"
     scale = _scale(_largest(magnitude, cast.block), cast)
-    divisor = _spread(_inverse(scale, cast) if is_power else scale, is_turned)
+    divisor = _spread(_inverse(scale, cast) if is_power else scale, is_transposed)
     scaled = x * divisor if is_power else x / divisor
     near = None
     if cast.has_elements:
         q = saturating_cast_in_kernel(scaled, kind)
         near = q.astype(jnp.float32)
         next(refs)[part, columns] = q
-        at = (j, slice(None), part) if is_turned else (k, slice(None), columns)
+        at = (j, slice(None), part) if is_transposed else (k, slice(None), columns)
         next(refs)[at] = scale
     if cast.has_values:
         near = _rounded(scaled, kind) if near is None else near
-        factor = _spread(scale, is_turned) if is_power else divisor
+        factor = _spread(scale, is_transposed) if is_power else divisor
         next(refs)[part, columns] = (near * factor).astype(jnp.bfloat16)
 
 
@@ -126,10 +126,10 @@ def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(jnp.max(largest, axis=1, keepdims=True), largest.shape) if columns > 1 else largest
 
 
-def _spread(scale: Array, is_turned: bool) -> Array:
+def _spread(scale: Array, is_transposed: bool) -> Array:
     """Return the block's scale for each element of a tile."""
     whole = jnp.broadcast_to(scale[:, None], (len(scale), TILE // len(scale), TILE)).reshape(TILE, TILE)
-    return whole.T if is_turned else whole
+    return whole.T if is_transposed else whole
 
 
 def _scale(amax: Array, cast: Cast) -> Array:

@@ -14,7 +14,7 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.fp8_einsum.reference import Major
-from jaxquant.kernels.platforms import capability_of, cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import capability_of, interpretable, module, platform_refusal, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
@@ -72,13 +72,13 @@ def refusal(
         return "the fp8_einsum kernel supports scales per operand or per channel, not of tiles or blocks"
     if not is_scalar and scale_dtype != "float32":
         return f"the fp8_einsum kernel applies the scales of channels in float32, not in {scale_dtype}"
-    if why := cut_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):
+    if why := sharding_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):
         return why
     if platform_of(lhs.qvalue) != "gpu":
         return None
     m, n = (side.shape if side.is_k_major else _swapped(side.shape) for side in (left, right))
-    given = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": capability_of(lhs.qvalue, rhs.qvalue)}
-    return module("fp8_einsum", "gpu").refusal(m, n, *kinds, **given)
+    options = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": capability_of(lhs.qvalue, rhs.qvalue)}
+    return module("fp8_einsum", "gpu").refusal(m, n, *kinds, **options)
 
 
 def einsum(
@@ -119,13 +119,13 @@ def einsum(
 
     def on(run: Any, is_k_major: bool = False, **more: Any) -> Any:
         def call(a: Array, b: Array, *scales: Array) -> Array:
-            given = {"scale": scales[0]} if is_scalar else {"left": scales[0], "right": scales[1]}
+            scale_arguments = {"scale": scales[0]} if is_scalar else {"left": scales[0], "right": scales[1]}
             options: dict[str, Any] = {"out_dtype": out_dtype, "accumulator": accumulator, **more}
             if is_k_major:
                 a, b = (x if each.is_k_major else x.swapaxes(1, 2) for x, each in ((a, left), (b, right)))
             else:
                 options |= majors
-            return run(a, b, **given, **options)
+            return run(a, b, **scale_arguments, **options)
 
         return call
 

@@ -141,7 +141,7 @@ def _kernel(lhs_ref: Any, rhs_ref: Any, *refs: Any, tile_n: int, total: str, acc
             own = column * tile_n * WARPGROUPS + warpgroup * tile_n
 
             def multiply(_: Any, lhs_tile: Any, rhs_tile: Any, sums: Any) -> Any:
-                plgpu.wgmma(sums, lhs_tile, mosaic_gpu.flipped(rhs_tile.at[pl.ds(warpgroup * tile_n, tile_n)]))
+                plgpu.wgmma(sums, lhs_tile, mosaic_gpu.transposed(rhs_tile.at[pl.ds(warpgroup * tile_n, tile_n)]))
                 plgpu.wgmma_wait(0)
                 return sums
 

@@ -39,7 +39,7 @@ def matmul(
     M, K = lhs.shape[1:] if lhs_major == "k" else lhs.shape[:0:-1]
     N = rhs.shape[1 if rhs_major == "k" else 2]
     block_m, block_n, block_k = blocks_for(M, N, K)
-    lhs, rhs = _deepened(lhs, lhs_major, block_k), _deepened(rhs, rhs_major, block_k)
+    lhs, rhs = _pad_depth(lhs, lhs_major, block_k), _pad_depth(rhs, rhs_major, block_k)
     (lhs, rhs, scale, left, right), result = vary_alike(lhs, rhs, scale, left, right)
     lhs_map = (lambda b, i, j, k: (b, i, k)) if lhs_major == "k" else (lambda b, i, j, k: (b, k, i))
     rhs_map = (lambda b, i, j, k: (b, j, k)) if rhs_major == "k" else (lambda b, i, j, k: (b, k, j))
@@ -75,7 +75,7 @@ def _order(major: Major, free: int, depth: int) -> tuple[int, int]:
     return (free, depth) if major == "k" else (depth, free)
 
 
-def _deepened(x: Array, major: Major, block_k: int) -> Array:
+def _pad_depth(x: Array, major: Major, block_k: int) -> Array:
     axis = 2 if major == "k" else 1
     missing = -x.shape[axis] % block_k
     return jnp.pad(x, [(0, missing if each == axis else 0) for each in range(3)]) if missing else x
@@ -96,5 +96,5 @@ def _kernel(
 
     @pl.when(k == pl.num_programs(3) - 1)
     def _() -> None:
-        given = (scales[0][0, 0], None, None) if len(scales) == 1 else (None, *(ref[...] for ref in scales))
-        out_ref[...] = rescale(sum_ref[...], *given, out_dtype=out_dtype, accumulator=accumulator)
+        arguments = (scales[0][0, 0], None, None) if len(scales) == 1 else (None, *(ref[...] for ref in scales))
+        out_ref[...] = rescale(sum_ref[...], *arguments, out_dtype=out_dtype, accumulator=accumulator)

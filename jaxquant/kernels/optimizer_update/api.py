@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxquant.core.sharding import explicit_sharding, platform_of
 from jaxquant.kernels.optimizer_update.reference import Body, Result
 from jaxquant.kernels.optimizer_update.tuning import MOST, PACKED, blocks_for
-from jaxquant.kernels.platforms import cut_refusal, interpretable, module
+from jaxquant.kernels.platforms import interpretable, module, sharding_refusal
 
 Array = jax.Array
 
@@ -38,7 +38,7 @@ def refusal(
     if len({each.spec for each in map(explicit_sharding, arrays) if each is not None}) > 1:
         return "its arrays have different shardings on a mesh with explicit axes"
     if place is None:
-        if why := cut_refusal(*arrays):
+        if why := sharding_refusal(*arrays):
             return f"{why}; pass its sharding to quantize_state as shardings=…"
         if platform == "cpu" and not interpretable(*arrays):
             return "an interpreted kernel has no types for values that vary along mesh axes"
@@ -80,8 +80,8 @@ def update(
         def flat(x: Array) -> Array:
             return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])
 
-        given = [flat(x) for x in arrays]
-        out = run(body, scalars, given, results, step=step, changes=changes, interpret=interpret)
+        flattened = [flat(x) for x in arrays]
+        out = run(body, scalars, flattened, results, step=step, changes=changes, interpret=interpret)
         lead = arrays[0].shape[:axis]
         return [x.reshape(*lead, *x.shape[1:]) for x in out]
 

@@ -82,18 +82,18 @@ def _guarded(
 def _kernel(
     scalars_ref: Any, *refs: Any, body: Body, step: int, scalars: int, shares: Sequence[int], results: Sequence[Result]
 ) -> None:
-    given = [scalars_ref[i] for i in range(scalars)]
+    values = [scalars_ref[i] for i in range(scalars)]
     in_refs, out_refs = refs[: len(shares)], refs[len(shares) :]
     # The few numbers of groups are read and written at once, because a single row of bytes cannot be.
-    few = {i: _wide(ref[...]) for i, (ref, share) in enumerate(zip(in_refs, shares, strict=True)) if share > 1}
+    group_values = {i: _wide(ref[...]) for i, (ref, share) in enumerate(zip(in_refs, shares, strict=True)) if share > 1}
     made: list[list[Array]] = [[] for _ in results]
     for k in range(max(ref.shape[0] for ref in in_refs) // step):
 
         def part(share: int, k: int = k) -> slice:
             return slice(k * (step // share), (k + 1) * (step // share))
 
-        parts = [few[i][part(n)] if i in few else in_refs[i][part(n)] for i, n in enumerate(shares)]
-        for result, ref, kept, x in zip(results, out_refs, made, body(given, parts), strict=True):
+        parts = [group_values[i][part(n)] if i in group_values else in_refs[i][part(n)] for i, n in enumerate(shares)]
+        for result, ref, kept, x in zip(results, out_refs, made, body(values, parts), strict=True):
             if result.rows > 1:
                 kept.append(x)
             else:

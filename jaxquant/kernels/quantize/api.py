@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
-from jaxquant.kernels.platforms import capability_of, cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import capability_of, interpretable, module, platform_refusal, sharding_refusal
 from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
@@ -27,7 +27,7 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, split: in
         return f"the quantize kernel reads float32 and bfloat16, not {x.dtype.name}"
     if not x.size or not x.ndim:
         return f"the quantize kernel does not support a tensor of shape {x.shape}"
-    if why := cut_refusal(x, scale) or platform_refusal("quantize", x):
+    if why := sharding_refusal(x, scale) or platform_refusal("quantize", x):
         return why
     if platform_of(x) != "gpu":
         return None

@@ -113,7 +113,7 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tiles[0].at[slot], out_refs[0].at[pl.ds(start[0], TILE_M), pl.ds(start[1], TILE_N)])
         if transposed:
-            across = mosaic_gpu.load(mosaic_gpu.flipped(tiles[0].at[slot]), _BYTES, is_optimized=False)
+            across = mosaic_gpu.load(mosaic_gpu.transposed(tiles[0].at[slot]), _BYTES, is_optimized=False)
             mosaic_gpu.store(tiles[1].at[slot], across, is_optimized=False)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tiles[1].at[slot], out_refs[1].at[pl.ds(start[1], TILE_N), pl.ds(start[0], TILE_M)])

@@ -1,14 +1,7 @@
-"""``python -m train CONFIG.yml [key=value ...]``: start or resume the run that a YAML file describes.
-
-``python -m train COMMAND ...`` works on finished runs; see ``jaxquant.training.cli``.
-
-A run on several hosts is the same command on each, with ``--coordinator-address HOST:PORT --num-processes N
---process-id I`` as ``jax.distributed.initialize`` takes them; run_dir is a folder that all of them see.
-"""
+"""The command ``jaxquant train``: reads a configuration, and starts or resumes the run that it describes."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import sys
@@ -20,9 +13,6 @@ from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
 from jaxquant.training import needed
 from jaxquant.training.config import TrainConfig
-
-COMMANDS = ("compare", "convert", "evaluate", "export", "import", "serve")
-"""Commands of ``jaxquant.training.cli``, which is imported only for them: it loads jax."""
 
 
 def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
@@ -50,48 +40,44 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in parts if word)}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
+def train(
+    config: str,
+    overrides: Sequence[str],
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+) -> int:
+    """Start or resume a run.
+
+    Args:
+      config: path of a YAML file.
+      overrides: ``key=value`` words that replace its fields.
+      coordinator_address, num_processes, process_id: arguments of ``jax.distributed.initialize``; all None for one
+        process.
 
     Returns:
-      0 when the run ended or was stopped in order, 1 when it diverged or cannot be written, 2 when it could not start,
-      130 when Ctrl-C ended it at once.
+      0 if the run ends or stops in order, 1 if it diverges or cannot write, 2 if it cannot start, 130 if Ctrl-C ends it
+      at once.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in COMMANDS:
-        from jaxquant.training import cli
-
-        return cli.main(arguments[0], arguments[1:])
-    parser = argparse.ArgumentParser(
-        prog="python -m train",
-        description="Start or resume the run that a YAML file describes.",
-        epilog=f"Commands for finished runs: python -m train {{{','.join(COMMANDS)}}} --help",
-    )
-    parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
-    parser.add_argument("--coordinator-address", metavar="HOST:PORT", help="of process 0, in a run of several")
-    parser.add_argument("--num-processes", type=int, help="how many processes make up the run")
-    parser.add_argument("--process-id", type=int, help="number of this process, from 0")
-    words = parser.parse_intermixed_args(arguments)  # overrides may follow the options
     terminal.accept_all_characters()
     try:
-        return _run(words)
+        return _run(config, overrides, (coordinator_address, num_processes, process_id))
     except KeyboardInterrupt:
-        print("interrupted; the last checkpoint is kept, and the same command goes on from there", file=sys.stderr)
+        print("interrupted; the last checkpoint is kept, and the same command resumes from it", file=sys.stderr)
         return terminal.INTERRUPTED
 
 
-def _run(words: argparse.Namespace) -> int:
+def _run(path: str, overrides: Sequence[str], process: tuple[str | None, int | None, int | None]) -> int:
     try:
-        config = read_config(words.config, words.overrides)
+        config = read_config(path, overrides)
         from jaxquant.training import processes  # after the configuration: a typo is reported before jax loads
 
-        processes.join(words.coordinator_address, words.num_processes, words.process_id)
+        processes.join(*process)
         processes.check_devices()
         from jaxquant.training.loop import Diverged, Halted, prepare
 
         with needed():
-            train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
+            run = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
     except BrokenPipeError:
         terminal.close_output()
         print("stopped before the first step: the output is closed", file=sys.stderr)
@@ -104,13 +90,9 @@ def _run(words: argparse.Namespace) -> int:
         print(f"error: the run's folder cannot be written ({where}); choose another run_dir", file=sys.stderr)
         return 2
     try:
-        train()
+        run()
     except (Diverged, Halted) as error:
         if processes.is_main():
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
