@@ -190,7 +190,7 @@ def test_errors_name_the_layer():
         (lambda: convert(model, converted, config, X), r"'layers_0/kernel' is already converted \(int8\)"),
         (lambda: convert(model, variables, config | path, X), "'somewhere' is not written by convert; leave it"),
         (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\), but checkpoint_is_qua"),
-        (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel and checkpoint_is_quantized true"),
+        (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel, but checkpoint_is_quantized true"),
         (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .* it stays in float"),
         (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, and 'int8"),
         (lambda: maybe_quantize_model(Stateful(), config | SERVES, X), r"add the saved .*: served = nnx\.eval_sh"),
