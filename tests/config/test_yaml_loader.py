@@ -110,7 +110,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path):
 NUMBERS: list[tuple[str, Any, str]] = [
     ("learning_rate", 10**400, "TrainConfig.learning_rate is too large for a float, got an integer of 1329 bits"),
     ("steps", 10**5000, "steps must be at most 2147483647, got an integer of 16610 bits"),
-    ("run_dir", "a\0b", "run_dir 'a\\x00b' has a null character"),
+    ("run_dir", "a\0b", "run_dir 'a\\x00b' contains a null character"),
     ("constant_bound_config", [1e-300] * 6, "constant_bound_config fwd_lhs must lie between 1e-30 and 1e30"),
 ]
 

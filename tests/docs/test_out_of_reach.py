@@ -133,10 +133,10 @@ def _registered_wrong():
 _OUT = CASES["custom_vjp"][0]
 ERRORS = {
     "of this function .w: inside custom_vjp_call of 'own_dense'": _init(lambda p, x: _OUT(p["w"], x), _config("fp8")),
-    "strict true, and 1 matmul": _init(_with_layer(_OUT), _config("fp8", strict=True)),
+    "strict true does not allow that 1 matmul": _init(_with_layer(_OUT), _config("fp8", strict=True)),
     "rule 'w' .* at 'w'": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
     "'own_dense' returns float32.8,8., float32.8,8.": _registered_wrong,
-    "layer 'w' .made of w": _new_layer,
+    "layer 'w' .w. did not run": _new_layer,
     "'mine' keeps quant state": _call_what_no_example_ran,
 }
 """A part of the message, and what raises it."""
