@@ -1,6 +1,6 @@
 """The command ``jaxquant``: every command and its options.
 
-Each function parses the words of one command and passes plain values to the module that does the work. That module is
+Each function parses the arguments of one command and passes them to the module that does the work. That module is
 imported inside the function, so that ``jaxquant --help`` does not import JAX.
 """
 

@@ -27,7 +27,7 @@ TRAINED = [
 
 
 def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | None]:
-    """Return the speed of each string on a chip, or None for strings that do not run there.
+    """Return the estimated speedup of each config string on a chip, or None if it does not run on the chip.
 
     Args:
       target: chip, one of ``CHIPS``.

@@ -39,7 +39,7 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def block_parameters(self) -> BlockParameters:
-        """Elements and bytes of a block.
+        """Number of elements and number of bytes in a block.
 
         Raises:
           NotImplementedError: GPTQ has no blocks of bytes.

@@ -44,7 +44,7 @@ class Rule:
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a mapping to a composition of config strings; a ``Recipe`` can only be passed in Python.
+        """Replace a composition under ``recipe`` with its config string; a ``Recipe`` can only be passed in Python.
 
         Raises:
           ValueError, TypeError: as for ``spell``.

@@ -46,7 +46,7 @@ def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
 
     Args:
       folder: folder that has ``SHA256SUMS``.
-      required: same as for ``check_sums``; it selects the advice of an error.
+      required: see ``check_sums``; here it only selects the advice in the error message.
 
     Raises:
       ValueError: the file is missing or damaged.

@@ -20,7 +20,7 @@ NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """RNG streams that are passed to an example call of a Linen model."""
 
-# A user context is part of jit's cache key, so a function that was traced during a trace is traced again outside it.
+# jit's cache key includes the user context: a function traced while a model is traced is traced again outside of it.
 traced_face = jax.make_user_context(None)
 """Face of the model that is being traced or initialized, or None."""
 

@@ -136,7 +136,7 @@ def platform_refusal(op: str, x: Array) -> str | None:
 
     Args:
       op: name of the op's folder.
-      x: operand, whose mesh may have absent devices.
+      x: operand. Its mesh may consist of absent devices (ahead-of-time compilation).
     """
     platform = platform_of(x)
     return None if platform in ("cpu", "tpu", "gpu") else f"{op} has no kernel for platform {platform!r}"

@@ -1,7 +1,8 @@
 """block_scaled: the product of two operands in blocks, by a GPU instruction for them or by our kernel.
 
 On GPUs of compute capability 10, XLA turns the custom call below (``jax.nn.scaled_matmul``'s) into cuDNN's block-scaled
-matmul. On other GPUs it would dequantize the operands in more passes than ``contract`` does, so it is used only there.
+matmul. On other GPUs, XLA would dequantize the operands in more passes than
+``contract`` does, so this custom call is used only on compute capability 10.
 Blocks of 128 have a kernel for Hopper (``kernels/block_matmul``). Both are lowerings of one primitive.
 """
 

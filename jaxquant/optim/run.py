@@ -75,7 +75,7 @@ def run(
       function: function (updates, state, parameters) -> (updates or parameters, state).
       args: arguments of the function, with moments in the state.
       implementation: "xla", "pallas" or None, as for ``quantize_state``.
-      shardings: sharding of parameters, as for ``quantize_state``.
+      shardings: function that returns the sharding of a parameter, or None; see ``quantize_state``.
       applies: whether the function returns parameters instead of updates.
       changes: flag, or None. If it is False, the old state is returned, and the old parameters if the function returns
         parameters.

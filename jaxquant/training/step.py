@@ -145,7 +145,7 @@ def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array
 
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the cross-entropies of the targets outside padding, and their number."""
+    """Return the summed cross-entropy of the targets that are not padding, and their number."""
     return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
 
 
