@@ -19,7 +19,7 @@ from jaxquant.bench.cli import bench
 from jaxquant.command_line import SETTINGS, Names, exit_code
 
 BUNDLED = Path(__file__).parent / "training" / "configs"
-"""Folder of the configurations that can be given by name."""
+"""Folder of the configurations that a user can select by name."""
 BUILDER = "jaxquant.training.audit:program"
 COUNT = click.IntRange(min=1)
 FLOATS = click.Choice(["bfloat16", "float16", "float32"])
@@ -48,7 +48,7 @@ program.add_command(bench)
 
 
 def _bundled(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Return the path of a configuration that is given by name; any other value is a path already."""
+    """Return the path of a bundled configuration from its name; return any other value unchanged, as a path."""
     file = BUNDLED / f"{value}.yml"
     return str(file) if value.isidentifier() and file.is_file() and not Path(value).exists() else value
 
@@ -249,7 +249,7 @@ def serve(prompt: Sequence[str], prompts_file: str | None, **options: Any) -> in
     Exit codes: 0 on success, 1 if a prompt is refused or the output is closed, 2 on an error, 130 after Ctrl-C.
     """
     if bool(prompt) == (prompts_file is not None):
-        raise click.UsageError("Give either --prompt or --prompts-file")
+        raise click.UsageError("Pass either --prompt or --prompts-file")
     return _commands().serve(prompt, prompts_file, **options)
 
 

@@ -125,7 +125,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], left: Collection[str]) -> None:
-    """Print rows of equal keys as a table; the columns of ``left`` begin at the left, the others are figures."""
+    """Print rows of equal keys as a table; the columns of ``left`` are aligned to the left, the others to the right."""
     print(table([[*rows[0]], *([str(cell) for cell in row.values()] for row in rows)], {*rows[0]} - {*left}))
 
 

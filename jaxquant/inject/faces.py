@@ -20,7 +20,8 @@ NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """RNG streams that are passed to an example call of a Linen model."""
 
-# jit's cache key includes the user context: a function traced while a model is traced is traced again outside of it.
+# jit includes the user context in its cache key. A function that was traced while a model was being traced is
+# therefore traced again when it is called outside of that trace.
 traced_face = jax.make_user_context(None)
 """Face of the model that is being traced or initialized, or None."""
 
@@ -54,7 +55,7 @@ def sort_arguments(name: str, model: Any, given: Sequence[Any], rest: str, named
       named: its keyword arguments, among them perhaps ``model``.
 
     Raises:
-      TypeError: arguments in another order, or too few.
+      TypeError: the arguments are in another order, or some are missing.
     """
     is_linen, is_closed = isinstance(model, nn.Module), rest == "batches"
     is_right = isinstance(model, (nn.Module, nnx.Module)) and "model" not in named
@@ -72,7 +73,7 @@ def sort_arguments(name: str, model: Any, given: Sequence[Any], rest: str, named
 
 
 def describe_model(model: Any) -> str:
-    """Return the ``repr`` of a quantized model: its class, and path and recipe of each layer, like ones together."""
+    """Return the ``repr`` of a quantized model: its class, and the path and recipe of each group of equal layers."""
     engine, kind = face_of(model).engine, type(model).__name__
     if engine.decisions is None:
         return f"{kind}(quantization={engine.config.quantization!r})  # the first call chooses the layers"

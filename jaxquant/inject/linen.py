@@ -58,7 +58,7 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
 
 
 def missing_state(recipe: str, path: str, field: str) -> str:
-    """Return the error message for quant state that a call of a Linen model lacks."""
+    """Return the error message for missing quant state in a call of a Linen model."""
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', and this "
         f"call has no {field!r} there: pass the whole collection together with 'params', or create it with "

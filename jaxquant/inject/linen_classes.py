@@ -169,7 +169,7 @@ def _wrap_children(self: Any) -> None:
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:
-    """Pickle as float model, config and decisions."""
+    """Pickle the model as its float model, config and decisions."""
     face, base = self._jaxquant_face, self._jaxquant_base
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init and f.name != "parent"}
     return face.restored, (base, fields, face.engine.config, face.engine.decisions)

@@ -147,7 +147,7 @@ class Face:
         return next((recipe.name for recipe in recipes if recipe.is_stateful), "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as config and decisions."""
+        """Pickle the face as its config and decisions."""
         return _restored, (self.engine.config, self._modules, self.engine.decisions)
 
     def _operation(self, site: Contraction) -> str:

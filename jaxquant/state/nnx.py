@@ -98,8 +98,9 @@ def value_and_grad(
 
     Args:
       f: loss function of (model, ...).
-      argnums: positions of the models. A position selects the model's ``nnx.Param``, and for example
-        ``nnx.DiffState(0, nnx.LoRAParam)`` other parameters. Quant state is added to either.
+      argnums: positions of the models. A position selects the ``nnx.Param`` variables of that model. To select other
+        variables, pass an ``nnx.DiffState``, for example ``nnx.DiffState(0, nnx.LoRAParam)``. Quant state is always
+        added to the selected variables.
       has_aux: whether ``f`` returns (loss, aux).
       options: further arguments of ``nnx.value_and_grad``.
 
@@ -133,7 +134,7 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
     Raises:
       ValueError: the gradients lack quant state of the model, or the optimizer also updates quant state.
       TypeError: the arguments are in another order.
-      NotImplementedError: ``MultiSteps`` with weight sparsity or ``amax_init: flax``.
+      NotImplementedError: ``MultiSteps`` is used with weight sparsity or ``amax_init: flax``.
     """
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}; call apply_gradients(model, optimizer, grads)")
@@ -166,7 +167,7 @@ def advance(model: nnx.Module, grads: Any) -> None:
       grads: gradients from one backward pass, or summed or averaged over several (see ``jaxquant.state.update``).
 
     Raises:
-      ValueError: the gradients lack the model's quant state.
+      ValueError: the gradients do not contain the model's quant state.
     """
     old, observation = _quant_states(model, grads)
     if old:

@@ -163,7 +163,7 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
         for table in state.tables:
             if table.axis < 0:
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} lacks {-table.axis} of the axes it was created with"
+                    f"quant state {prefix + table.rows[0]!r} has {-table.axis} axes fewer than when it was created"
                 )
             shape = table.fields[min(table.fields)].shape
             if shape[table.axis] != len(table.rows):

@@ -328,7 +328,7 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
 
 
 def _difference(first: Mapping[str, Tables], second: Mapping[str, Tables]) -> str | None:
-    """Return the first tensor that one state lacks or has in another shape, or None."""
+    """Return the first tensor that is missing in one state or has another shape there, or None."""
     shapes: list[dict[str, Any]] = []
     for each in (first, second):
         tables = [(name, table) for name, state in each.items() for table in state.tables]

@@ -58,7 +58,7 @@ class Watch:
 
     Attributes:
       train: instructions, for errors, on taking a gradient that updates the state.
-      by_hand: error for a gradient of the state taken outside of ``by_hand``; "" if that is allowed.
+      by_hand: error message for a gradient of the state taken outside of ``by_hand``; "" if that is allowed.
     """
 
     train: str

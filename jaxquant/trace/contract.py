@@ -46,8 +46,8 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> LayerState:
       leaves: parameters, read only if the state depends on the weight (sparsity that starts at step 0).
 
     Raises:
-      NotImplementedError: such a weight is not one leaf with moved elements.
-      TypeError: such a leaf is a shape without values.
+      NotImplementedError: the state depends on the weight, and the weight is not one leaf with moved elements.
+      TypeError: the state depends on the weight, and its leaf is a shape without values.
     """
     assert site.recipe is not None
     spec, shape = site.recipe.sparsity, _layout_of(site)
@@ -86,7 +86,7 @@ def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
     if not isinstance(route, Route) or route.obstacle:
         why = route.obstacle if isinstance(route, Route) else route.why if route else "a sum"
         raise NotImplementedError(
-            f"{what} computes a mask from the weight, which is not one parameter ({why}); start at step 1"
+            f"{what} needs the weight as a single parameter, but it is not one ({why}); start at step 1"
         )
     if isinstance(leaves[route.leaf], jax.ShapeDtypeStruct):
         raise TypeError(f"{what} computes the first mask from the weight, but init got a shape; pass the parameters")
@@ -142,7 +142,7 @@ def _inner_shape(site: Contraction) -> tuple[int, ...]:
 
 
 def check_layout(site: Contraction, kernel: QTensor) -> None:
-    """Raise if a converted kernel shares its scale among experts and the recipe does not, or the reverse.
+    """Raise if exactly one of the converted kernel and the recipe shares a scale among experts.
 
     Raises:
       ValueError: names the layer and the option.

@@ -131,8 +131,8 @@ def _check_dtype(site: Contraction, weight: Route, kernel: QTensor) -> None:
     dtype = dtype_read(weight.steps, kernel.float_dtype())
     if kernel.read_as not in (None, dtype):
         raise ValueError(
-            f"{layer_name(site.path)} was converted for a kernel read in {kernel.read_as}, and this call reads it in "
-            f"{dtype}; serve with the same dtypes of layers and inputs, or convert again with the new ones"
+            f"{layer_name(site.path)} was converted with its kernel in {kernel.read_as}, but this call uses the kernel "
+            f"in {dtype}; use the same layer and input dtypes as at conversion, or convert the parameters again"
         )
 
 

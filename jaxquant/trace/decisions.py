@@ -138,7 +138,7 @@ class Decisions:
 
 
 def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Raise if state is shared among experts and the recipe's is not, or the reverse.
+    """Raise if exactly one of the state and the recipe shares scales among experts.
 
     Raises:
       ValueError: names the layer and the option.

@@ -21,7 +21,7 @@ class Leaf:
 
     Attributes:
       index: index of the leaf.
-      stack: scans that slice it.
+      stack: scans that slice the leaf.
       split: axes that an enclosing shard_map splits over devices.
     """
 
@@ -111,8 +111,8 @@ class Flow:
       is_closure: whether it depends on an array that the function closes over.
       after: parameter contractions that it depends on without another parameter contraction in between.
       marks: contractions that it depends on without any contraction in between, and the kind of dependence.
-      picked: leaves that were combined with data or indexed by it, with the number of their remaining axes; -1 if data
-        was added.
+      picked: leaves that were combined with data or indexed by data, with the number of their remaining axes; -1 if
+        data was added.
       is_product: whether it is a product of parameters, such as learned queries times their kernel, which is not a
         weight.
       route: route from the leaves, or None if it depends on no leaf or on a contraction.
@@ -128,7 +128,7 @@ class Flow:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is computed only from parameters, and from at least one."""
+        """Whether the value is computed only from parameters, and from at least one parameter."""
         return bool(self.leaves)
 
     @property
@@ -136,7 +136,7 @@ class Flow:
         return self.leaves is None
 
     def marked(self, mark: Mark) -> frozenset[Any]:
-        """Return the contractions that it depends on in this way."""
+        """Return the contractions that the value depends on in the given way."""
         return frozenset(contraction for kind, contraction in self.marks if kind == mark)
 
 
@@ -146,7 +146,7 @@ SHARDED = "is split by a shard_map"
 
 
 def join(flows: Iterable[Flow]) -> Flow:
-    """Return the flow of a value computed from others. It is data if one of them is data."""
+    """Return the flow of a value computed from others. The result is data if one of them is data."""
     flows = list(flows)
     leaves: frozenset[Leaf] | None = frozenset()
     for flow in flows:

@@ -40,7 +40,7 @@ class SharedActivation:
 
     Attributes:
       keys: keys of the contractions' state.
-      recipe: recipe of all of them.
+      recipe: recipe of all these contractions.
       axes: contraction axes of the tensor.
       implementation: requested implementation of the cast, or None to choose one.
     """
@@ -116,12 +116,12 @@ class Contraction:
 
     @property
     def is_layer(self) -> bool:
-        """Whether rules apply to it."""
+        """Whether rules apply to the contraction."""
         return self.side is not None and not self.is_out_of_reach
 
     @property
     def is_replaceable(self) -> bool:
-        """Whether another op can replace it."""
+        """Whether another op can replace the contraction."""
         return self.is_layer or self.is_unsupported
 
     @property
@@ -164,7 +164,7 @@ class Plan:
 
     @functools.cached_property
     def has_loop(self) -> bool:
-        """Whether it contains a while loop of a function whose custom derivative is bypassed."""
+        """Whether the plan contains a while loop of a function whose custom derivative is bypassed."""
         own = bool(self.opened) and any(eqn.primitive.name == "while" for eqn in self.jaxpr.eqns)
         inner = (plan for index, plans in self.inner.items() if index not in self.programs for plan in plans)
         return own or any(plan.has_loop for plan in inner)

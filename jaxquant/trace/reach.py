@@ -24,10 +24,10 @@ class Place:
       level: number of enclosing scans.
       context: index of the equation at each level of nesting, which distinguishes occurrences.
       scopes: name scopes.
-      is_differentiated: whether it is part of a derivative that the function itself computes.
-      is_backward: whether it is part of the backward pass of that derivative.
-      is_einsum: whether it is inside a ``jnp.einsum``.
-      closed: reason for which nothing in it can be replaced, or "".
+      is_differentiated: whether the jaxpr is part of a derivative that the function itself computes.
+      is_backward: whether the jaxpr is part of the backward pass of that derivative.
+      is_einsum: whether the jaxpr is inside a ``jnp.einsum``.
+      closed: reason for which no equation of the jaxpr can be replaced, or "".
       opened: name of the enclosing registered function whose program is analyzed instead, or "".
     """
 

@@ -37,8 +37,8 @@ def register_function(function: str | Callable[..., Any], computes: Callable[...
 
     Raises:
       TypeError: ``function`` is neither a name nor such a function.
-      ValueError: it is already registered, or ``computes`` is given for a closure, which cannot be told apart from
-        other closures that are created at the same source line.
+      ValueError: ``function`` is already registered, or ``computes`` is given for a closure, which cannot be told
+        apart from other closures that are created at the same source line.
     """
     name = _name(function)
     if computes is not None and not isinstance(function, str) and _plain(function).__closure__:
@@ -58,7 +58,7 @@ def unregister_function(function: str | Callable[..., Any]) -> None:
       function: see ``register_function``.
 
     Raises:
-      ValueError: it is not registered.
+      ValueError: the function is not registered.
     """
     name = _name(function)
     if name not in _registered:

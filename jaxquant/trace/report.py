@@ -109,7 +109,7 @@ class Report(Tabular, Sequence[Row]):
         return [names, *cells]
 
     def summary(self) -> str:
-        """Describe in one line how many are quantized."""
+        """Describe in one line how many rows are quantized."""
         return f"{len(self.quantized)} of {len(self.rows)} {self.unit} are quantized"
 
 

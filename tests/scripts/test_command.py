@@ -35,7 +35,7 @@ REFUSED = [
     (["train", "quickstart", "stepz=3"], "TrainConfig has no field 'stepz'; did you mean 'steps'"),
     (["trian"], "No such command 'trian'"),
     (["audit", "quickstart", "--target", "h300"], "Invalid value for '--target': 'h300' is not one of 'h100', 'h200'"),
-    (["serve", "a"], "Give either --prompt or --prompts-file; see 'jaxquant serve --help'"),
+    (["serve", "a"], "Pass either --prompt or --prompts-file; see 'jaxquant serve --help'"),
     (["explain", "fp9"], "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
     (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
     (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),

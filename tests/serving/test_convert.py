@@ -246,5 +246,5 @@ def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
     config = {"quantization": "fp8_current"}
     expected = nnx.jit(lambda model: model(X))(maybe_quantize_model(model, config, X))
     np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(X))(convert(model, config, X)))
-    with pytest.raises(ValueError, match=r"the root layer was converted for a kernel read in bfloat16, and this call"):
+    with pytest.raises(ValueError, match=r"the root layer was converted with its kernel in bfloat16, but this call"):
         convert(model, config, X.astype(jnp.bfloat16))(X)
