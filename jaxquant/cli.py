@@ -61,7 +61,7 @@ def _config(command: Callable[..., Any]) -> Callable[..., Any]:
 
 _changes = click.argument("changes", nargs=-1, metavar=WORDS)
 _program = click.option("--program", "step", default=BUILDER, metavar="MODULE:FUNCTION", help="Builds the step.")
-_out = click.option("--out", required=True, metavar="PATH", help="Folder or GGUF file to write; it must not exist.")
+_out = click.option("--out", required=True, metavar="FOLDER", help="Folder to write; it must not exist.")
 _step = click.option("--step", type=int, metavar="N", help="Step of the checkpoint; default: the latest one.")
 
 
@@ -117,9 +117,9 @@ def coverage(**options: Any) -> int:
 @program.command()
 @_config
 @click.option("--target", default="h200", type=Names("jaxquant.aot.chips:CHIPS"), help="Chip to compile for.")
-@click.option("--topology", default="", help="Number of GPUs (64) or TPU slice (8x8); default: the smallest.")
+@click.option("--topology", default="", show_default="smallest", help="Number of GPUs (64) or TPU slice (8x8).")
 @click.option("--string", "strings", multiple=True, metavar="S", help="Config string to audit; may be repeated.")
-@click.option("--out", default="", metavar="FOLDER", help="Folder for JSON and markdown; default: write no files.")
+@click.option("--out", default="", show_default="none", metavar="FOLDER", help="Folder for JSON and markdown.")
 @click.option(
     "--largest-batch", type=COUNT, metavar="N", help="Find the largest multiple of N that fits as batch_size."
 )
@@ -255,7 +255,7 @@ def serve(prompt: Sequence[str], prompts_file: str | None, **options: Any) -> in
 
 @program.command()
 @click.argument("source")
-@_out
+@click.option("--out", required=True, metavar="PATH", help="Folder or GGUF file to write; it must not exist.")
 @click.option("--format", required=True, type=Names("jaxquant.export:FORMATS"), help="Format of the file.")
 @_step
 @click.option("--dtype", default="bfloat16", type=FLOATS, help="Dtype of float tensors.")

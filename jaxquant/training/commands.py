@@ -214,13 +214,18 @@ def _shown(verb: str) -> Iterator[Any]:
             "format": format,
             "shape": " x ".join(map(str, shape)),
             "bytes": f"{sum(row.bytes for row in group):,}",
-            "SQNR dB": "exact" if (worst := min(row.sqnr for row in group)) == math.inf else f"{worst:.1f}",
+            "SQNR dB": _format_sqnr(min(row.sqnr for row in group)),
         }
         for (name, format, shape), group in merged.items()
     ]
     count = sum(row.shape != () for row in rows)  # the tokenizer is not one
     total = dict.fromkeys(lines[0], "") | {"tensor": f"{count} tensors", "bytes": f"{sum(r.bytes for r in rows):,}"}
     terminal.show_rows([*lines, total], ["tensor", "format"])
+
+
+def _format_sqnr(value: float) -> str:
+    text = "exact" if value == math.inf else f"{value:.1f}"
+    return "" if math.isnan(value) else text  # the tokenizer has no SQNR
 
 
 def return_large_blocks() -> None:

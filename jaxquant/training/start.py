@@ -16,7 +16,7 @@ from jaxquant.training.config import TrainConfig
 
 
 def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
-    """Read a YAML file, lay ``key=value`` words over it, and name the run's folder where neither does.
+    """Read a YAML file, replace fields with ``key=value`` words, and set ``run_dir`` if it is empty.
 
     Raises:
       TypeError, ValueError: an unknown or duplicate key, or a value of the wrong type or range; the ``config.yml`` of a
@@ -30,12 +30,12 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     is_of_run = Path(path).name == "config.yml" and (folder / "checkpoints").is_dir()
     if is_of_run and "run_dir" not in words and Path(config.run_dir).resolve() != folder:
         raise ValueError(
-            f"{path} is of the run in its folder, and its run_dir is {config.run_dir!r}; add "
-            f"run_dir={Path(path).parent} to go on with it, or another run_dir to start one"
+            f"{path} belongs to the run in its folder, but its run_dir is {config.run_dir!r}; add "
+            f"run_dir={Path(path).parent} to continue that run, or another run_dir to start a new one"
         )
     if config.run_dir:
         return config
-    quantization = "-".join(re.findall(r"\w+", config.quantization)) or "float"  # a composition is no name of a folder
+    quantization = "-".join(re.findall(r"\w+", config.quantization)) or "float"  # a composition is not a folder name
     parts = (Path(path).stem, quantization, config.resolved_backend)
     return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in parts if word)}")
 

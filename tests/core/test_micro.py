@@ -8,22 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.hadamard import draw_signs, rotate
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.recipe import Recipe, Rotation, TensorSpec
+from jaxquant.core.recipe import Rotation, TensorSpec
 from jaxquant.ops import dot_general
 from tests.numerics import LAST_BITS
+from tests.ops.recipes import recipe
 
 NUMBERS = (((1,), (0,)), ((), ()))
 F32 = np.float32
-
-
-def recipe(name, **options) -> Recipe:
-    found = QuantConfig.from_any({"quantization": name, **options}).recipe()
-    assert found is not None
-    return found
 
 
 def spec(name, place="fwd_lhs", **options) -> TensorSpec:

@@ -258,6 +258,13 @@ def test_a_gguf_of_no_finite_values_is_an_error(write, kind, bits):
             read("model.layers.0.self_attn.v_proj")
 
 
+def written(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=lambda kind: kind.name)
 def test_every_type_of_ggml_is_read_or_refused_by_name(tmp_path, kind, monkeypatch):
     elements, size = gguf.GGML_QUANT_SIZES[kind]
@@ -265,10 +272,7 @@ def test_every_type_of_ggml_is_read_or_refused_by_name(tmp_path, kind, monkeypat
     data = rng.integers(0, 0x3C, (4, 512 // elements * size), np.uint8)  # small scales: every value is finite
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    written(writer)
     if kind.name not in TYPES:
         with pytest.raises(NotImplementedError, match=rf"'x' is of type {kind.name}, .* supported; quantize to"):
             GgufFile(path)
@@ -295,10 +299,7 @@ def test_a_gguf_with_more_than_a_llama_is_refused(write, tmp_path):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         for name in names:
             writer.add_tensor(name, np.ones(4, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        written(writer)
         return tmp_path / "copy.gguf"
 
     assert open_gguf(copy({}, ())).shape.hidden == SMALL.hidden

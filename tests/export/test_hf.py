@@ -46,12 +46,8 @@ def test_three_dialects_of_exclusion():
     )
     decided(
         compressed(scheme("channel"), None, ["lm_head", r"re:.*mlp\.gate$", "re:model.vision", "re:(?i)MTP"]),
-        mtp__fc=False,
-        lm_head=False,
-        model__lm_head=True,
-        model__layers__0__mlp__gate=False,
-        model__layers__0__mlp__gate_proj=True,
-        model__vision_tower__fc1=False,
+        **dict.fromkeys(("mtp__fc", "lm_head", "model__layers__0__mlp__gate", "model__vision_tower__fc1"), False),
+        **dict.fromkeys(("model__lm_head", "model__layers__0__mlp__gate_proj"), True),
     )
     decided(
         QUARK | {"exclude": ["*lm_head", "re:.*self_attn.*", "model.vision"]},
@@ -63,10 +59,7 @@ def test_three_dialects_of_exclusion():
         model__layers__0__mlp__gate=False,
         model__layers__0__mlp__gate_proj=True,
         model__language_model__layers__0__self_attn__q_proj=False,
-        layers__1__mlp__up_proj=False,
-        layers__11__mlp__up_proj=True,
-        x1a=False,
-        x1c=True,
+        **{"layers__1__mlp__up_proj": False, "layers__11__mlp__up_proj": True, "x1a": False, "x1c": True},
     )
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from jaxquant.config import recipes
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, TensorSpec
+
+
+def recipe(name: object, **options: object) -> Recipe:
+    """The recipe of a config."""
+    found = QuantConfig.from_any({"quantization": name, **options}).recipe()
+    assert found is not None
+    return found
 
 
 def change(recipe: Recipe, **values: object) -> Recipe:

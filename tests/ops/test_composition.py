@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.delayed import advance
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import dot_general, initial_state
+from tests.ops.recipes import recipe
 from tests.states import recorded
 
 OPTIMIZED = False
@@ -19,12 +19,6 @@ OPTIMIZED = False
 M, K, N = 256, 128, 384
 NUMBERS = (((1,), (0,)), ((), ()))
 KEY = jax.random.key(7)
-
-
-def recipe(name, **options) -> Recipe:
-    found = QuantConfig.from_any({"quantization": name, **options}).recipe()
-    assert found is not None
-    return found
 
 
 def composed(fwd, dlhs=None, drhs=None, **options) -> Recipe:

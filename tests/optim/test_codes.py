@@ -105,9 +105,8 @@ def test_codes_of_bitsandbytes(kind: str, signed: bool):
     flushed = (table[np.searchsorted(edges, y)] == 0) & (x != 0)  # bitsandbytes makes a 0 of them
     assert ((codes == low) | (codes == high))[~flushed].all()
     assert (codes == np.searchsorted(edges, y))[~flushed].mean() > 1 - 256 * numerics.CODE_RTOL
-    np.testing.assert_allclose(
-        decoded, table[codes] * np.abs(x).max(-1, keepdims=True), rtol=numerics.CODE_RTOL, atol=1e-44
-    )
+    expected = table[codes] * np.abs(x).max(-1, keepdims=True)
+    np.testing.assert_allclose(decoded, expected, rtol=numerics.CODE_RTOL, atol=1e-44)
     assert not signed or np.array_equal(decoded == 0, (x == 0) | flushed)
     if not signed:
         assert ((decoded == 0) == (x == 0)).all()

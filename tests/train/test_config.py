@@ -87,7 +87,7 @@ def test_the_config_of_a_run_goes_on_with_that_run(tmp_path: Path):
     path.write_text("run_dir: runs/elsewhere\n")
     assert read_config(str(path), []).run_dir == "runs/elsewhere"
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match=r"its run_dir is 'runs/elsewhere'; add run_dir=.* to go on with it"):
+    with pytest.raises(ValueError, match=r"its run_dir is 'runs/elsewhere'; add run_dir=.* to continue that run"):
         read_config(str(path), [])
     assert read_config(str(path), ["run_dir=x"]).run_dir == "x"
     path.write_text(f"run_dir: {tmp_path}\n")

@@ -29,8 +29,7 @@ def run(finished):
     return finished("")
 
 
-def quiet(text):
-    pass
+def quiet(text): ...
 
 
 def parameters(folder):
