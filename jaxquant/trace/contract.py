@@ -86,7 +86,7 @@ def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
     if not isinstance(route, Route) or route.obstacle:
         why = route.obstacle if isinstance(route, Route) else route.why if route else "a sum"
         raise NotImplementedError(
-            f"{what} needs the weight as a single parameter, but it is not one ({why}); start at step 1"
+            f"{what} needs the weight as a single parameter, but it is not ({why}); set the step to 1"
         )
     if isinstance(leaves[route.leaf], jax.ShapeDtypeStruct):
         raise TypeError(f"{what} computes the first mask from the weight, but init got a shape; pass the parameters")
