@@ -276,8 +276,8 @@ def _check_sparsity(analysis: Analysis) -> None:
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:
     """Return the reason for which the backend cannot run a recipe in one of a layer's operations, or ""."""
-    asked = dict.fromkeys((site.operation, site.dtype, bool(site.split)) for site in sites)
-    reasons = (backend.unsupported(operation, recipe, dtype, is_split) for operation, dtype, is_split in asked)
+    uses = dict.fromkeys((site.operation, site.dtype, bool(site.split)) for site in sites)
+    reasons = (backend.unsupported(operation, recipe, dtype, is_split) for operation, dtype, is_split in uses)
     return next(filter(None, reasons), "")
 
 

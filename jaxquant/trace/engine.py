@@ -244,10 +244,10 @@ class Engine:
             reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
             what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
             raise ValueError(f"quantization {self.config.quantization!r} quantizes {kind} of {whole} ({what})")
-        asked = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
+        selected = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
         lost = [each for each in sites if each.is_out_of_reach and each.reason != NO_CONTRACTION]
         floats = self.resolver.float_blocks([*decided, *(each.path for each in lost)], must_have=False)
-        lost = [each for each in lost if each.path in asked and each.path not in floats]
+        lost = [each for each in lost if each.path in selected and each.path not in floats]
         what = list(dict.fromkeys(f"{site.path or 'the root layer'}: {site.reason}" for site in lost))
         text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); add a rule with recipe null"
         if lost and self.config.strict:

@@ -197,8 +197,8 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
         elif _is_lost_kernel(site) and path not in mixed:
             decision = resolver(path, site.out_features)
             why = f"{decision.reason}; out of reach: {site.reason}"
-            asked = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
-            row = dataclasses.replace(row, **asked)
+            decided = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
+            row = dataclasses.replace(row, **decided)
         elif row.recipe and _HEADS not in resolver.switches and analysis.is_as_wide_as_a_table(sites):
             row = dataclasses.replace(row, reason=row.reason + _MAYBE_HEAD * (resolver.base.reason == row.reason))
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
