@@ -99,7 +99,7 @@ MISTAKES = {
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [])": "calibrate got no batch",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [X] * 5)": "more than 4 batches for amax_history_length 4",
     "jaxquant.health(loss, loss, X)": r"takes a Linen module or a function of jaxquant\.quantize, got function",
-    "jaxquant.health(nn.LayerNorm(), loss, X)": "LayerNorm has no linear layer, so there is no health to measure",
+    "jaxquant.health(nn.LayerNorm(), loss, X)": "LayerNorm has no linear layer to measure",
     "jaxquant.health(jaxquant.quantize(lambda p: p, {}), loss, params)": "quantization is off",
     "jaxquant.coverage(3)": "coverage takes a function and its arguments, got int",
     "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",

@@ -77,7 +77,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
     rows: list[Row] = []
     high = None
     while high is None or high - max(fits, default=0) > 1:
-        n = _next(fits, high, rows)
+        n = _next_multiple(fits, high, rows)
         found = compiled(n * unit)
         rows.append({"batch_size": n * unit, "fits": found.fits} | found.memory)
         print(f"batch_size {n * unit}: {memory_text(found)}", file=sys.stderr, flush=True)
@@ -90,7 +90,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
     return max(fits, default=0) * unit, rows
 
 
-def _next(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
+def _next_multiple(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
     """Return the multiple to compile next."""
     low = max(fits, default=0)
     if len(fits) < 2:

@@ -95,8 +95,8 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
     if not re.fullmatch(
         r"\d+" if chip.platform == "cuda" else r"\d+(x\d+){1,2}", topology or DEFAULT_TOPOLOGY.get(name, "1")
     ):
-        shape = "a number of devices, as '8'" if chip.platform == "cuda" else "a slice, as '8x8' or '4x4x4'"
-        raise ValueError(f"topology {topology!r} does not fit target {name!r}; give {shape}")
+        shape = "a number of devices, such as '8'" if chip.platform == "cuda" else "a slice, such as '8x8' or '4x4x4'"
+        raise ValueError(f"topology {topology!r} is not valid for target {name!r}; pass {shape}")
     if chip.platform == "cuda":
         _assume_cudnn(chip)
         found = topologies.get_topology_desc(

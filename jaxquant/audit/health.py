@@ -232,7 +232,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
 
     monitor = Monitor(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
     if not monitor.rows:
-        raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
+        raise ValueError(f"{type(model).__name__} has no linear layer to measure; pass a model that has one")
     return monitor
 
 

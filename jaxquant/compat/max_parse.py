@@ -76,7 +76,7 @@ def parse_quant_config(
     quantization = read_quantization(config, tensors, sidecar)
     if quantization is None:
         return None
-    view = _View(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
+    view = _ConfigBuilder(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
     return view.config(_layers(config), name)
 
 
@@ -141,7 +141,7 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _View:
+class _ConfigBuilder:
     quantization: CheckpointQuantization
     tensors: Mapping[str, TensorInfo]
     prefix: str

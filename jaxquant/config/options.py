@@ -148,7 +148,7 @@ def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> R
 # -- blocks of the weight gradient -------------------------------------------------------------------------------------
 
 
-def _sharded(recipe: Recipe, options: Options) -> Recipe:
+def _apply_shard_count(recipe: Recipe, options: Options) -> Recipe:
     """Split the contraction of the weight gradient into blocks; a count of 0 keeps that matmul in float."""
     count = options.quantization_local_shard_count
     drhs = dataclasses.replace(recipe.drhs, shards=count) if count else MatmulSpec()
@@ -301,7 +301,7 @@ def _square(recipe: Recipe, options: Options) -> Recipe:
 GROUPS: dict[str, OptionGroup] = {
     **{field: _calibration(field) for field in _CALIBRATED},
     "bounds": OptionGroup(_bounded, _check_bounds),
-    "shards": OptionGroup(_sharded),
+    "shards": OptionGroup(_apply_shard_count),
     "delayed": OptionGroup(_delayed),
     "sparsity": OptionGroup(_sparse, _check_sparsity),
     "experts": OptionGroup(_shared),

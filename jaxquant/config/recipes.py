@@ -326,7 +326,7 @@ def _composition(name: str, place: str) -> RecipeRow:
             raise ValueError(f"{place}.{matmul} {string!r} is not possible in a composition; use another or null")
     parts = tuple(rows.values())
     if not any(parts):
-        raise ValueError(f"{place} {name} leaves all three matmuls in float; name a string, or leave {place} empty")
+        raise ValueError(f"{place} {name} leaves fwd, dlhs and drhs in float; set one of them, or leave {place} empty")
     alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
     summary = "each matmul from the string that it names, with operands quantized from the float tensors"
     recipe = compose(name, [row and row.recipe for row in parts])

@@ -114,7 +114,7 @@ def quantize_state(
         ``jaxquant.ops.implementation.choices_made`` lists these. On GPUs XLA computes one parameter after the other, so
         that not all float32 moments are in memory at once.
       shardings: function of a moment's path and its codes that returns the sharding of its parameter. The kernel needs
-        it under automatic axes of a mesh, outside of ``jax.shard_map``.
+        this function if the mesh has ``Auto`` axes, unless the optimizer runs inside ``jax.shard_map``.
 
     Raises:
       ValueError: the scheme, implementation or axis does not exist. From ``init``: a name in ``float32`` is not in any

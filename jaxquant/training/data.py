@@ -197,7 +197,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
             shuffle_bins=shuffle_seed is not None,
             seed=shuffle_seed or 0,
         )
-        return packed.batch(batch_size).map(lambda packed: _finish(packed, batch_size, corpus.pad))
+        return packed.batch(batch_size).map(lambda packed: _rename_and_pad(packed, batch_size, corpus.pad))
 
     train = TrainIterator(
         batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), corpus.fingerprint
@@ -232,7 +232,7 @@ class Chunks:
         return {"inputs": piece[:-1], "targets": piece[1:]}
 
 
-def _finish(packed: Batch, rows: int, pad: int) -> Batch:
+def _rename_and_pad(packed: Batch, rows: int, pad: int) -> Batch:
     """Rename the arrays of a batch as the step expects, and fill the last held-out batch with padding rows."""
     names = {"inputs": "inputs", "targets": "targets", "segment_ids": "inputs_segment_ids"}
     batch = {name: packed[of_grain] for name, of_grain in (names | {"positions": "inputs_positions"}).items()}

@@ -79,11 +79,11 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted one")
+        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted checkpoint")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})
-        raise ValueError(f"{directory} has no config.yml or jaxquant.json; pass the folder of a run or a converted one")
+        raise ValueError(f"{directory} has no config.yml or jaxquant.json; pass a run or a converted checkpoint")
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     config: TrainConfig = build(TrainConfig, to_mapping(stored.config) | dict(overrides or {}))
     tokenizer, shape, example = decoder_of(config)

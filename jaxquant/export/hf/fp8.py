@@ -60,7 +60,9 @@ def read_fp8(config: Section) -> CheckpointQuantization:
         config.pass_over("quant_algo")  # mixed; already given by the two algorithms
         # ``ignore`` belongs to the experts' algorithm: modules in it keep the scheme of the method.
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
-        rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
+        rules.append(
+            LayerRule(EXPERTS, modelopt.read_layer_spec(config, "moe_quant_algo"), config.where("moe_quant_algo"))
+        )
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
     return CheckpointQuantization("fp8", tuple(rules), compressed_tensors.kv_cache(config, "kv_cache_scheme"))
 

@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, LayerSpec] = {
 MIXED = "MIXED_PRECISION"
 
 
-def layer(section: Section, key: str) -> LayerSpec:
+def read_layer_spec(section: Section, key: str) -> LayerSpec:
     """Return the layer spec of the algorithm under a key.
 
     Raises:
@@ -81,7 +81,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.read_places))
         rules += groups.rules
     else:
-        rules.append(LayerRule(".*", layer(config, "quant_algo"), config.where("quant_algo")))
+        rules.append(LayerRule(".*", read_layer_spec(config, "quant_algo"), config.where("quant_algo")))
     return CheckpointQuantization("modelopt", tuple(rules), kv_cache)
 
 
@@ -94,7 +94,7 @@ def _mixed(config: Section) -> list[LayerRule]:
         if not isinstance(name, str):
             raise TypeError(f"{layers.place} has the key {name!r}, which is not a string")
         entry = layers.section(name)
-        names.setdefault((-name.count("."), layer(entry, "quant_algo")), []).append(name)
+        names.setdefault((-name.count("."), read_layer_spec(entry, "quant_algo")), []).append(name)
     # A name also covers the modules below it, and the nearest name decides, so the deepest names come first.
     deepest = sorted(names, key=lambda key: key[0])
     return [rule for key in deepest for rule in named(names[key], key[1], layers.place, covers_children=True)]
