@@ -59,7 +59,8 @@ class _PendingStep:
 class StopRequest:
     """Handler of SIGTERM, SIGHUP and Ctrl-C: the first signal stops the loop after the current step.
 
-    A second signal ends the process at once. A closing terminal sends SIGHUP more than once, so repeats are ignored. Under ``nohup``, SIGHUP is not handled.
+    A second signal ends the process at once. A closing terminal sends SIGHUP more than once, so repeats are ignored.
+    Under ``nohup``, SIGHUP is not handled.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class _Run:
         self.state = restored[0] if restored else _initialize_state(self.program)
         if (found := self.check(self.state)) is not None:
             remedy = f"delete checkpoint {int(self.state.step)}" if restored else "choose another seed or shape"
-            raise ValueError(f"the run would start with a non-finite {found}; {remedy}")
+            raise ValueError(f"the run would start with {found} that is not finite; {remedy}")
         if restored:
             self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
