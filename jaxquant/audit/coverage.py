@@ -37,7 +37,7 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
 
     Args:
       fn: any function of arrays, such as a training step; jitted or not, quantized by any library. NNX models and
-        optimizers are arguments of it, or it is itself an NNX model.
+        optimizers are passed as arguments; ``fn`` can also be an NNX model itself.
       args, kwargs: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
       config: any value that ``QuantConfig.from_any`` accepts, to get reasons and ``Coverage.check`` for a function that
         another library quantized, or to compare a quantized model with another config. Without a config, each layer
@@ -79,7 +79,7 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: boo
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
-    """Collect the forward contractions with the parameters of each layer."""
+    """Return the forward contractions of each layer, with its parameters."""
     sites: dict[str, list[Site]] = {}
     for each in dict.fromkeys(each.forward for each in labeled):
         if each is not None and each.site is not None and each.site.side is not None:
@@ -113,9 +113,9 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 
 
 def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
-    """Return the gradients with dtypes that a layer needs, if no scope and no operand identifies their layer.
+    """Return the gradients whose layer no scope and no operand identifies, and whose dtypes some layer needs.
 
-    A rematerialized op of another library or of the user has such gradients, because its activations are recomputed.
+    Rematerialized ops of other libraries or of the user have such gradients, because their activations are recomputed.
     The scopes of jaxquant's own layers contain the layer's name.
     """
     foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
@@ -131,8 +131,9 @@ def _missing(
 
     Args:
       layers, labeled: contractions of the layers to quantize, and all contractions.
-      unnamed: number of gradients without a layer; each may be one that a layer lacks.
-      observed: observations of quant state, through which operands do not count as dependent on another layer.
+      unnamed: number of gradients without a layer; each may be a missing gradient of a layer.
+      observed: observations of quant state. A dependence through an observation does not count as a dependence on
+        another layer.
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -149,7 +150,7 @@ def _missing(
 
 
 def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
-    """Return the gradients that a layer needs; the input gradient only if the input is computed from ``results``."""
+    """Return the gradients that a layer needs. The input gradient is included if the input depends on ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     made_of = ancestors((each.operands[0][0] for each in forward), observed.__contains__)
     is_wanted = not results.isdisjoint(made_of)
@@ -167,7 +168,7 @@ class _Decision:
 
 @dataclasses.dataclass(frozen=True)
 class _Decider:
-    """Function that returns the decision for a contraction: from the rules of a config, or else from its trace."""
+    """Function that returns the decision for a contraction, from the rules of a config, otherwise from its trace."""
 
     resolver: Resolver | None
     has_config: bool
@@ -219,7 +220,7 @@ def _reason(recipe: str | None, reason: str) -> str:
 
 
 def _is_layer(forward: LabeledContraction) -> bool:
-    """Whether rules apply to a forward contraction: its operands are float, and one is computed from parameters."""
+    """Whether rules apply to a forward contraction: both operands are float, and one is computed from parameters."""
     if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
@@ -272,7 +273,7 @@ def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> t
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether operands have the expected dtypes; a wider integer holds the values of a narrower one."""
+    """Whether operands have the expected dtypes. A wider integer type is accepted, because it holds the same values."""
     if not wanted or not found:
         return not wanted and not found
     return all(map(_holds, found, wanted))

@@ -41,11 +41,11 @@ class Value:
         (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
       inputs: values that it was computed from.
       shape, dtype: shape, and dtype name.
-      position: index among the results of the primitive, or among the arguments.
+      position: index of the value in the results of the primitive, or in the arguments.
       name: path in the arguments' tree, for an argument.
       params: params of the primitive.
-      conditions: values that select it (branch index, loop test), and contractions inside the primitive that computed
-        it if the dependence on them is unknown. They are not ``inputs``, because no operand comes from them.
+      conditions: values that select this value (branch index, loop test), and contractions inside its primitive if the
+        dependence on them is unknown. Conditions are not ``inputs``, because no operand is computed from them.
     """
 
     operation: str
@@ -64,16 +64,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a program.
+    """Position of an equation in a program.
 
     Attributes:
       scopes: parts of the name scopes, outermost first.
       is_backward: whether it is part of a backward pass.
       times: number of executions in one call of the function, over all shards of a ``shard_map`` and programs of a
         kernel; the body of a ``while`` and every branch of a ``cond`` count once.
-      context: index of the equation at each level of nesting, as in ``trace.analysis``.
+      context: index of the equation on each level of nesting, as in ``trace.analysis``.
       kernel: primitive of the enclosing kernel, or "".
-      decided: decisions about the layers of the enclosing quantized model, or None.
+      decided: decisions for the layers of the enclosing quantized model, or None.
     """
 
     scopes: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Contraction:
       lhs, rhs, out: operands and result; blocks of them inside a kernel.
       place: place in the program.
       flops: multiplications and additions of one execution.
-      is_outer: whether it contracts no axis.
+      is_outer: whether the contraction is an outer product, without a contracted axis.
       source: file, line and function that called it.
       is_read: whether an output or a side effect needs it. A function that returns only gradients may not need the
         result of a forward matmul.
@@ -135,8 +135,8 @@ def ancestors(
 
     Args:
       values: start of the search.
-      stop: predicate; the search does not continue past a value for which it is true.
-      with_conditions: whether to follow ``conditions``, too.
+      stop: predicate; the search stops at values for which it is true.
+      with_conditions: whether to follow ``conditions`` in addition to ``inputs``.
 
     Returns:
       All values that were reached, including the start, in the order of the search.
@@ -160,7 +160,7 @@ def _value(operation: str, inputs: tuple[Value, ...], aval: Any, position: int =
 
 
 def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    """Return the results of an operation that maps each value separately."""
+    """Return the results of an operation that has one result for each value."""
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
@@ -228,9 +228,9 @@ class Graph:
         return outs
 
     def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
-        """Record the contractions of nested programs whose operands have unknown origins, as in a kernel.
+        """Record the contractions of nested programs whose operands have unknown origins, such as kernels.
 
-        They are needed if the results are needed. A kernel multiplies block by block.
+        The contractions are needed if the results are needed. A kernel multiplies block by block.
         """
         if eqn.primitive.name == "pallas_call":
             place = place.repeated(_programs_of(eqn), "pallas_call")
@@ -292,9 +292,9 @@ class Graph:
 
 
 def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """Return the branches of a cond that may run, each with its number; of platform branches, only this process's.
+    """Return the branches of a cond that may run, each with its number; of platform branches, this process's.
 
-    For jaxquant's own kernels this is the reference, the branch of all other platforms: the same matmul of whole
+    For jaxquant's kernels, the branch of all other platforms is returned: the reference, which multiplies complete
     operands.
     """
     platforms = params.get("branches_platforms")

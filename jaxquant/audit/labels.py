@@ -1,4 +1,4 @@
-"""Labels of contractions: the layer that each one belongs to, and its matmul (fwd, dlhs or drhs)."""
+"""Labels of contractions: layer and matmul (fwd, dlhs or drhs) of each contraction."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class LabeledContraction:
 
     Attributes:
       contraction: contraction in the graph.
-      origins: origins of its operands, in executed order.
+      origins: origins of the operands, in executed order.
       site: the contraction in ``trace.analysis``, or None if it multiplies no parameter.
       scopes: enclosing module scopes and einsum equations, without scopes of transformations and quantized ops.
       op_label: "dlhs" or "drhs" if the scopes of the quantized op contain it, else "".
       is_backward, is_recomputed: whether it is in the backward pass; whether it is a forward matmul recomputed there.
       path: "/"-joined module path.
-      matmul: "fwd", "dlhs", "drhs", "bwd" if it is unknown which of the two, or "update" in an optimizer.
-      swapped: whether its operands are in another order than activation · weight, grad · weight, activation · grad.
-      forward: forward contraction of a backward one, if it was found; a forward contraction itself.
+      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul that is either of the two, or "update" in an optimizer.
+      swapped: whether the operands are in another order than activation · weight, grad · weight, activation · grad.
+      forward: for a backward contraction, its forward contraction, or None if it was not found; a forward contraction
+        refers to itself.
     """
 
     contraction: Contraction
@@ -76,13 +77,13 @@ class LabeledContraction:
 
     @property
     def layers(self) -> Mapping[str, LayerRow]:
-        """Layers by path of the quantized model that it is part of."""
+        """Layers, by path, of the quantized model that contains the contraction."""
         decided = self.contraction.place.decided or (self.forward and self.forward.contraction.place.decided)
         return decided.layers if decided else {}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Scopes that are modules: without einsum equations and without method names."""
+        """Scopes that are modules, without einsum equations and method names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
@@ -134,7 +135,7 @@ def _name(path: str) -> Name:
 
 
 def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Mark the float contractions of an optimizer such as Muon: from gradients, without their own gradients."""
+    """Mark the float contractions of an optimizer such as Muon: computed from gradients, without gradients."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
         is_layer = each.site is not None or each.dtypes.is_low or each.path in each.layers
@@ -145,7 +146,7 @@ def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Set the forward contraction of every backward one, found by its path, else its scopes, else its operands.
+    """Set the forward contraction of every backward contraction; found by path, then by scopes, then by operands.
 
     If the quantized op labels it as the weight's gradient, its parameter comes from the output's gradient, for example
     of a sum, so its scopes decide before its path does. Scopes also decide if no layer has its path.
@@ -176,7 +177,7 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return 0 if one can be a gradient of the other and the shared operand has the same dtype; 1 if the dtype differs.
+    """Return 0 if one can be a gradient of the other and the shared operand has the same dtype, 1 if the dtype differs.
 
     Otherwise 2 if the gradient has the size of one of the operands, and 3 if not.
     """
@@ -199,7 +200,7 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
 
 
 def _path(each: LabeledContraction, own: str) -> str:
-    """Return the known layer that contains the parameter path or else a scope, else the parameter path or scopes."""
+    """Return the path of the layer that has the parameter or a scope, otherwise the parameter's path or the scopes."""
     known = list(map(_name, each.layers))
     if known == [("",)]:  # the model is itself a layer
         return ""
@@ -263,7 +264,7 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
 
     If the index is ambiguous, it is ``_kept_side``.
     """
-    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the shared operand of the forward
+    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # from the shared operand
     shared = _same_source(each, forward)
     side, operand = shared[0] if len(shared) == 1 else (None, None)
     if each.op_label:  # the op's lhs and rhs are the operands of the executed forward matmul

@@ -29,7 +29,7 @@ class Row:
         Muon.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
-      dtypes: dtypes of both operands; ``str`` of it has the spelling of ``trace.report.Row``.
+      dtypes: dtypes of both operands; ``str(dtypes)`` is spelled as in ``trace.report.Row``.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
         itself, delayed: from quant state, static: a constant) of a quantized operand, else "".
@@ -40,7 +40,7 @@ class Row:
       reason: reason for these dtypes.
       fault: difference from the expected dtypes, or "".
       source: file, line and function that called it.
-      has_parameter: whether it multiplies a parameter, or is the gradient of such a matmul.
+      has_parameter: whether the contraction multiplies a parameter, or is the gradient of such a matmul.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def is_low(self) -> bool:
-        """Whether it multiplies low-precision operands."""
+        """Whether the operands have low precision."""
         return self.dtypes.is_low
 
     @property
