@@ -12,20 +12,20 @@ from jax import Array
 from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels.varying import vary_alike
 
-_API: Any = plgpu  # for names that one of the versions does not have
+_API: Any = plgpu  # names that do not exist in all of these versions
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 """Version of jax."""
 NEW = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 REDUCTION_BYTES = 2048
-"""Shared memory for reductions over the warps of a kernel."""
+"""Bytes of shared memory for reductions over the warps of a kernel."""
 MEMORY_REGISTERS = {1: 40, 2: 40, 3: 32}
 """Number of multiplying warpgroups -> registers of a loading thread; a multiplying thread gets 256, 232 or 160.
 
-Together they use the initial allocation of 255, 168 or 128 per thread; ``setmaxnreg`` waits forever for more.
+Together they use the initial 255, 168 or 128 registers per thread; ``setmaxnreg`` would wait forever for more.
 """
 _HOPPER = 132
-"""Multiprocessors of an H100 and an H200."""
+"""Number of multiprocessors of an H100 or an H200."""
 
 
 def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
 
     Args:
       rows, columns: size of the tile; at least 8 rows and 32 bytes of columns.
-      itemsize: bytes of an element.
+      itemsize: number of bytes of an element.
     """
     swizzle = min(128, columns * itemsize)
     if rows % 8 or swizzle not in (32, 64, 128):
@@ -77,11 +77,11 @@ def call(
 ) -> list[Array]:
     """Run a kernel; inside ``jax.shard_map`` its results vary along the axes of all operands.
 
-    ``plgpu.kernel`` marks its results as equal on all devices, so that their gradients would not be summed.
+    ``plgpu.kernel`` alone would mark its results as equal on all devices, and JAX would not sum their gradients.
 
     Args:
       body: kernel function.
-      operands: arrays; None is left out.
+      operands: arrays; None entries are omitted.
       results: shapes and dtypes of the results.
       interpret: whether to run without a GPU.
       reduction_bytes: ``REDUCTION_BYTES``, or 0 for a kernel whose warps do not reduce together.
@@ -101,7 +101,7 @@ def call(
 
 
 def multiprocessors() -> int:
-    """Return the number of programs that run at once, one per multiprocessor; without a GPU, Hopper's number."""
+    """Return the number of programs that run at once, one per multiprocessor; without a GPU, the number for an H100."""
     device = jax.devices()[0]
     return getattr(device, "core_count", _HOPPER) if device.platform == "gpu" else _HOPPER
 

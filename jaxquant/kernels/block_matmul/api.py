@@ -1,4 +1,4 @@
-"""``operands``: the arguments of ``matmul`` for two quantized tensors in blocks; ``refusal`` rejects other tensors."""
+"""Block-quantized tensors as arguments of ``matmul`` (``operands``); ``refusal`` rejects unsupported tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refusal(
       out_dtype: dtype of the result.
     """
     if lhs.codec or rhs.codec:
-        return f"the block_matmul kernel does not read the format {lhs.codec or rhs.codec}"
+        return f"the block_matmul kernel does not support the format {lhs.codec or rhs.codec}"
     if out_dtype not in ("float32", "bfloat16"):
         return f"the block_matmul kernel writes float32 and bfloat16, not {out_dtype}"
     if why := elements_refusal(lhs.qvalue, rhs.qvalue):
@@ -55,18 +55,18 @@ def refusal(
 
 
 def elements_refusal(lhs: Array, rhs: Array) -> str | None:
-    """Return the reason why no kernel multiplies elements (their dtypes, or the chip), or None if one does.
+    """Return the reason why the kernel cannot multiply these dtypes on this device, or None if it can.
 
     Args:
       lhs, rhs: elements of the operands.
     """
     kinds = [side.dtype.name for side in (lhs, rhs)]
     if capability_of(lhs, rhs)[0] != 9:
-        return f"the block_matmul kernel is for Hopper GPUs, and the device is {device_kind_of(lhs, rhs)}"
+        return f"the block_matmul kernel runs only on Hopper GPUs, but the device is {device_kind_of(lhs, rhs)}"
     if any(each not in ("float8_e4m3fn", "float8_e5m2") for each in kinds):
         return f"the block_matmul kernel multiplies float8, not {kinds[0]} and {kinds[1]}"
     if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
-        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
+        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, but this is jax {jax.__version__}"
     if not lhs.size or not rhs.size:
         return "the block_matmul kernel does not support empty operands"
     return sharding_refusal(lhs, rhs, waits=True)

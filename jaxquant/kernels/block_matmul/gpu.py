@@ -1,8 +1,9 @@
 """``matmul`` and its grouped forms on Hopper: wgmma on tiles loaded by TMA, scaled and added in registers.
 
-A program has one loading warpgroup and up to three multiplying ones, and loops over the tiles of the result. The tensor
-cores add the 128 products of a block in fewer bits than float32; the sum is then multiplied by both scales and added in
-float32. If the last tile is incomplete, it begins earlier, and overlaps the previous tile with the same values.
+A program has one warpgroup that loads and up to three that multiply; it loops over the tiles of the result. The tensor
+cores add the 128 products of a block in fewer bits than float32. Each block sum is then multiplied by both scales and
+added to the result in float32. If the last tile would be incomplete, it begins earlier: it overlaps the previous tile
+and writes the same values there.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class _Plan(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a matrix along both axes. A cluster counts as one: it shares rows if grouped, else columns."""
+        """Number of tiles along each axis of a matrix; the tiles of a cluster (along one axis) count as one tile."""
         counts = [math.ceil(self.M / self.tile.rows), self.N // COLUMNS]
         axis = 1 if self.mode == "grouped" else 0
         counts[axis] = math.ceil(counts[axis] / self.tile.cluster)
@@ -162,7 +163,7 @@ def _call(
     out_dtype: str,
     interpret: bool,
 ) -> Array:
-    """Run the kernel on operands of whole tiles. ``ids`` is the depth in dense mode, otherwise ``grouped``'s groups."""
+    """Run the kernel on operands of whole tiles; see ``_depth`` for the meaning of ``ids`` in each mode."""
     (B, M, K), N = lhs.shape, rhs.shape[1]
     operands = lhs, rhs, left.astype(jnp.float32), right.astype(jnp.float32), ids
     parts = ids.shape[0] - 1 if mode == "grouped_drhs" else B
@@ -222,7 +223,7 @@ def _kernel(
 
 
 def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> Any:
-    """Return the pipeline that loads the tiles of a part of the depth, and their scales, for a body."""
+    """Return a pipeline that loads tiles and their scales, from block ``first`` of the depth, and calls ``body``."""
     sides = (plan.tile.rows, BLOCK), (COLUMNS, BLOCK)
     shared = sides[0 if plan.mode == "grouped" else 1] if plan.multicast else None
     specs = []
@@ -245,7 +246,7 @@ def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> A
 
 
 def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
-    """Return the matrix, the tile of rows and the tile of columns at a position in the order of the result's tiles."""
+    """Return the indices (matrix, tile row, tile column) of the result tile that is computed at step ``place``."""
     size = jnp.int32(math.prod(plan.tiles))
     part, place = (lax.div(place, size), lax.rem(place, size)) if plan.parts > 1 else (0, place)
     row, block = plgpu.planar_snake(place, plan.tiles, 1, 8)
@@ -258,9 +259,10 @@ def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
 
 
 def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
-    """Return a tile's matrices of lhs and rhs, the first block of their depth, and the number of blocks.
+    """Return the indices of a tile's lhs and rhs matrices, its first block along the depth, and its number of blocks.
 
-    The compiler must not know the number of blocks: it would unroll loops and need too many registers.
+    ``ids_ref`` holds the number of blocks in dense mode, ``groups`` in grouped mode, and ``starts`` in grouped_drhs
+    mode. The number of blocks is never a constant: the compiler would unroll loops and need too many registers.
     """
     if plan.mode == "dense":
         return part, part, 0, ids_ref[0]
@@ -270,7 +272,7 @@ def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, An
 
 
 def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: Any, total: Any) -> Any:
-    """Add the product of a block to the sums; ``right`` is its one scale, or a tile with a scale for each column."""
+    """Add the scaled product of a block to the sums; ``right`` holds one scale for rhs, or a scale for each column."""
     rows = pl.ds(warpgroup * ROWS, ROWS)
 
     def product(sums: Any) -> Array:
@@ -294,7 +296,7 @@ def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: An
 
 
 def _write(parts: tuple[Array, ...], staged: Any, out_ref: Any, row: Any, column: Any) -> None:
-    """Store a tile part by part: while one part is written to shared memory, TMA stores the last one."""
+    """Store a tile part by part: while one part is written to shared memory, TMA stores the previous part."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n, part in enumerate(parts):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

@@ -11,7 +11,7 @@ from jaxquant.kernels import KERNEL_PREFIX
 NAME = f"{KERNEL_PREFIX}block_matmul"
 """Prefix of the kernels' names, in traced and in compiled programs."""
 BLOCK = 128
-"""Elements along the contraction that share a scale, rows of a group's tiles, and columns of a block of a weight."""
+"""Number of elements that share a scale along the contraction; rows of a group's tile; columns of a weight's block."""
 
 
 def matmul(
@@ -86,8 +86,8 @@ def grouped_drhs(
     """Compute ``matmul`` over the tiles of each group: ``starts[g] ≤ t < starts[g + 1]``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; a group's part of K consists of whole tiles.
-      starts: first tile of each group, and the end of the last group.
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; each group has whole tiles of K.
+      starts: index of the first tile of each group, followed by the end of the last group.
     """
     tiles = jnp.arange(lhs_scale.shape[1])
     is_own = (tiles >= starts[:-1, None]) & (tiles < starts[1:, None])

@@ -44,11 +44,11 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
         return f"the block cast needs whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
     is_gpu = platform_of(x) == "gpu"
     if is_gpu and capability_of(x)[0] != 9:
-        return f"the block cast is for TPUs and Hopper GPUs, and the device is {device_kind_of(x)}"
+        return f"the block cast runs only on TPUs and Hopper GPUs, but the device is {device_kind_of(x)}"
     if is_gpu and found[0][0] // TILE > MOST_BLOCKS:
         return f"the block cast supports at most {MOST_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
-        return "the block cast counts in 32 bits, and jax_enable_x64 is on"
+        return "the block cast uses 32-bit indices, but jax_enable_x64 is on"
     return sharding_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
 
 
@@ -90,7 +90,7 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
 
 
 def _matrix(shape: tuple[int, ...], casts: tuple[Cast, ...]) -> tuple[tuple[int, int], tuple[Cast, ...]] | None:
-    """Return a tensor's shape as a matrix of whole tiles and the casts of that matrix, or None if there is none."""
+    """Return a matrix shape of whole tiles for a tensor, and the casts of that matrix, or None if no shape fits."""
     if 0 in shape or not all(is_even(shape, cast.block) for cast in casts):
         return None
     for axis in range(1, len(shape)):

@@ -1,6 +1,6 @@
 """``block_quantize`` on Hopper: one read of x writes elements, scales and values of every block shape (Mosaic GPU).
 
-A program casts a strip of tiles. While it casts one tile, TMA loads the next and stores the results. Blocks along the
+A program casts a strip of tiles. While it casts one tile, TMA loads the next tile and stores results. Blocks along the
 rows of x are cast from its transposed view in shared memory, and their results are transposed in memory: a matmul that
 contracts these rows reads them in this layout.
 """
@@ -60,7 +60,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        # The warps reduce the amax of a tile together; without that memory, a multiprocessor fits two programs.
+        # Only square blocks need this memory, for the amax of a tile; without it, two programs share a multiprocessor.
         reduction_bytes=mosaic_gpu.REDUCTION_BYTES if any(map(_is_square, casts)) else 0,
         interpret=interpret,
         kernel_name=kernel_name(casts),
@@ -115,7 +115,7 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
                 found[key] = _scale(_largest_of_tile(x_tile), cast)
             whole = found[key] if _is_square(cast) else None
             for half in range(2):
-                # Wait until this half of the rings is free: only the copies of the last half may be pending.
+                # Wait until this half of the rings is free: only copies from the other half may be pending.
                 plgpu.wait_smem_to_gmem(copies[n if half else n - 1], wait_read_only=True)
                 own = {dtype: rings[at].at[half] for (dtype, size), at in places.items() if size == _size(cast)}
                 _cast(x_tile, half, cast, whole, place, outs, own)
@@ -175,7 +175,7 @@ def _cast(
       x_tile: tile.
       half: half of its rows, or of its columns if the cast is transposed.
       cast: cast of the tile.
-      whole: scale of the tile, or None if each row, or piece of a row, has its own scale.
+      whole: scale of the tile, or None if each row or each part of a row has its own scale.
       place: row and column of the tile in the matrix of tiles.
       outs: results in global memory.
       rings: staging buffers in shared memory, by dtype.

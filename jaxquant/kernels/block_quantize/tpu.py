@@ -25,7 +25,7 @@ _MANTISSA_BITS = 23
 _EXPONENT = 0xFF << _MANTISSA_BITS
 _SIGN = -(2**31)
 _ROWS = 8
-"""Rows of a TPU's vectors. XLA fuses its own cast into a matrix in this order."""
+"""Rows of a TPU vector register. XLA can fuse the preceding cast into a matrix that is stored in this order."""
 
 
 def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
@@ -118,7 +118,7 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
 
 
 def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
-    """Return the largest magnitude of each block; blocks of rows are along the lanes, square blocks are repeated."""
+    """Return the largest magnitude of each block; row blocks lie along the lanes, and square blocks repeat theirs."""
     if block[0] == 1:
         magnitude = magnitude.T
     rows, columns = (block[1], 1) if block[0] == 1 else block
@@ -127,7 +127,7 @@ def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
 
 
 def _spread(scale: Array, is_transposed: bool) -> Array:
-    """Return the block's scale for each element of a tile."""
+    """Repeat the scale of each block for all elements of the block."""
     whole = jnp.broadcast_to(scale[:, None], (len(scale), TILE // len(scale), TILE)).reshape(TILE, TILE)
     return whole.T if is_transposed else whole
 

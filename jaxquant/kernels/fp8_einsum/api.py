@@ -54,7 +54,7 @@ def refusal(
     """
     kinds = [side.qvalue.dtype.name for side in (lhs, rhs)]
     if lhs.codec or rhs.codec:
-        return f"the fp8_einsum kernel does not read the format {lhs.codec or rhs.codec}"
+        return f"the fp8_einsum kernel does not support the format {lhs.codec or rhs.codec}"
     if any(kind not in DTYPES for kind in kinds) or kinds.count("int8") == 1:
         return f"the fp8_einsum kernel multiplies two int8 or two fp8 operands, not {kinds[0]} and {kinds[1]}"
     if lhs.zero_point is not None or rhs.zero_point is not None:
@@ -69,7 +69,7 @@ def refusal(
         return "the fp8_einsum kernel needs batch axes first, and contraction axes next to each other in the same order"
     is_scalar = lhs.scale.size == rhs.scale.size == 1
     if not is_scalar and not (_per_free(lhs, contract[0]) and _per_free(rhs, contract[1])):
-        return "the fp8_einsum kernel supports scales per operand or per channel, not of tiles or blocks"
+        return "the fp8_einsum kernel supports scales per operand or per channel, not per tile or block"
     if not is_scalar and scale_dtype != "float32":
         return f"the fp8_einsum kernel applies the scales of channels in float32, not in {scale_dtype}"
     if why := sharding_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):

@@ -9,7 +9,7 @@ Blocks = tuple[int, int, int]
 
 LANES = 128
 BLOCK: Blocks = (1024, 1024, 1024)
-"""Best of four on v5e and v6e, by bundles: benchmarks/results/kernels-tpu.md."""
+"""Best of four sizes on v5e and v6e by number of instruction bundles; see benchmarks/results/kernels-tpu.md."""
 VMEM_BYTES = 40 * 2**20
 """VMEM limit of a program: two blocks of each operand and of a float32 result, and the sums. Chips have 64 MiB."""
 

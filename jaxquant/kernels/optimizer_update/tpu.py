@@ -68,7 +68,7 @@ def update(
 def _guarded(
     scalars_ref: Any, *refs: Any, scalars: int, shares: Any, results: Sequence[Result], **options: Any
 ) -> None:
-    """Run ``_kernel`` if the number after the scalars is not 0; otherwise keep the replaced arrays."""
+    """Run ``_kernel`` if the flag after the scalars is not 0; otherwise keep the old arrays."""
     changes = scalars_ref[scalars] != 0
     pl.when(changes)(lambda: _kernel(scalars_ref, *refs, scalars=scalars, shares=shares, results=results, **options))
 
@@ -84,7 +84,7 @@ def _kernel(
 ) -> None:
     values = [scalars_ref[i] for i in range(scalars)]
     in_refs, out_refs = refs[: len(shares)], refs[len(shares) :]
-    # The few numbers of groups are read and written at once, because a single row of bytes cannot be.
+    # Arrays with one number per group are small. They are read and written at once, because a row of bytes cannot be.
     group_values = {i: _wide(ref[...]) for i, (ref, share) in enumerate(zip(in_refs, shares, strict=True)) if share > 1}
     made: list[list[Array]] = [[] for _ in results]
     for k in range(max(ref.shape[0] for ref in in_refs) // step):

@@ -1,7 +1,7 @@
 """``quantize`` on Hopper: one read of x writes q, its transposed copy and the amax (Mosaic GPU).
 
-A program casts a strip of tiles. While it casts one tile, TMA loads the next and stores the last. The transposed copy
-is read from the quantized tile in shared memory, so each element is divided only once.
+A program casts a strip of tiles. While it casts one tile, TMA loads the next tile and stores the previous tile. The
+transposed copy is read from the quantized tile in shared memory, so each element is divided only once.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool
         x = mosaic_gpu.load(x_tile, _REGISTERS).astype(jnp.float32)
         magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
         q = _cast(x, scale_ref, **cast)
-        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # the tile of two steps ago has left this slot
+        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # the tile of two steps ago is stored
         tiles[0].at[slot][...] = q
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tiles[0].at[slot], out_refs[0].at[pl.ds(start[0], TILE_M), pl.ds(start[1], TILE_N)])
