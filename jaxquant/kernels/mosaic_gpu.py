@@ -15,7 +15,7 @@ from jaxquant.kernels.varying import vary_alike
 _API: Any = plgpu  # names that do not exist in all of these versions
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 """Version of jax."""
-NEW = VERSION >= (0, 11)
+HAS_JAX_0_11 = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 REDUCTION_BYTES = 2048
 """Bytes of shared memory for reductions over the warps of a kernel."""
@@ -49,7 +49,7 @@ def load(ref: Any, layout: Any, *, is_optimized: bool = True) -> jax.Array:
       layout: layout of the registers.
       is_optimized: whether to raise for reads with bank conflicts.
     """
-    index = () if NEW else ((),)
+    index = () if HAS_JAX_0_11 else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=is_optimized)
 
 
@@ -63,7 +63,7 @@ def store(ref: Any, value: jax.Array, *, is_optimized: bool = True) -> None:
 
 def transposed(ref: Any) -> Any:
     """Return a transposed view of a reference to a matrix."""
-    return ref.T if NEW else plgpu.transpose_ref(ref, (1, 0))
+    return ref.T if HAS_JAX_0_11 else plgpu.transpose_ref(ref, (1, 0))
 
 
 def call(
@@ -100,13 +100,13 @@ def call(
     return [fit_varying(each, varying_axes(arrays[0])) for each in run(*arrays)]
 
 
-def multiprocessors() -> int:
+def count_multiprocessors() -> int:
     """Return the number of programs that run at once, one per multiprocessor; without a GPU, the number for an H100."""
     device = jax.devices()[0]
     return getattr(device, "core_count", _HOPPER) if device.platform == "gpu" else _HOPPER
 
 
-def refuse_device(capability: tuple[int, int], least: int, most: int, interpret: bool) -> str | None:
+def device_refusal(capability: tuple[int, int], least: int, most: int, interpret: bool) -> str | None:
     """Return the reason why a kernel does not support a device, or None if it does.
 
     Args:
@@ -115,7 +115,7 @@ def refuse_device(capability: tuple[int, int], least: int, most: int, interpret:
       interpret: whether to run without a GPU.
     """
     if interpret:
-        return None if NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
+        return None if HAS_JAX_0_11 else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
     if capability == (0, 0):
         return "a Mosaic GPU kernel needs an NVIDIA GPU of a known compute capability"
     if least <= capability[0] <= most:

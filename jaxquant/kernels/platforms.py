@@ -18,11 +18,11 @@ Array = jax.Array
 _KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
 """CUDA compute capability by device kind, for ahead-of-time compilation without the device."""
 
-MOST_BLOCKS = 65535
+MAX_GRID_BLOCKS = 65535
 """CUDA's limit for each grid axis except the first; CUDA's first axis is the last axis of a Pallas grid."""
 
 
-def sharding_refusal(*operands: Array, waits: bool = False) -> str | None:
+def sharding_refusal(*operands: Array, defers: bool = False) -> str | None:
     """Return the reason why a kernel cannot run because a compiler may shard its operands, or None if no compiler will.
 
     The decision uses the types of the operands. Operands without a mesh are safe if there is one device. Operands
@@ -30,11 +30,11 @@ def sharding_refusal(*operands: Array, waits: bool = False) -> str | None:
 
     Args:
       operands: operands of a kernel.
-      waits: whether the caller uses ``unless_sharded``, which decides at lowering about operands without a mesh.
+      defers: whether the caller uses ``unless_sharded``, which decides at lowering about operands without a mesh.
     """
     if any(explicit_sharding(x) is not None for x in operands):
         return "an operand has a mesh with explicit axes, outside of jax.shard_map"
-    if all(is_whole(x) or (waits and may_shard(x)) for x in operands):
+    if all(is_whole(x) or (defers and may_shard(x)) for x in operands):
         return None
     return "an operand may be sharded automatically outside of jax.shard_map, because there are several devices"
 
@@ -110,7 +110,7 @@ def capability_of(*arrays: Array) -> tuple[int, int]:
     return known or ((int(major), int(minor)) if dot else (0, 0))
 
 
-def module(op: str, kind: str) -> Any:
+def load_kernel(op: str, kind: str) -> Any:
     """Import the module of an op's kernel; this also imports Pallas.
 
     Args:
@@ -120,7 +120,7 @@ def module(op: str, kind: str) -> Any:
     return importlib.import_module(f"jaxquant.kernels.{op}.{kind}")
 
 
-def interpretable(*operands: Array) -> bool:
+def is_interpretable(*operands: Array) -> bool:
     """Check whether CPUs can interpret a kernel, which is only possible outside of ``jax.shard_map``.
 
     Pallas's interpreter has no types for values that vary along mesh axes. Inside ``jax.shard_map``, the reference runs

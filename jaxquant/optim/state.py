@@ -16,7 +16,7 @@ from optax import contrib
 from jaxquant.core.paths import array_bytes, join_path, leaves_by_path, map_by_path
 from jaxquant.core.sharding import platform_of
 from jaxquant.core.typed import nearest
-from jaxquant.kernels.optimizer_update.tuning import LANES, MOST
+from jaxquant.kernels.optimizer_update.tuning import LANES, MAX_ELEMENTS
 from jaxquant.optim.codes import SCHEMES, Codec, Coded
 from jaxquant.optim.run import Moment, Shardings, axis_of, encode, run
 from jaxquant.optim.weights import CompensatedState, RoundState
@@ -360,7 +360,7 @@ def _groups(
     # TPUs reduce along rows without moving data. The TPU kernel supports only such groups, in blocks of limited size.
     of_rows = axis == "rows" or (axis is None and platform_of(x) == "tpu")
     rows, last = range(-2, -x.ndim - 1, -1) if of_rows else (), axis if isinstance(axis, int) else -1
-    fits = {each: min(codec.group, MOST // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
+    fits = {each: min(codec.group, MAX_ELEMENTS // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
     found = [(size, each) for each, most in fits.items() if (size := _group(path, most, x, shards, each))]
     if not found and (size := _group(path, codec.group, x, shards, last)):
         found = [(size, last)]

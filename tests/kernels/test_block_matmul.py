@@ -53,7 +53,7 @@ def test_the_reference_is_the_sum_of_the_products(case):
     np.testing.assert_array_equal(np.asarray(found, np.float64), expected)
 
 
-@pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+@pytest.mark.skipif(not mosaic_gpu.HAS_JAX_0_11, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
 def test_the_kernel_is_its_reference():
     command = [sys.executable, "-m", "tests.kernels.interpret_worker"]
     # The interpreter's warpgroups wait for one another: each needs a thread of XLA's.

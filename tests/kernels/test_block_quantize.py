@@ -62,7 +62,7 @@ def with_nan(x, made, cast):
     return reference.Blocks(tensor, None if made.values is None else of(made.values, whole))
 
 
-@pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+@pytest.mark.skipif(not mosaic_gpu.HAS_JAX_0_11, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
 @pytest.mark.parametrize("case", [*CASES[2:5], CASES[6]], ids=str)
 def test_on_a_gpu_every_bit_is_the_references(case):
     x = hard(case.shape, case.x_dtype)

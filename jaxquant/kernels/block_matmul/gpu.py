@@ -44,7 +44,7 @@ def matmul(
       tile: tile of the result, or None to choose one (``tuning``).
     """
     depth = jnp.array([lhs.shape[2] // BLOCK], jnp.int32)
-    return _padded("dense", lhs, rhs, lhs_scale, rhs_scale, depth, tile, out_dtype=out_dtype, interpret=interpret)
+    return _run_padded("dense", lhs, rhs, lhs_scale, rhs_scale, depth, tile, out_dtype=out_dtype, interpret=interpret)
 
 
 def grouped(
@@ -67,7 +67,7 @@ def grouped(
     out = _call(
         "grouped",
         lhs[None],
-        _padded_to(rhs, N + -N % COLUMNS),
+        _pad_rows(rhs, N + -N % COLUMNS),
         lhs_scale.T[None],
         _rhs_scales(rhs_scale, N),
         groups,
@@ -95,21 +95,21 @@ def grouped_drhs(
       interpret: whether to run without a GPU.
     """
     sides = lhs[None], rhs[None], lhs_scale[None], rhs_scale[None]
-    return _padded("grouped_drhs", *sides, starts, None, out_dtype=out_dtype, interpret=interpret)
+    return _run_padded("grouped_drhs", *sides, starts, None, out_dtype=out_dtype, interpret=interpret)
 
 
-def _padded(
+def _run_padded(
     mode: Mode, lhs: Array, rhs: Array, left: Array, right: Array, ids: Array, tile: Tile | None, **options: Any
 ) -> Array:
     """Run the kernel on operands padded with zeros to whole tiles, and remove the padding of the result."""
     M, N = lhs.shape[1], rhs.shape[1]
     tile = tile or tile_for(M)
     rows = max(tile.rows, M + -M % SWIZZLED)
-    a, b, left = _padded_to(lhs, rows), _padded_to(rhs, N + -N % COLUMNS), _padded_to(left, rows).swapaxes(1, 2)
+    a, b, left = _pad_rows(lhs, rows), _pad_rows(rhs, N + -N % COLUMNS), _pad_rows(left, rows).swapaxes(1, 2)
     return _call(mode, a, b, left, _rhs_scales(right, N), ids, tile=tile, **options)[:, :M, :N]
 
 
-def _padded_to(x: Array, size: int) -> Array:
+def _pad_rows(x: Array, size: int) -> Array:
     """Pad the second axis with zeros."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0))) if size > x.shape[1] else x
 
@@ -117,7 +117,7 @@ def _padded_to(x: Array, size: int) -> Array:
 def _rhs_scales(scale: Array, columns: int) -> Array:
     """Return the scales of rhs in the kernel's layout: [B, columns / 128, T] for blocks, otherwise [B, T, columns]."""
     if scale.shape[1] == columns and columns > 1:
-        return _padded_to(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
+        return _pad_rows(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
     return scale
 
 
@@ -163,7 +163,7 @@ def _call(
     out_dtype: str,
     interpret: bool,
 ) -> Array:
-    """Run the kernel on operands of whole tiles; see ``_depth`` for the meaning of ``ids`` in each mode."""
+    """Run the kernel on operands of whole tiles; see ``_blocks_of`` for the meaning of ``ids`` in each mode."""
     (B, M, K), N = lhs.shape, rhs.shape[1]
     operands = lhs, rhs, left.astype(jnp.float32), right.astype(jnp.float32), ids
     parts = ids.shape[0] - 1 if mode == "grouped_drhs" else B
@@ -176,7 +176,7 @@ def _call(
         operands,
         [((parts, M, N), out_dtype)],
         scratch_types=[plgpu.SMEM((tile.warpgroups, 2, ROWS, PART), jnp.dtype(out_dtype), **layout)],
-        grid=(min(mosaic_gpu.multiprocessors() // tile.cluster, parts * math.prod(plan.tiles)),),
+        grid=(min(mosaic_gpu.count_multiprocessors() // tile.cluster, parts * math.prod(plan.tiles)),),
         grid_names=("program",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
@@ -201,9 +201,9 @@ def _kernel(
     def scope(allocations: Any) -> None:
         @plgpu.nd_loop((plan.parts * math.prod(plan.tiles),), collective_axes="program")
         def _(loop: Any) -> None:
-            part, row, block = _place(plan, loop.index[0])
+            part, row, block = _tile_at(plan, loop.index[0])
             start, column = jnp.minimum(row * plan.tile.rows, plan.M - plan.tile.rows), block * COLUMNS
-            source, group, first, count = _depth(plan, ids_ref, part, row)
+            source, group, first, count = _blocks_of(plan, ids_ref, part, row)
 
             def add(index: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, *rest: Any) -> Any:
                 scale = None if plan.per_column else right_ref[group, block, first + index[0]]
@@ -245,7 +245,7 @@ def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> A
     )
 
 
-def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
+def _tile_at(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
     """Return the indices (matrix, tile row, tile column) of the result tile that is computed at step ``place``."""
     size = jnp.int32(math.prod(plan.tiles))
     part, place = (lax.div(place, size), lax.rem(place, size)) if plan.parts > 1 else (0, place)
@@ -258,7 +258,7 @@ def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
     return part, row * plan.tile.cluster + other, block
 
 
-def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
+def _blocks_of(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
     """Return the indices of a tile's lhs and rhs matrices, its first block along the depth, and its number of blocks.
 
     ``ids_ref`` holds the number of blocks in dense mode, ``groups`` in grouped mode, and ``starts`` in grouped_drhs

@@ -34,7 +34,7 @@ def matmul(
       out_dtype: dtype of the result.
     """
     sides = []
-    for x, scale in ((lhs, lhs_scale), (rhs, per_row(rhs_scale, rhs.shape[1]))):
+    for x, scale in ((lhs, lhs_scale), (rhs, repeat_per_row(rhs_scale, rhs.shape[1]))):
         tiles = x.astype(jnp.float32).reshape(*x.shape[:2], -1, BLOCK)
         sides.append((jnp.moveaxis(tiles, 2, 0), jnp.moveaxis(scale.astype(jnp.float32), 2, 0)))
 
@@ -47,7 +47,7 @@ def matmul(
     return jax.lax.scan(add, zero, tuple(sides))[0].astype(out_dtype)
 
 
-def per_row(scale: Float[Array, "B columns T"], size: int) -> Float[Array, "B size T"]:
+def repeat_per_row(scale: Float[Array, "B columns T"], size: int) -> Float[Array, "B size T"]:
     """Repeat the scales of blocks for each of ``size`` rows, unless each row has a scale."""
     return scale if scale.shape[1] == size else jnp.repeat(scale, BLOCK, axis=1)[:, :size]
 

@@ -14,7 +14,7 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.fp8_einsum.reference import Major
-from jaxquant.kernels.platforms import capability_of, interpretable, module, platform_refusal, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, is_interpretable, load_kernel, platform_refusal, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
@@ -78,7 +78,7 @@ def refusal(
         return None
     m, n = (side.shape if side.is_k_major else _swapped(side.shape) for side in (left, right))
     options = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": capability_of(lhs.qvalue, rhs.qvalue)}
-    return module("fp8_einsum", "gpu").refusal(m, n, *kinds, **options)
+    return load_kernel("fp8_einsum", "gpu").refusal(m, n, *kinds, **options)
 
 
 def einsum(
@@ -129,12 +129,12 @@ def einsum(
 
         return call
 
-    tpu = module("fp8_einsum", "tpu")
+    tpu = load_kernel("fp8_einsum", "tpu")
     where = {"tpu": on(tpu.matmul)}
-    if interpretable(operands[0]):
+    if is_interpretable(operands[0]):
         where["cpu"] = on(tpu.matmul, interpret=True)
     if platform_of(lhs.qvalue) == "gpu":
-        where["cuda"] = on(module("fp8_einsum", "gpu").matmul, is_k_major=True)
+        where["cuda"] = on(load_kernel("fp8_einsum", "gpu").matmul, is_k_major=True)
     out = jax.lax.platform_dependent(*operands, **where, default=on(reference.matmul))
     return out.reshape((*left.batch, *left.free, *right.free))
 

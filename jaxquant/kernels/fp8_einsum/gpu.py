@@ -62,9 +62,9 @@ def refusal(
         return f"the kernel does not add {lhs_dtype} in {accumulator}"
     if out_dtype not in ("float32", "bfloat16"):
         return f"the kernel writes float32 and bfloat16, not {out_dtype}"
-    if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
+    if kinds[0] != kinds[1] and not mosaic_gpu.HAS_JAX_0_11:
         return f"wgmma of {lhs_dtype} with {rhs_dtype} needs jax 0.11 or newer, but this is jax {jax.__version__}"
-    return mosaic_gpu.refuse_device(capability, 9, 9, interpret)
+    return mosaic_gpu.device_refusal(capability, 9, 9, interpret)
 
 
 def matmul(
@@ -99,7 +99,7 @@ def matmul(
         (lhs, rhs, *scales),
         [((B, M, N), out_dtype)],
         scratch_types=[plgpu.SMEM((WARPGROUPS, 2, EPILOGUE, EPILOGUE), jnp.dtype(out_dtype), **out_tile)],
-        grid=(min(mosaic_gpu.multiprocessors(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
+        grid=(min(mosaic_gpu.count_multiprocessors(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",

@@ -21,10 +21,10 @@ def blocks_for(m: int, n: int, k: int) -> Blocks:
       m, n, k: rows, columns and depth of the product.
     """
     rows, columns, depth = BLOCK
-    return fit(m, rows), fit(n, columns), fit(k, depth)
+    return best_block_size(m, rows), best_block_size(n, columns), best_block_size(k, depth)
 
 
-def fit(size: int, block: int) -> int:
+def best_block_size(size: int, block: int) -> int:
     """Return the multiple of ``LANES``, at most ``block``, that covers an axis with the least padding.
 
     Args:

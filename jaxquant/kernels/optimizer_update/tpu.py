@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxquant.kernels.optimizer_update.reference import NAME, Body, Result
-from jaxquant.kernels.optimizer_update.tuning import VMEM, blocks_for
+from jaxquant.kernels.optimizer_update.tuning import VMEM_BYTES, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
@@ -47,7 +47,7 @@ def update(
 
     return pl.pallas_call(
         functools.partial(
-            _kernel if changes is None else _guarded,
+            _kernel if changes is None else _guarded_kernel,
             body=body,
             step=step,
             scalars=len(scalars),
@@ -59,13 +59,13 @@ def update(
         out_specs=[spec(each.rows) for each in results],
         out_shape=[result((A, rows // each.rows, *tail), each.dtype) for each in results],
         input_output_aliases={1 + each.replaces: i for i, each in enumerate(results) if each.replaces is not None},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
         name=NAME,
     )(packed, *operands)
 
 
-def _guarded(
+def _guarded_kernel(
     scalars_ref: Any, *refs: Any, scalars: int, shares: Any, results: Sequence[Result], **options: Any
 ) -> None:
     """Run ``_kernel`` if the flag after the scalars is not 0; otherwise keep the old arrays."""

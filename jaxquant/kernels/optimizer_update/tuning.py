@@ -6,11 +6,11 @@ import math
 
 SUBLANES, LANES, PACKED = 8, 128, 32
 """Rows and columns of a TPU vector register, and rows of a vector register of 8-bit numbers."""
-ELEMENTS = 2**18
+TARGET_ELEMENTS = 2**18
 """Target number of elements of a block: 1 MiB for each float32 array; each array has two buffers."""
-MOST = 2**19
+MAX_ELEMENTS = 2**19
 """Largest number of elements of a block; groups that do not fit are rejected."""
-VMEM = 48 * 2**20
+VMEM_BYTES = 48 * 2**20
 """VMEM limit of a program, in bytes."""
 
 
@@ -26,7 +26,7 @@ def blocks_for(rows: int, tail: tuple[int, ...], step: int, group: int) -> tuple
     between = math.prod(tail[:-1])
     if len(tail) == 1:
         step = min(math.lcm(step, group * SUBLANES), -(-rows // step) * step)
-    fits = max(ELEMENTS // (step * between) // LANES, 1) * LANES
+    fits = max(TARGET_ELEMENTS // (step * between) // LANES, 1) * LANES
     last = min(tail[-1], fits)
-    more = max(ELEMENTS // (step * between * last), 1)
+    more = max(TARGET_ELEMENTS // (step * between * last), 1)
     return min(step * more, rows), last
