@@ -1,4 +1,4 @@
-"""Health of 8-bit moments: the share that underflows."""
+"""Health of 8-bit moments: the share of elements that underflow."""
 
 from __future__ import annotations
 

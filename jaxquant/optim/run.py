@@ -69,7 +69,7 @@ def run(
     applies: bool,
     changes: jax.Array | None = None,
 ) -> Any:
-    """Run a function of trees with each ``Moment`` decoded to float32; return the result with each as ``Coded``.
+    """Run a function of trees on moments decoded to float32; return its result with moments encoded as ``Coded``.
 
     Args:
       function: function (updates, state, parameters) -> (updates or parameters, state).
@@ -77,8 +77,8 @@ def run(
       implementation: "xla", "pallas" or None, as for ``quantize_state``.
       shardings: function that returns the sharding of a parameter, or None; see ``quantize_state``.
       applies: whether the function returns parameters instead of updates.
-      changes: flag, or None. If it is False, the old state is returned, and the old parameters if the function returns
-        parameters.
+      changes: flag, or None. If the flag is False, the old state is returned, with the old parameters if the function
+        returns parameters.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Moment))
     start, end = len(jax.tree.leaves(args[0])), len(leaves) - len(jax.tree.leaves(args[2]))
@@ -104,7 +104,7 @@ def run(
             before = len(out) - end  # offset from the index of a state's input to the index of its output
             states = {i + before: i for i in range(start, end)}
             if kernel:
-                order = sorted(part.inputs, reverse=applies)  # weights come after the state, gradients before it
+                order = sorted(part.inputs, reverse=applies)  # gradients come first, weights last
                 made = _run_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:
@@ -117,7 +117,7 @@ def run(
         if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
             out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
     if changes is not None:
-        first = 0 if applies else before + start  # updates do not replace an old array
+        first = 0 if applies else before + start  # updates replace no old array
         for o, old in enumerate([*(leaves[end:] if applies else ()), *leaves[start:end]], first):
             if o not in chosen:
                 kept = old.coded if isinstance(old, Moment) else old
@@ -128,21 +128,21 @@ def run(
 def _runs_separately(
     part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
 ) -> bool:
-    """Return whether a part is computed separately, and record the choice."""
+    """Return whether to compute a part separately, and record the choice."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
     if not coded:
         return False
     if not kernel:
         if part.refusal:
-            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not one parameter at a time, because {part.refusal}"))
+            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not updated separately, because {part.refusal}"))
         return part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
     if why is None and len({x.axis for x in coded}) > 1:
-        why = "its moments have groups along different axes"
+        why = "the moments of the parameter have groups along different axes"
     if why is None:
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
-    reason = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+    reason = "requested" if implementation else "XLA for TPUs would hold many float32 moments at once"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
     record_choice(PIECE, Choice("pallas", reason) if why is None else Choice("xla", refused))
     return why is None
@@ -169,7 +169,7 @@ def _run_kernel(
       scalars: scalars of the part.
       leaves: inputs of the complete update, with coded moments.
       states: mapping from the index of an output that is state to the index of the input that it replaces.
-      order: indices of inputs, in the order in which other outputs reuse their memory.
+      order: indices of inputs; outputs that are not state reuse the memory of these inputs in this order.
       shardings, changes: arguments of ``run``.
 
     Returns:
@@ -230,14 +230,13 @@ def _run_sequentially(
     """Compute a part with XLA after the previous part is done.
 
     XLA:GPU would compute many parts at once and hold the float32 moments of all of them. Therefore the largest
-    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. No float32
-    array of a parameter's size passes through the barrier, because the barrier would keep it alive.
+    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. A barrier keeps
+    its operands alive, so no float32 array of a parameter's size passes through it.
 
     Args:
       update, part, scalars, leaves, states: arguments of ``_run_kernel``.
-      last: codes of the previous part, by output index, for each set of axes over which arrays vary inside
-        ``jax.shard_map``, because the outputs of a barrier vary over the axes of all its inputs. It is updated in
-        place.
+      last: codes of the previous part, by output index; updated in place. There is one entry for each set of axes over
+        which arrays vary inside ``jax.shard_map``, because a barrier's outputs vary over the axes of all its inputs.
 
     Returns:
       Outputs by index: a ``Coded`` for a moment, an array otherwise.

@@ -1,4 +1,4 @@
-"""Reading and writing arrays of a checkpoint: packed in the file, unpacked on the devices into the shardings."""
+"""Reading and writing arrays of a checkpoint: packed in the file, unpacked and sharded on the devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Arra
         devices.setdefault(spans, []).append(device)
     placed = []
     for spans, owners in devices.items():
-        shard = np.array(mapped[tuple(slice(*span) for span in spans)])  # a copy: no device array aliases the file
+        shard = np.array(mapped[tuple(slice(*span) for span in spans)])  # no device array may alias the file
         file.release()
         shard = shard if stored.is_packed else shard.view(stored.dtype)
         kinds = [SingleDeviceSharding(device, memory_kind=auto_sharding.memory_kind) for device in owners]
@@ -77,7 +77,7 @@ def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) 
         shape = sharding.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"the sharding of {array.path} does not fit its shape {array.shape} ({first_line(error)}); "
+            f"the sharding of {array.path} is not valid for shape {array.shape} ({first_line(error)}); "
             "choose another sharding"
         ) from None
     if array.is_packed and _splits_bytes(array, sharding):
@@ -94,7 +94,7 @@ def _splits_bytes(array: Stored, sharding: Sharding) -> bool:
 
 
 def with_auto_axes(sharding: Sharding) -> Sharding:
-    """Return the same sharding on a mesh with Auto axes, since unpacking has no explicit sharding rules."""
+    """Return the same sharding on a mesh with Auto axes, because unpacking has no explicit sharding rules."""
     if not isinstance(sharding, NamedSharding) or all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return sharding
     names = sharding.mesh.axis_names
