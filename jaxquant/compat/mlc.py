@@ -222,9 +222,7 @@ def block_scale_experts(
         # Small integer types cannot hold the number of experts.
         chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
-            raise ValueError(
-                f"indptr {indptr.shape} is for one token: x needs 1 or {chosen.size} rows, got {x.shape[0]}"
-            )
+            raise ValueError(f"indptr {indptr.shape} is for one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
         kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))
