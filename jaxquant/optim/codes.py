@@ -18,7 +18,7 @@ SMALLEST = 2.0**-126
 """Smallest normal number of float32."""
 
 _E4M3 = ELEMENTS["float8_e4m3fn"]
-_SPREAD = math.log2(_E4M3.max**2 / 2)  # binary orders of magnitude covered by the codes of fp8_coat
+_BINARY_ORDERS = math.log2(_E4M3.max**2 / 2)  # binary orders of magnitude covered by the codes of fp8_coat
 _DECADES = 7  # number of decades in the map of int8_dynamic
 
 
@@ -58,18 +58,18 @@ class Codec:
     decode: Callable[[Coded, bool, int], Groups]
 
 
-def _relative(x: Groups, largest: Float[Array, "*T"], axis: int) -> Groups:
+def _divide(x: Groups, largest: Float[Array, "*T"], axis: int) -> Groups:
     """Return x / largest. Large divisors are scaled, because a compiler may multiply by a subnormal reciprocal."""
     shrink = jnp.where(largest > 1, 0.125, 1.0)
-    return x * _over(shrink, axis) / _over(jnp.maximum(largest, SMALLEST) * shrink, axis)
+    return x * _expand(shrink, axis) / _expand(jnp.maximum(largest, SMALLEST) * shrink, axis)
 
 
-def _over(x: Float[Array, "*T"], axis: int) -> Groups:
+def _expand(x: Float[Array, "*T"], axis: int) -> Groups:
     """Add the axis of a group's elements to an array with one number per group."""
     return jnp.expand_dims(x, axis)
 
 
-def _second(magnitude: Groups, code: Groups) -> Groups:
+def _second_moment(magnitude: Groups, code: Groups) -> Groups:
     """Return second moments, at least ``SMALLEST`` where the code is not 0: they must not underflow."""
     return jnp.where(code == 0, 0, jnp.maximum(magnitude, SMALLEST))
 
@@ -89,9 +89,9 @@ def _encode_coat(x: Groups, signed: bool, axis: int) -> Coded:
     largest = magnitude.max(axis)
     top = jnp.maximum(largest, SMALLEST)
     low = jnp.clip(jnp.where(magnitude > 0, magnitude, jnp.inf).min(axis), SMALLEST, top)
-    ratio = jnp.clip(jnp.log2(top) - jnp.log2(low), _SPREAD / 16, 126)
-    exponent = jnp.clip(jnp.floor(_SPREAD * 16 / ratio), 1, 255)
-    power = _over(exponent, axis) / 16 * jnp.log2(jnp.maximum(_relative(magnitude, largest, axis), SMALLEST))
+    ratio = jnp.clip(jnp.log2(top) - jnp.log2(low), _BINARY_ORDERS / 16, 126)
+    exponent = jnp.clip(jnp.floor(_BINARY_ORDERS * 16 / ratio), 1, 255)
+    power = _expand(exponent, axis) / 16 * jnp.log2(jnp.maximum(_divide(magnitude, largest, axis), SMALLEST))
     code = jnp.clip(_E4M3.max * jnp.exp2(power), 2.0 ** (_E4M3.min_exponent - _E4M3.mantissa_bits), _E4M3.max)
     code = jnp.where(magnitude > 0, jnp.copysign(code, x) if signed else code, 0)
     return Coded(code.astype(_E4M3.name), largest, exponent)
@@ -100,10 +100,10 @@ def _encode_coat(x: Groups, signed: bool, axis: int) -> Coded:
 def _decode_coat(coded: Coded, signed: bool, axis: int) -> Groups:
     assert coded.exponent is not None
     code, exponent = coded.codes.astype(jnp.float32), coded.exponent.astype(jnp.float32)
-    magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (_over(exponent, axis) / 16)) * _over(
+    magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (_expand(exponent, axis) / 16)) * _expand(
         coded.largest, axis
     )
-    return jnp.copysign(magnitude, code) if signed else _second(magnitude, code)
+    return jnp.copysign(magnitude, code) if signed else _second_moment(magnitude, code)
 
 
 def _encode_dynamic(x: Groups, signed: bool, axis: int) -> Coded:
@@ -118,7 +118,7 @@ def _encode_dynamic(x: Groups, signed: bool, axis: int) -> Coded:
     """
     first = 1 if signed else 2
     largest = jnp.abs(x).max(axis)
-    y = _relative(jnp.abs(x), largest, axis)
+    y = _divide(jnp.abs(x), largest, axis)
     decade = jnp.zeros(y.shape, jnp.int32)
     for d in range(1, _DECADES):  # starts half way between its first value and the last value below it
         decade += (y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))).astype(jnp.int32)
@@ -143,8 +143,8 @@ def _decode_dynamic(coded: Coded, signed: bool, axis: int) -> Groups:
     decade = (jax.lax.bitcast_convert_type(place / first, jnp.int32) >> 23) - 127  # floor of the binary logarithm
     cell = (place + 0.5) / (first * _power_of_two(decade)) - 1
     magnitude = jnp.where(place == most, 1, (0.1 + 0.9 * cell) / _power_of_ten(_DECADES - 1 - decade))
-    magnitude = jnp.where(code == 0, 0, magnitude) * _over(coded.largest, axis)
-    return jnp.where(negative, -magnitude, magnitude) if signed else _second(magnitude, code)
+    magnitude = jnp.where(code == 0, 0, magnitude) * _expand(coded.largest, axis)
+    return jnp.where(negative, -magnitude, magnitude) if signed else _second_moment(magnitude, code)
 
 
 def _power_of_two(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -160,12 +160,12 @@ def _power_of_ten(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _encode_linear(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as ``code = round(127 · x / largest)``, ties to even."""
     largest = jnp.abs(x).max(axis)
-    code = jnp.round(_relative(x, largest, axis) * ELEMENTS["int8"].max)
+    code = jnp.round(_divide(x, largest, axis) * ELEMENTS["int8"].max)
     return Coded(code.astype(jnp.int8), largest)
 
 
 def _decode_linear(coded: Coded, signed: bool, axis: int) -> Groups:
-    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * _over(coded.largest, axis)
+    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * _expand(coded.largest, axis)
 
 
 @dataclasses.dataclass(frozen=True)

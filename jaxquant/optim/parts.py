@@ -52,7 +52,7 @@ class Update:
 
     def __init__(self, function: Callable[..., Sequence[Array]], inputs: Sequence[Any], large: Collection[int]) -> None:
         traced = jax.make_jaxpr(function)(*inputs)
-        flat = jax.make_jaxpr(lambda *args: _inlined(traced.jaxpr, traced.consts, args))(*inputs)
+        flat = jax.make_jaxpr(lambda *args: _eval_inlined(traced.jaxpr, traced.consts, args))(*inputs)
         self._jaxpr: Any = flat.jaxpr
         self._consts = flat.consts
         self._owner = {v: Part([i]) for i, v in enumerate(self._jaxpr.invars) if i in large}
@@ -68,7 +68,7 @@ class Update:
             if (part := self._part(v)) is not None:
                 part.outputs.append(i)
 
-    def rest(self, inputs: Sequence[Any], excluded: Sequence[Part]) -> tuple[list[Any], list[list[Array]]]:
+    def run_rest(self, inputs: Sequence[Any], excluded: Sequence[Part]) -> tuple[list[Any], list[list[Array]]]:
         """Compute the update without some of its parts.
 
         Args:
@@ -95,7 +95,7 @@ class Update:
         """Return the dtype of an output, by its index."""
         return self._jaxpr.outvars[output].aval.dtype
 
-    def run(self, part: Part, scalars: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
+    def run_part(self, part: Part, scalars: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
         """Compute a part on arrays of any shape.
 
         Args:
@@ -167,13 +167,13 @@ def _jaxpr(constants: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[An
     return Jaxpr(constants, inputs, outputs, equations, debug_info=info)
 
 
-def _inlined(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+def _eval_inlined(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, and inline its calls of jitted functions."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else known[v]  # noqa: E731
     for equation in jaxpr.eqns:
         if (inner := equation.params.get(_CALLS.get(equation.primitive.name, ""))) is not None:
-            results = _inlined(inner.jaxpr, inner.consts, [read(v) for v in equation.invars])
+            results = _eval_inlined(inner.jaxpr, inner.consts, [read(v) for v in equation.invars])
         else:
             operands = {v: known[v] for v in equation.invars if not isinstance(v, Literal)}
             results = eval_jaxpr(_jaxpr([], list(operands), equation.outvars, [equation]), [], *operands.values())

@@ -39,8 +39,8 @@ MOMENTS: Moments = MappingProxyType(
 )
 """Moments of each class of optimizer state, and whether they are signed."""
 
-_FEWEST = 4096  # minimum number of elements of an 8-bit moment
-_LEAST_GROUP = 16  # a group's largest magnitude then costs a quarter of a byte per element
+_MIN_ELEMENTS = 4096  # minimum number of elements of an 8-bit moment
+_MIN_GROUP = 16  # a group's largest magnitude then costs a quarter of a byte per element
 
 
 class QuantizedState(NamedTuple):
@@ -141,14 +141,14 @@ def quantize_state(
         axis = -1
 
     def init(params: optax.Params) -> QuantizedState:
-        state = tx.init(_float32(params))
-        _check(state, moments, names)
+        state = tx.init(_to_float32(params))
+        _check_state(state, moments, names)
 
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             codec = row.codec(signed)
 
             def of_leaf(path: str, x: jax.Array) -> Coded:
-                found = _groups(_join(name, path), codec, x, names, shards, axis)
+                found = _choose_groups(_join(name, path), codec, x, names, shards, axis)
                 if found is None:
                     return Coded(x, None)
                 # Without the barrier, XLA would constant-fold the encoding of zeros, which can take minutes.
@@ -185,7 +185,7 @@ def quantize_state(
             return jax.tree.map(of_leaf, paths, tree, state.largest[name], state.exponent[name])
 
         def function(updates: Any, inner: Any, params: Any) -> Any:
-            new, inner = inner_update(_float32(updates), inner, _float32(params), **extra)
+            new, inner = inner_update(_to_float32(updates), inner, _to_float32(params), **extra)
             return optax.apply_updates(params, new) if apply else new, inner
 
         inner = map_moments(of_moment, moments, state.inner)
@@ -291,8 +291,8 @@ def describe_state(state: Any) -> dict[str, str]:
                     rows[row] += f"; splits groups, because a shard has {part} elements along axis {axis}"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
                 why = "listed in float32, or no group size divides the axis"
-                if codes.size < _FEWEST:
-                    why = f"fewer than {_FEWEST} elements"
+                if codes.size < _MIN_ELEMENTS:
+                    why = f"fewer than {_MIN_ELEMENTS} elements"
                 rows[row] = f"{codes.dtype}: {why}"
     return rows
 
@@ -301,7 +301,7 @@ def _join(*paths: str) -> str:
     return "/".join(filter(None, paths))
 
 
-def _float32(tree: Any) -> Any:
+def _to_float32(tree: Any) -> Any:
     """Cast floats that are less precise than float32 to float32."""
 
     def cast(x: Any) -> Any:
@@ -322,7 +322,7 @@ def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, sta
     return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=lambda node: type(node) in moments)
 
 
-def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
+def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
     """Raise if a state has an unknown moment or a forbidden transformation, or has no path for one of the names."""
     kinds = (RoundState, CompensatedState, QuantizedState)
     found = [
@@ -348,10 +348,10 @@ def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
 
 
 def _is_large(leaf: Any) -> bool:
-    return leaf.size >= _FEWEST and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.size >= _MIN_ELEMENTS and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _groups(
+def _choose_groups(
     path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards, axis: int | str | None
 ) -> tuple[int, int] | None:
     """Return the axis of a moment's groups (counted from the end) and the number of groups, or None for float32."""
@@ -361,13 +361,13 @@ def _groups(
     of_rows = axis == "rows" or (axis is None and platform_of(x) == "tpu")
     rows, last = range(-2, -x.ndim - 1, -1) if of_rows else (), axis if isinstance(axis, int) else -1
     fits = {each: min(codec.group, MAX_ELEMENTS // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
-    found = [(size, each) for each, most in fits.items() if (size := _group(path, most, x, shards, each))]
-    if not found and (size := _group(path, codec.group, x, shards, last)):
+    found = [(size, each) for each, most in fits.items() if (size := _group_size(path, most, x, shards, each))]
+    if not found and (size := _group_size(path, codec.group, x, shards, last)):
         found = [(size, last)]
     return next(((each, x.shape[each] // size) for size, each in [max(found, default=(0, 0))] if size), None)
 
 
-def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | None:
+def _group_size(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | None:
     if x.ndim < -axis:
         return None
     size, most = x.shape[axis], shards(path, axis) if callable(shards) else shards
@@ -376,7 +376,7 @@ def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | 
     for devices in range(most, 0, -1):
         if most % devices == 0 and size % devices == 0:
             part = size // devices
-            for group in range(min(largest, part), _LEAST_GROUP - 1, -1):
+            for group in range(min(largest, part), _MIN_GROUP - 1, -1):
                 if part % group == 0:
                     return group
     return None

@@ -68,7 +68,7 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
             leaf_key = fold(key, zlib.crc32(join_path(path).encode()))
             return round_randomly(exact, device_key(leaf_key, exact)) - weight
 
-        return _map(of_leaf, params, updates), RoundState(state.count + 1)
+        return _map_leaves(of_leaf, params, updates), RoundState(state.count + 1)
 
     return optax.GradientTransformation(init, update)
 
@@ -98,17 +98,17 @@ def compensated_round() -> optax.GradientTransformation:
             return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
 
         def of_leaf(_: Any, p: jax.Array, u: jax.Array, wanted: Any) -> jax.Array:
-            return u if wanted is None else _nearest(wanted) - p.astype(jnp.float32)
+            return u if wanted is None else _round_to_nearest(wanted) - p.astype(jnp.float32)
 
         def error_of(_: Any, p: jax.Array, wanted: Any) -> Any:
             if wanted is None:
                 return None
-            lost = wanted - _nearest(wanted)
+            lost = wanted - _round_to_nearest(wanted)
             return prevent_excess_precision(jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16))
 
         _require_bfloat16(params, "compensated_round")
-        wanted = _map(exact, params, updates, state.error)
-        return _map(of_leaf, params, updates, wanted), CompensatedState(_map(error_of, params, wanted))
+        wanted = _map_leaves(exact, params, updates, state.error)
+        return _map_leaves(of_leaf, params, updates, wanted), CompensatedState(_map_leaves(error_of, params, wanted))
 
     return optax.GradientTransformation(init, update)
 
@@ -130,7 +130,7 @@ def round_randomly(x: Float[Array, "*shape"], key: RandomKey) -> Float[Array, "*
     return jnp.where(jnp.isfinite(x), rounded, x)
 
 
-def _nearest(x: jax.Array) -> jax.Array:
+def _round_to_nearest(x: jax.Array) -> jax.Array:
     """Round to the nearest bfloat16 number, but return float32; a compiler would remove a cast to bfloat16 and back."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
@@ -144,7 +144,7 @@ def _require_bfloat16(params: Any, what: str) -> None:
         )
 
 
-def _map(function: Any, params: Any, *trees: Any) -> Any:
+def _map_leaves(function: Any, params: Any, *trees: Any) -> Any:
     if params is None:
         raise ValueError("stochastic_round and compensated_round need the weights; call update(updates, state, params)")
     return jax.tree_util.tree_map_with_path(function, params, *trees)

@@ -27,7 +27,7 @@ from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
 from jaxquant.export.sums import NAME as SUMS
 from jaxquant.export.sums import check_sums, write_sums
 from jaxquant.serving.leaves import Leaf, check_like, describe, flatten, unflatten
-from jaxquant.serving.placement import ChooseSharding, choose_sharding, place, to_stored
+from jaxquant.serving.placement import ChooseSharding, choose_sharding, read_array, to_stored
 
 __all__ = ["Checkpoint", "load", "read_manifest", "save"]
 
@@ -100,10 +100,10 @@ def save(
     if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
         raise ValueError("params is the whole variables dict (it has a collection 'params'); save variables['params']")
     leaves = flatten(params)
-    _check_made_by(leaves, config)
+    _check_produced_by(leaves, config)
     rows = [describe(path, leaf) for path, leaf in leaves.items()]
     contents = {"format": FORMAT, "version": VERSION}
-    contents |= {"config": _as_json("config", config), "extra": _as_json("extra", extra or {})}
+    contents |= {"config": _to_json_values("config", config), "extra": _to_json_values("extra", extra or {})}
     contents |= {"leaves": [row.as_row() for row in rows]}
     if directory.exists():
         raise FileExistsError(f"{directory} exists; choose a folder that does not exist, or remove this one")
@@ -135,7 +135,7 @@ def save(
         multihost_utils.sync_global_devices("checkpoint saved")
 
 
-def _as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping as ``json.loads`` will return it, or raise if it cannot be written."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"{name} is {type(mapping).__name__}, not a mapping; pass a dict of plain values")
@@ -145,7 +145,7 @@ def _as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
         raise type(error)(f"{name} cannot be written as JSON ({error}); pass plain finite values") from None
 
 
-def _check_made_by(leaves: Mapping[str, Any], config: Any) -> None:
+def _check_produced_by(leaves: Mapping[str, Any], config: Any) -> None:
     """Raise if a kernel has an element type or format that no recipe of the config produces."""
     if not isinstance(config, Mapping) or "quantization" not in config:
         return
@@ -265,7 +265,7 @@ def load(
         listed, present = (show(each.get(name, "nothing")) for each in (expected, actual))
         raise ValueError(f"{directory}: {NAME} lists {show(name)} as {listed}, but {ARRAYS} has {present}; {_REPLACE}")
     leaves = {
-        leaf.path: leaf.assemble({path: place(array, file, shardings[path]) for path, array in leaf.arrays().items()})
+        leaf.path: leaf.assemble({path: read_array(x, file, shardings[path]) for path, x in leaf.arrays().items()})
         for leaf in manifest.leaves
     }
     return Checkpoint(unflatten(leaves), manifest.config, manifest.extra, manifest.version)

@@ -69,7 +69,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
       TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """
     variables, config, *example_inputs = sort_arguments("convert", model, arguments, "*inputs", example_kwargs)
-    config = _config(config)
+    config = _parse_config(config)
     if isinstance(model, nnx.Module):
         return convert_nnx(model, config, *example_inputs, **example_kwargs)
     if face_of(model) is not None:
@@ -83,7 +83,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     return {"params": params, **others}
 
 
-def _config(config_like: Any) -> QuantConfig:
+def _parse_config(config_like: Any) -> QuantConfig:
     config = QuantConfig.from_any(config_like)
     reason = "is not written by convert; leave it empty and save the result of convert with jaxquant.serving.save"
     refuse_fields(config, {"save_quantized_params_path": reason}, ValueError)
@@ -103,7 +103,7 @@ def find_kernels(
       config: same as for ``maybe_quantize_model``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``.
     """
-    config = _config(config)
+    config = _parse_config(config)
     kernels_by_path: dict[str, LayerKernel] = {}
     for path, layer in linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs).items():
         kernels_by_path[path if layer.path in kernels_by_path else layer.path] = layer

@@ -156,8 +156,8 @@ def append(
         )
     if valid is None and key.shape[1] > length:
         raise ValueError(f"{key.shape[1]} tokens exceed a KV cache of length {length}; create a longer cache")
-    places = _places(positions, rows, key.shape[1])
-    _check_places(places, valid, length)
+    places = _expand_positions(positions, rows, key.shape[1])
+    _check_positions(places, valid, length)
     places = jnp.asarray(places)
     if valid is not None:
         places = jnp.where(valid, places, length)
@@ -214,7 +214,7 @@ def _encode(cache: KVCache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return pack(tensor.qvalue) if cache.kv_quant_dtype in PACKED else tensor.qvalue, tensor.scale
 
 
-def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:
+def _expand_positions(positions: int | jax.Array, rows: int, tokens: int) -> Any:
     """Return [B, S] positions; a numpy array if the positions are concrete."""
     known: Any = positions if isinstance(positions, Tracer) else np.asarray(positions)
     if known.ndim == 2:
@@ -228,7 +228,7 @@ def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:
     return (first + steps) + np.zeros((rows, 1), np.int32)
 
 
-def _check_places(places: Any, valid: jax.Array | None, length: int) -> None:
+def _check_positions(places: Any, valid: jax.Array | None, length: int) -> None:
     """Raise if a concrete position is outside of the cache; padding is not checked."""
     if isinstance(places, Tracer) or isinstance(valid, Tracer):
         return

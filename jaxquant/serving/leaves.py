@@ -54,12 +54,12 @@ class Leaf:
     float_dtype: str | None = None
     read_as: str | None = None
 
-    def arrays(self) -> dict[str, Stored]:
+    def arrays(self) -> dict[str, StoredArray]:
         """Return the stored arrays by path; a ``QTensor`` has one to five arrays."""
         if self.role == "array":
-            return {self.path: Stored(self.path, self.shape, self.dtype)}
+            return {self.path: StoredArray(self.path, self.shape, self.dtype)}
         paths = {f"{self.path}/{name}": of for name, of in self._parts().items()}
-        return {path: Stored(path, *of) for path, of in paths.items()}
+        return {path: StoredArray(path, *of) for path, of in paths.items()}
 
     def as_row(self) -> dict[str, Any]:
         """Return the fields for the manifest, without empty optional fields."""
@@ -87,7 +87,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredArray:
     """One array of a checkpoint: ``shape`` and ``dtype`` in the model, ``stored_*`` on disk."""
 
     path: str

@@ -13,13 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.formats.packing import unpack
-from jaxquant.serving.leaves import Stored
+from jaxquant.serving.leaves import StoredArray
 
 ChooseSharding = Callable[[str, tuple[int, ...], str], Sharding]
 """Function (path, shape, dtype name) of an array in the model -> its sharding."""
 
 
-def to_stored(stored: Stored, array: Any) -> np.ndarray:
+def to_stored(stored: StoredArray, array: Any) -> np.ndarray:
     """Return an array in host memory in its stored form: four-bit elements in pairs, the first in the low bits.
 
     Raises:
@@ -36,7 +36,7 @@ def to_stored(stored: Stored, array: Any) -> np.ndarray:
     return packed
 
 
-def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
+def read_array(stored: StoredArray, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
     """Read an array onto devices, one shard at a time in host memory. Replicated shards are read once."""
     shape, auto_sharding, mapped = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
     devices: dict[Any, list[Any]] = {}
@@ -61,7 +61,7 @@ def _unpacker(dtype: str, size: int, sharding: Sharding) -> Any:
     return jax.jit(functools.partial(unpack, dtype=dtype, size=size), out_shardings=sharding)
 
 
-def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) -> Sharding:
+def choose_sharding(array: StoredArray, requested: Sharding | ChooseSharding | None) -> Sharding:
     """Return the sharding of one array.
 
     Raises:
@@ -88,7 +88,7 @@ def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) 
     return sharding
 
 
-def _splits_bytes(array: Stored, sharding: Sharding) -> bool:
+def _splits_bytes(array: StoredArray, sharding: Sharding) -> bool:
     shard_shape = sharding.shard_shape(array.shape)[-1]
     return shard_shape != array.shape[-1] and shard_shape % 2 == 1
 
