@@ -1,4 +1,4 @@
-"""Coverage: every contraction that a function runs, with its actual dtypes and the reason for float."""
+"""Coverage: every contraction that a function runs, with its actual dtypes, and the reason if it stays in float."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
     """Return every contraction that a function runs, forward and backward, without running it.
 
     The function is traced, including all that it calls: jitted functions, scans, branches, rematerialized blocks,
-    shards, Pallas kernels. The rows describe the traced program, without operations that no output and no side effect
-    needs; a compiler may still use another dtype. Arguments that the function changes, such as an NNX model or a
-    dictionary, count as outputs.
+    shards, Pallas kernels. The rows describe the traced program, without operations that neither an output nor a side
+    effect needs. The compiled program may still use another dtype. Arguments that the function changes, such as an NNX
+    model or a dictionary, count as outputs.
 
     Args:
       fn: any function of arrays, such as a training step; jitted or not, quantized by any library. NNX models and
         optimizers are passed as arguments; ``fn`` can also be an NNX model itself.
       args, kwargs: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
-      config: any value that ``QuantConfig.from_any`` accepts, to get reasons and ``Coverage.check`` for a function that
-        another library quantized, or to compare a quantized model with another config. Without a config, each layer
-        that jaxquant quantized is compared with its decision at trace time, and ``check`` raises if all matmuls are
-        float.
+      config: any value that ``QuantConfig.from_any`` accepts. If a config is passed, the rows and ``Coverage.check``
+        compare the function with it. This is useful if another library quantized the function, or if a model is
+        quantized with a different config. Without a config, each layer that jaxquant quantized is compared with its
+        decision at trace time, and ``check`` raises if all matmuls are float.
 
     Raises:
       TypeError: fn is not callable, or is a Linen model that is not bound.
       TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     if not callable(fn) or (isinstance(fn, nn.Module) and fn.scope is None):
-        raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; pass model.apply")
+        raise TypeError(f"coverage needs a function and its arguments, got {type(fn).__name__}; pass model.apply")
     traced, names = whole.trace(fn, args, kwargs)
     return _of_jaxpr(traced.jaxpr, names, config, may_be_float=config is not None)
 
 
 def of_trace(traced: Any) -> Coverage:
-    """Return the contractions of a traced function, which may be float; otherwise like ``coverage``.
+    """Return the coverage of a traced function, as ``coverage`` does without a config; all matmuls may be float.
 
     Args:
       traced: result of ``jax.jit(fn).trace(*args)``.
@@ -92,14 +92,14 @@ def _nothing_seen(rows: Sequence[Row], decide: _Decider, may_be_float: bool) -> 
     if any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
         return
     if decide.resolver is not None:
-        what = "no matmul belongs to a layer to quantize" if rows else "it has no matmul"
+        what = "no matmul belongs to a layer to quantize" if rows else "the function has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
     elif rows and not may_be_float:
         yield "no matmul of this function is quantized; pass the quantized function"
 
 
 _Layers = dict[str, list[LabeledContraction]]
-"""Contractions of every layer to quantize, forward and backward, by its path."""
+"""Path of each layer to quantize -> its contractions, forward and backward."""
 
 
 def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
@@ -199,8 +199,8 @@ class _Decider:
         if recipe is not None and decision.rule is None:
             excluded = self.floats.get(each.path, "")
             if not excluded and not forward.dtypes.rhs.is_quantized:
-                # It may have been quantized in a smaller trace than the whole step, in which it counted as a normal
-                # layer.
+                # A layer that is already quantized stays so: in a trace of only a part of the step, the reason for
+                # an exclusion can be absent.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)
         wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
@@ -280,9 +280,9 @@ def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str, ...], str]:
-    """Return the original dtypes and the reason if both operands are held in a wider type, else () and "".
+    """Return the original dtypes and the reason if both operands are stored in a wider dtype, else () and "".
 
-    Convolutions need operands of one type (``ops.conv``), and tiles are dequantized (``ops.contract``).
+    ``ops.conv`` converts both operands to a common dtype, and ``ops.contract`` dequantizes tiles.
     """
     left, right = dtypes.lhs.rounded_to, dtypes.rhs.rounded_to
     if not left or not right:
@@ -290,7 +290,7 @@ def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str,
     held = " and ".join(sorted({left, right}))
     if each.contraction.operation == "conv_general_dilated":
         is_wide = {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right
-        why = f"a convolution multiplies {held} as bfloat16, because its operands must have one type"
+        why = f"a convolution multiplies {held} as bfloat16, because its operands must have the same dtype"
     else:
         is_wide = any(origin.is_emulated for origin in each.origins)
         why = f"tiles of {held} are dequantized, because no matmul supports their scales"
@@ -317,4 +317,4 @@ def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
         return "no parameter: activation × activation"
     if decide.has_config:
         return "quantization is off" if decide.resolver is None else "not a linear layer of the model"
-    return "float operands: no quantization reached it"
+    return "float operands: quantization did not reach this matmul"

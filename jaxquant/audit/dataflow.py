@@ -1,8 +1,8 @@
-"""Graph of values of a traced function, in which every nested function, loop and branch is opened.
+"""Graph of the values of a traced function, including the values in nested functions, loops and branches.
 
 An operand of a matmul may come from values (a parameter, a division by a scale, a reduction) outside its jitted
 function, scan or rematerialized block. In the graph, each variable of each jaxpr becomes a ``Value`` that refers to the
-values it was computed from, and each contraction becomes a ``Contraction`` with its place.
+values it was computed from, and each contraction becomes a ``Contraction`` that records where it is in the program.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Value:
 
     Attributes:
       operation: name of the primitive that computed it, or "argument" or "constant". Loops add "scan_slice" (one step's
-        part of an input), "scan_carry" (computed from the initial value and the last step's value) and "scan_stack"
-        (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
+        part of an input), "scan_carry" (computed from the initial value and the last step's value), "scan_stack" (one
+        step's results, stacked) and "scan_result" (the last step's carry). ``shard_map`` adds "shard" and "unshard",
+        ``cond`` adds "branch", and the inputs of a kernel are "unknown".
       inputs: values that it was computed from.
       shape, dtype: shape, and dtype name.
       position: index of the value in the results of the primitive, or in the arguments.
@@ -108,8 +109,8 @@ class Contraction:
 
     Attributes:
       operation: primitive, one of ``CONTRACTIONS``, or "pallas_call" inside a kernel.
-      lhs, rhs, out: operands and result; blocks of them inside a kernel.
-      place: place in the program.
+      lhs, rhs, out: operands and result; inside a kernel, blocks of the operands and of the result.
+      place: location in the program.
       flops: multiplications and additions of one execution.
       is_outer: whether the contraction is an outer product, without a contracted axis.
       source: file, line and function that called it.
@@ -238,7 +239,7 @@ class Graph:
         for program in inner:
             avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
             self._run(program, [_value("unknown", (), aval) for aval in avals], place)
-        del self._read_by_effects[effects:]  # the effects of the equation itself decide
+        del self._read_by_effects[effects:]  # only effects of the equation itself count
         for out in outs:
             out.conditions = tuple(each.out for each in self.contractions[count:])
 
@@ -317,7 +318,7 @@ def _has_own_kernel(jaxpr: Any) -> bool:
 
 
 def _asked_at(eqn: Any) -> str:
-    """Return the file, line and function that called an operation, outside of jax and of this package."""
+    """Return the file, line and function of the innermost caller outside of jax and of this package."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith(_HIDDEN):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({frame.function_name})"

@@ -102,7 +102,7 @@ class Health(Tabular, dict[str, Array]):
         return lines
 
     def summary(self) -> str:
-        """Describe in one line how many layers there are and which tensor has the lowest SQNR."""
+        """Return one line with the number of layers and the tensor with the lowest SQNR."""
         sqnr = np.asarray(self["sqnr"])
         if np.isnan(sqnr).all():
             return f"{len(self.rows)} layers"
@@ -132,8 +132,8 @@ class Monitor:
     matmul of the activation's gradient quantizes. If the recipe first multiplies the output gradient by the kernel's
     per-channel scale, all statistics except its amax describe the product. A recipe with stochastic rounding is
     measured with one draw of noise, which differs from the noise of the step. All uses of a layer count together. For
-    float layers, ragged matmuls and convolutions, only amax and nonfinite are known; a layer that no gradient reaches
-    has NaN.
+    float layers, ragged matmuls and convolutions, only amax and nonfinite are known. All statistics of a layer that no
+    gradient reaches are NaN.
 
     Attributes:
       rows: layers, in the order of the forward pass.
@@ -145,7 +145,8 @@ class Monitor:
             engine.decide(analysis)
         self._sites: dict[Key, Contraction] = {}
         for site in analysis.plan.contractions():
-            if site.is_replaceable and not any(leaf.index in analysis.looked_up for leaf in site.leaves):  # no table
+            # A table of embeddings has no linear layer's statistics.
+            if site.is_replaceable and not any(leaf.index in analysis.looked_up for leaf in site.leaves):
                 self._sites.setdefault(site.key, site)
         self._order, self.rows = _make_rows(list(self._sites.values()))
 
@@ -169,12 +170,12 @@ class Monitor:
 
     @property
     def shards(self) -> int:
-        """Number of shards into which recipes split a batch; the size of a partial batch must be a multiple of it."""
+        """Number of shards into which recipes split a batch. The size of a partial batch must be a multiple of it."""
         return math.lcm(*(site.recipe.drhs.shards for site in self._sites.values() if site.recipe))
 
 
 def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **kwargs: Any) -> Monitor:
-    """Return a monitor of the layers of a Linen model or of a quantized function; nothing is computed.
+    """Return a monitor of the layers of a Linen model or of a quantized function, without running it.
 
     ``health(model, loss, *example_inputs)`` returns a monitor that is called as ``monitor(params, *args)`` with the
     arguments of ``loss(params, *args) -> scalar``. ``health(function, loss, params, *args)`` returns a monitor that is
@@ -187,19 +188,19 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
     Args:
       model_or_function: quantized Linen model that ``loss`` applies, float Linen model, or function of
         ``jaxquant.quantize``.
-      loss: loss to differentiate; the quant state of a Linen model is one of its further arguments.
+      loss: loss to differentiate. If a Linen model has quant state, pass it to the loss as another argument.
       args, kwargs: arguments of the model's ``__call__``, or of the function; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
-      TypeError: neither a Linen module nor a quantized function.
-      ValueError: a model without a linear layer, or a function of which the config quantizes nothing.
+      TypeError: the first argument is neither a Linen module nor a quantized function.
+      ValueError: the model has no linear layer, or the function's config quantizes nothing.
     """
     if isinstance(model_or_function, nn.Module):
         return _of_model(model_or_function, loss, *args, **kwargs)
     if not isinstance(model_or_function, QuantizedFunction):
         raise TypeError(
-            f"health takes a Linen module or a function of jaxquant.quantize, got {type(model_or_function).__name__}; "
-            "quantize an NNX model as a function of its parameters"
+            f"health needs a Linen module or a result of jaxquant.quantize, got {type(model_or_function).__name__}; "
+            "to measure an NNX model, quantize it as a function of its parameters"
         )
     return _of_function(model_or_function, loss, *args, **kwargs)
 
@@ -278,7 +279,7 @@ class _Taps:
             if site.is_replaceable and site.recipe is None and site.key in self.probes:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
-            raise ValueError(f"{layer_name(absent[0])} did not run in the example call of the health monitor")
+            raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs that reach it")
         states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
