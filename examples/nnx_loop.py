@@ -1,4 +1,4 @@
-"""Training loop of a Flax NNX model with nnx.Optimizer, which also updates quant state; both are stored together.
+"""Training loop of a Flax NNX model with nnx.Optimizer, which also updates quant state.
 
 python examples/nnx_loop.py
 """
@@ -36,7 +36,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
     @nnx.jit
     def step(model, optimizer, x, labels):
         value, grads = jaxquant.state.value_and_grad(loss)(model, x, labels)
-        norm = optax.global_norm(grads.params)  # only the parameters' gradients
+        norm = optax.global_norm(grads.params)  # only gradients of parameters
         jaxquant.state.apply_gradients(model, optimizer, grads)
         return value, norm
 

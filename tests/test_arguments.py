@@ -101,7 +101,7 @@ MISTAKES = {
     "jaxquant.health(loss, loss, X)": r"takes a Linen module or a function of jaxquant\.quantize, got function",
     "jaxquant.health(nn.LayerNorm(), loss, X)": "LayerNorm has no linear layer to measure",
     "jaxquant.health(jaxquant.quantize(lambda p: p, {}), loss, params)": "quantization is off",
-    "jaxquant.coverage(3)": "coverage takes a function and its arguments, got int",
+    "jaxquant.coverage(3)": "coverage needs a function and its arguments, got int",
     "jaxquant.coverage(PLAIN, float_variables, X)": "takes a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
     "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",

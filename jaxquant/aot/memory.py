@@ -60,12 +60,13 @@ def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
 def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, list[Row]]:
     """Find the largest multiple of a batch size with which a step fits, by compiling a few sizes.
 
-    The first two sizes are ``unit`` and twice ``unit``. Each of the next is where a line through the smallest and the
-    largest size that fit meets the capacity, between sizes known to fit and not to fit. Progress goes to stderr.
+    The first two sizes are ``unit`` and twice ``unit``. Each further size is where a line through the smallest and the
+    largest size that fit reaches the capacity; it lies between a size that fits and one that does not. Progress goes to
+    stderr.
 
     Args:
       compiled: function of a batch size that returns the step's audit.
-      unit: number of sequences that the batch size is a multiple of.
+      unit: number of sequences; the batch size is a multiple of it.
 
     Returns:
       The batch size, or 0 if not even ``unit`` fits, and a row for each compiled size.
@@ -86,7 +87,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
             continue
         fits[n] = found.memory["peak"]
         if len(fits) == 2 and len(set(fits.values())) == 1:
-            raise ValueError(f"--largest-batch: the step needs as much with batch_size {n * unit} as with half of it")
+            raise ValueError(f"--largest-batch: batch_size {n * unit} needs as much memory as half of it")
     return max(fits, default=0) * unit, rows
 
 

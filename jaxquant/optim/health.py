@@ -1,4 +1,4 @@
-"""Health of 8-bit moments: the share that underflows."""
+"""Health of 8-bit moments: the share of elements that underflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str,
     def read(start: str, path: str, signed: bool, tree: Any) -> Any:
         for name, codes in leaves_by_path(tree).items():
             if codes.dtype.itemsize == 1:
-                at = _ends(codes, signed)
+                at = _low_end_masks(codes, signed)
                 found["/".join(filter(None, (start, path, name)))] = {end: jnp.mean(each) for end, each in at.items()}
         return tree
 
@@ -44,7 +44,7 @@ def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str,
     return found
 
 
-def _ends(codes: Array, signed: bool) -> dict[str, Array]:
+def _low_end_masks(codes: Array, signed: bool) -> dict[str, Array]:
     """Return masks of the codes that are 0, and of those with the smallest nonzero magnitude."""
     x, smallest = codes.astype(jnp.float32), 1.0
     if codes.dtype == _E4M3.name:

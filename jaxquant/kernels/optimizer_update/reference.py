@@ -47,7 +47,7 @@ def update(
       scalars: float32 scalars for ``body``, the same for all rows.
       arrays: arrays for ``body``.
       results: results of ``body``.
-      changes: mask; where it is False, a result is the array that it replaces, or 0 if it replaces none.
+      changes: mask; where it is False, a result is the array that it replaces, or 0 if the result replaces no array.
     """
     made = jax.vmap(lambda *parts: tuple(body(scalars, parts)))(*arrays)
     new = [x.astype(result.dtype) for x, result in zip(made, results, strict=True)]

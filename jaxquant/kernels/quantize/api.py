@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
-from jaxquant.kernels.platforms import capability_of, interpretable, module, platform_refusal, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, is_interpretable, load_kernel, platform_refusal, sharding_refusal
 from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
@@ -32,7 +32,7 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, split: in
     if platform_of(x) != "gpu":
         return None
     options = {"dtype": dtype, "compute_dtype": compute_dtype, "capability": capability_of(x)}
-    return module("quantize", "gpu").refusal(_matrix(x.shape, split), x.dtype.name, **options)
+    return load_kernel("quantize", "gpu").refusal(_matrix(x.shape, split), x.dtype.name, **options)
 
 
 def _matrix(shape: tuple[int, ...], split: int | None) -> tuple[int, int]:
@@ -62,12 +62,12 @@ def quantize(
     on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)
     copies, where = {"transposed": split is not None}, {}
     if split is None:
-        tpu = module("quantize", "tpu")
+        tpu = load_kernel("quantize", "tpu")
         where["tpu"] = on(tpu.quantize)
-        if interpretable(matrix):
+        if is_interpretable(matrix):
             where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
     if platform_of(x) == "gpu":
-        where["cuda"] = on(module("quantize", "gpu").quantize, **copies)
+        where["cuda"] = on(load_kernel("quantize", "gpu").quantize, **copies)
     out = jax.lax.platform_dependent(matrix, scales, **where, default=on(reference.quantize, **copies))
     q = out.q.reshape(x.shape)
     if split is None:
