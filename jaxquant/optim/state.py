@@ -101,13 +101,13 @@ def quantize_state(
       tx: optimizer.
       scheme: key of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
       float32: names of parameters, layers or moments (parts of paths) that stay float32.
-      shards: maximum number of devices that share a parameter's axis of groups, or a function of a moment's path and
-        that axis, counted from the end. If possible, a group lies on one device.
+      shards: maximum number of devices over which the axis of the groups is sharded, or a function (path of a moment,
+        axis counted from the end) -> number of devices. If possible, a group lies on one device.
       moments: moments of each class of optimizer state: ``MOMENTS``, or ``MOMENTS`` with your own classes added.
       axis: axis of the groups, counted from the end; or "rows": the second-last axis, an earlier axis if its groups are
-        larger, or the last axis if neither has groups. None selects the last axis; on TPUs, unless ``implementation``
-        is "xla", it selects "rows". ``update`` keeps the axis of an existing state, on any platform.
-      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, instead of updates. The
+        larger, or the last axis if neither has groups. None selects "rows" on TPUs (unless ``implementation`` is
+        "xla"), otherwise the last axis. ``update`` keeps the axis of an existing state, on any platform.
+      apply: whether ``update`` returns ``NewWeights`` (for ``apply_updates`` of this module) instead of updates. The
         kernel then writes the weights itself, which saves 12 bytes of memory traffic per parameter. The optimizer must
         be the last of a chain, and not inside ``optax.MultiSteps``.
       implementation: "xla", or "pallas" for the kernel, which CPUs interpret. None selects the kernel on TPUs. If
@@ -218,7 +218,7 @@ def update_where(
     """Return new weights and a new state or, if ``changes`` is False, the old weights and the old state.
 
     A kernel can write new arrays into the memory of the old arrays. A ``jnp.where`` after the update would keep both in
-    memory. Therefore ``quantize_state`` selects internally; this function selects all other results.
+    memory. Therefore ``quantize_state`` chooses its own arrays internally; this function chooses all other arrays.
 
     Args:
       changes: whether to apply the update, for example "loss and gradients are finite".
@@ -332,8 +332,8 @@ def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         raise ValueError("quantize_state(tx, …): tx already contains a quantize_state; remove one of the two")
     if found:
         raise ValueError(
-            "quantize_state passes float32 parameters to its optimizer, which rounds them to bfloat16; put "
-            "stochastic_round or compensated_round after it: optax.chain(quantize_state(…), stochastic_round())"
+            "quantize_state(tx, …): tx contains stochastic_round or compensated_round, but its parameters are float32; "
+            "move the rounding after quantize_state: optax.chain(quantize_state(…), stochastic_round())"
         )
     parts = {part for path in leaves_by_path(state) for part in path.split("/")}
     for name in names:

@@ -60,7 +60,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        # Only square blocks need this memory, for the amax of a tile; without it, two programs share a multiprocessor.
+        # Only square blocks need this memory (for the amax of a tile). Without it, a multiprocessor runs two programs.
         reduction_bytes=mosaic_gpu.REDUCTION_BYTES if any(map(_is_square, casts)) else 0,
         interpret=interpret,
         kernel_name=kernel_name(casts),

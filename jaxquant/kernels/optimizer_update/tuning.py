@@ -9,7 +9,7 @@ SUBLANES, LANES, PACKED = 8, 128, 32
 TARGET_ELEMENTS = 2**18
 """Target number of elements of a block: 1 MiB for each float32 array; each array has two buffers."""
 MAX_ELEMENTS = 2**19
-"""Largest number of elements of a block; groups that do not fit are rejected."""
+"""Largest number of elements of a block; larger groups are rejected."""
 VMEM_BYTES = 48 * 2**20
 """VMEM limit of a program, in bytes."""
 
