@@ -86,9 +86,9 @@ def quantize_state(
     """Return an optimizer that stores the moments of another optimizer in 8 bits.
 
     Each step decodes the moments to float32, runs ``tx`` on gradients and parameters cast to float32, and encodes the
-    new moments; updates are float32. The groups of neighbours along one axis depend only on the shape of a moment,
-    so sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group of 16 or more
-    divides that axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
+    new moments; updates are float32. The groups of neighbours along one axis depend only on the shape of a moment, so
+    sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group size of 16 or more
+    divides the axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
     or its square is not finite, the moments of the element restart at 0 and do not affect its group in later steps; the
     update of that step is the result of ``tx``. Nonzero second moments never become 0.
 
@@ -312,7 +312,7 @@ def _to_float32(tree: Any) -> Any:
 
 
 def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
-    """Replace each moment's tree by a function of its path, whether it is signed, and the tree."""
+    """Replace the tree of each moment with ``function(path, whether the moment is signed, tree)``."""
 
     def of_node(path: Any, node: Any) -> Any:
         fields = moments.get(type(node), {})
@@ -343,7 +343,7 @@ def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         if type(leaf) not in moments and _is_large(leaf) and not set(names) & set(path.split("/")):
             raise ValueError(
                 f"the optimizer's state has {path!r} of shape {leaf.shape}, in a class whose moments are unknown; put "
-                "quantize_state inside the transformation that has it, add the class to moments, or list it in float32"
+                "quantize_state inside the transformation with this state, add the class to moments, or list it in float32"
             )
 
 

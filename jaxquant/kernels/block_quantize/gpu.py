@@ -84,7 +84,7 @@ def _block_size(cast: Cast) -> int:
 
 
 def _ring(dtype: str, size: int) -> Any:
-    """Return shared memory for the results of two half tiles, in columns as wide as a block."""
+    """Return shared memory for the results of two half tiles; its columns are as wide as a block."""
     layout = mosaic_gpu.swizzled(ROWS, size, jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((2, TILE // size, ROWS, size), jnp.dtype(dtype), **layout)
 

@@ -32,7 +32,7 @@ def update(
 
     Args:
       body, scalars, arrays, results, changes: arguments of the reference.
-      step: number of rows in a call of ``body``: a multiple of all groups.
+      step: number of rows in a call of ``body``, a multiple of every group size.
       interpret: whether to run without a TPU.
     """
     A, rows, *tail = max((x.shape for x in arrays), key=lambda shape: shape[1])

@@ -20,8 +20,8 @@ def blocks_for(rows: int, tail: tuple[int, ...], step: int, group: int) -> tuple
     Args:
       rows: rows of the array.
       tail: sizes of the axes after the rows; a block splits only the last of them.
-      step: number of rows that must be in one block, a multiple of all groups.
-      group: size of the largest group.
+      step: number of rows that must be in one block, a multiple of every group size.
+      group: largest group size.
     """
     between = math.prod(tail[:-1])
     if len(tail) == 1:
