@@ -1,17 +1,17 @@
-"""Table of chips that an audit compiles for: compiler description, memory, peak rates and achieved shares of them.
+"""Table of chips that an audit compiles for: compiler description, memory, peak rates and achieved shares of peak.
 
 Peak rates are dense (without structured sparsity), from data sheets:
 
 - H100 SXM, H200, B200: NVIDIA's data sheets (H100 and H200: 989 TFLOP/s bf16, 1979 fp8 and int8; HGX B200 per GPU: 2250
   and 4500), float32 as TF32, NVLink in both directions together.
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
-  unit: their fp8 matmuls run at the rate of bf16. v7x has one, and no published int8 rate; the bf16 rate is assumed.
-  float32 at default precision is one pass of bf16.
+  unit: their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit. Its int8 rate is not published; the bf16 rate is
+  assumed. float32 at default precision is one pass of bf16.
 
 Four-bit floats (``fp4``):
 
-- B200 has a unit for them: 9000, from the HGX B200 data sheet. It multiplies scaled blocks, nvfp4 and mxfp4; fp4 by fp8
-  runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
+- B200 has a unit for ``fp4``: 9000, from the HGX B200 data sheet. The unit multiplies scaled blocks (nvfp4 and mxfp4);
+  fp4 by fp8 runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
 - H100 and H200 have no unit, and XLA converts such operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS matmul
   of bf16 (jax 0.10.2). The bf16 rate is used.
 - No TPU here has a unit. The compiler accepts e2m1 operands and converts them inside the matmul, at the bf16 rate: its
@@ -52,12 +52,12 @@ class Chip:
       peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``fp4``, ``int8``, ``f32``).
       bandwidth: memory bandwidth of the chip, bytes/s.
       memory: memory of the chip, bytes.
-      link: bytes/s that a chip sends to and receives from its neighbours, together.
+      link: bytes/s of a chip's links to its neighbours, sum of both directions.
       devices: JAX devices of one chip (v7x: two).
       gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
       clock: cycles per second of a TPU.
-      domain: chips that NVLink connects, or 0 if all links are of one kind.
-      network: bytes/s that a chip sends one way beyond its domain.
+      domain: number of chips that NVLink connects, or 0 if all links are of one kind.
+      network: bytes/s that a chip can send to chips outside its domain.
       shares: achieved shares of peak rates (``memory``: of the bandwidth); 1 by default.
     """
 
@@ -76,7 +76,7 @@ class Chip:
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
-    """Return rates in TFLOP/s by kind of matmul; without an ``fp4`` unit its rate is the rate of bf16."""
+    """Return rates in TFLOP/s by kind of matmul; without a unit for ``fp4``, its rate is the rate of bf16."""
     rates = {"bf16": bf16, "fp8": fp8, "fp4": fp4 or bf16, "int8": int8, "f32": f32}
     return {kind: rate * 1e12 for kind, rate in rates.items()}
 

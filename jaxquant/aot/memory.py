@@ -60,12 +60,13 @@ def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
 def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, list[Row]]:
     """Find the largest multiple of a batch size with which a step fits, by compiling a few sizes.
 
-    The first two sizes are ``unit`` and twice ``unit``. Each of the next is where a line through the smallest and the
-    largest size that fit meets the capacity, between sizes known to fit and not to fit. Progress goes to stderr.
+    The first two sizes are ``unit`` and twice ``unit``. Each further size is where a line through the smallest and the
+    largest size that fit reaches the capacity; it lies between a size that fits and one that does not. Progress goes to
+    stderr.
 
     Args:
       compiled: function of a batch size that returns the step's audit.
-      unit: number of sequences that the batch size is a multiple of.
+      unit: number of sequences; the batch size is a multiple of it.
 
     Returns:
       The batch size, or 0 if not even ``unit`` fits, and a row for each compiled size.
@@ -77,7 +78,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
     rows: list[Row] = []
     high = None
     while high is None or high - max(fits, default=0) > 1:
-        n = _next(fits, high, rows)
+        n = _next_multiple(fits, high, rows)
         found = compiled(n * unit)
         rows.append({"batch_size": n * unit, "fits": found.fits} | found.memory)
         print(f"batch_size {n * unit}: {memory_text(found)}", file=sys.stderr, flush=True)
@@ -86,11 +87,11 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
             continue
         fits[n] = found.memory["peak"]
         if len(fits) == 2 and len(set(fits.values())) == 1:
-            raise ValueError(f"--largest-batch: the step needs as much with batch_size {n * unit} as with half of it")
+            raise ValueError(f"--largest-batch: batch_size {n * unit} needs as much memory as half of it")
     return max(fits, default=0) * unit, rows
 
 
-def _next(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
+def _next_multiple(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
     """Return the multiple to compile next."""
     low = max(fits, default=0)
     if len(fits) < 2:

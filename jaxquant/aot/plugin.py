@@ -1,4 +1,4 @@
-"""The function that builds the step of a configuration: the training program's, or the user's own."""
+"""Loader of the function that builds the step of a configuration: the training program's, or the user's own."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ COMMON_ASSUMPTIONS = (
 
 @dataclasses.dataclass(repr=False)
 class Audit:
-    """What a compiler made of a step for an absent chip. Counts, bytes and times are for one step on one device.
+    """Report on a step that was compiled for an absent chip. Counts, bytes and times are for one step on one device.
 
     If the compiler refuses the step, figures are None, tables and memory are empty, and the outcome has only the
     requested matmuls.
@@ -106,7 +106,7 @@ class Audit:
 
 
 def figures(program: Program) -> Row:
-    """Return the fields of an audit that describe a compiled program."""
+    """Return the fields of an ``Audit`` that describe a compiled program."""
     return {
         "matmuls": _matmul_rows(program),
         "counts": program.count(),
@@ -132,7 +132,7 @@ def _matmul_rows(program: Program) -> list[Row]:
 
 
 def _totals(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
-    """Return (key, times, total size) for each key of runs (key, times, size of one)."""
+    """Sum runs (key, times, size of one run) to (key, times, total size) for each key."""
     times, sizes = collections.Counter[Any](), collections.Counter[Any]()
     for key, n, size in runs:
         times[key] += n

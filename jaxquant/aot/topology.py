@@ -1,7 +1,7 @@
 """Devices of an absent chip, from the chip's own compiler.
 
-Use it only in a separate process with the variables of ``environment``: with a plug-in installed, JAX looks for its
-devices.
+Use this module only in a separate process with the variables of ``environment``. Otherwise JAX looks for devices of the
+installed plug-in.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
-"""Platform -> the extra that installs its compiler, and a module that is present if it is installed."""
+"""Platform -> extra that installs the platform's compiler, and a module by which an installation is recognized."""
 
 TIED_TO_JAXLIB = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
-"""Packages of the GPU compiler that need jaxlib of the same version; libtpu has separate versions."""
+"""Packages of the GPU compiler, which must have jaxlib's version; libtpu has its own versions."""
 
 DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 """Smallest slice of each TPU that its compiler supports."""
@@ -95,8 +95,8 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
     if not re.fullmatch(
         r"\d+" if chip.platform == "cuda" else r"\d+(x\d+){1,2}", topology or DEFAULT_TOPOLOGY.get(name, "1")
     ):
-        shape = "a number of devices, as '8'" if chip.platform == "cuda" else "a slice, as '8x8' or '4x4x4'"
-        raise ValueError(f"topology {topology!r} does not fit target {name!r}; give {shape}")
+        shape = "a number of devices, such as '8'" if chip.platform == "cuda" else "a slice, such as '8x8' or '4x4x4'"
+        raise ValueError(f"topology {topology!r} is not valid for target {name!r}; pass {shape}")
     if chip.platform == "cuda":
         _assume_cudnn(chip)
         found = topologies.get_topology_desc(
@@ -112,7 +112,8 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
 def _assume_cudnn(chip: Chip) -> None:
     """Make jax's checks before cuDNN's attention pass for the absent GPU.
 
-    These functions query the first local device and the loaded library. Only this process compiles for the chip.
+    The checks query the first local device and the loaded library. The change affects only this process, which compiles
+    for the chip.
     """
     try:
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

@@ -69,9 +69,8 @@ class _Blocked(aqt_dot_general.DotGeneralRaw):
         axes = dimension_numbers[0][0]
         if axes and lhs.shape[axes[0]] % self.count:
             raise ValueError(
-                f"quantization_local_shard_count {self.count} of {self.recipe_name!r} does not divide the first "
-                f"contraction axis of the weight gradient, which has size {lhs.shape[axes[0]]}; use a divisor of it, "
-                "1 or 0"
+                f"quantization_local_shard_count {self.count} of {self.recipe_name!r} must divide the first "
+                f"contraction axis of the weight gradient, of size {lhs.shape[axes[0]]}; use a divisor of it, or 0"
             )
         return aqt_dot_general.DotGeneralRaw.__call__(self, lhs, rhs, lhs_qt, rhs_qt, dimension_numbers)
 

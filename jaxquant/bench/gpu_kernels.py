@@ -1,4 +1,4 @@
-"""GPU kernels of jaxquant on a GPU: results compared with the references, times compared with XLA's program."""
+"""GPU kernels of jaxquant on a GPU: results compared with the references, and times with XLA's program."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ CASES = tuple(case for each in itertools.zip_longest(CASTS, PRODUCTS, BLOCK_CAST
 
 
 Pair = tuple[Row, Sequence[Callable[[], Any]]]
-"""Row of a kernel, and calls of it and of its peer, compiled; no calls if the kernel does not run."""
+"""Row of a kernel, and compiled calls of the kernel and of its peer; no calls if the kernel does not run."""
 
 
 def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[Row]:
-    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's program for it.
+    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's own program.
 
     Operands of matmuls are small integers, so every sum is exact. The peer of a dense product of blocks is XLA's matmul
     of the dequantized operands in bfloat16; the peer of a grouped product is its reference. `equal` is the share of

@@ -22,11 +22,11 @@ def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: boo
 
     Raises:
       ImportError: torch is not installed.
-      NotImplementedError: torch has no GPU with float8.
+      NotImplementedError: torch found no GPU with float8 matmuls.
     """
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        raise NotImplementedError("torch has no GPU that multiplies float8")
+        raise NotImplementedError("torch found no GPU with float8 matmuls; use one of compute capability 8.9 or higher")
     e4m3, e5m2, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones((), device="cuda")
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     pairs: dict[str, list[tuple[Any, Any]]] = {"fwd": [], "bwd": []}

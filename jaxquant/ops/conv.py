@@ -74,8 +74,8 @@ def conv_general_dilated(
     Raises:
       ValueError: missing state.
       TypeError: operands that are not float.
-      NotImplementedError: tiles, shards, asymmetric ranges or sparsity in the recipe, a batch_group_count, or an
-        explicit mesh in the operands' types.
+      NotImplementedError: a convolution does not support the recipe (``unsupported``), ``batch_group_count`` is not 1,
+        or an operand is sharded on an explicit mesh.
     """
     check_operands("conv_general_dilated", lhs, rhs, recipe, unsupported(recipe))
     if batch_group_count != 1:

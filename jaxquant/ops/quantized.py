@@ -252,7 +252,7 @@ def _backward(op: Operation, saved: Any, grad: Array):
         dlhs = op.computing("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0])
     with jax.named_scope("drhs"):
         drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1])
-    dlhs, drhs = _finish(dlhs, left, recipe.fwd.lhs, op.lhs), _finish(drhs, right, recipe.fwd.rhs, op.rhs)
+    dlhs, drhs = _masked(dlhs, left, recipe.fwd.lhs, op.lhs), _masked(drhs, right, recipe.fwd.rhs, op.rhs)
     uses = {"input": (left.tensor, left.observation), "kernel": (right.tensor, right.observation)}
     uses["output_grad"] = shared, observation
     observed = {}
@@ -272,7 +272,7 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
     return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
-def _finish(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
+def _masked(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
     """Cast a gradient to its operand's dtype and varying axes, and zero it where the forward pass clipped."""
     if residual.mask is not None:
         gradient = jnp.where(jnp.unpackbits(residual.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)

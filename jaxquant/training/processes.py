@@ -69,7 +69,7 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
 
 
 def in_order(result: T) -> T:
-    """Return the result of a jitted function; with several CPU processes, block until it is computed.
+    """Call a jitted function and return its result; with several CPU processes, block until the result is computed.
 
     CPUs run independent programs concurrently, so two programs can reach their collectives in a different order in each
     process and deadlock. Accelerators run programs in dispatch order.
@@ -80,7 +80,7 @@ def in_order(result: T) -> T:
 
 
 class Flag:
-    """A flag that is true for all processes once it is true for one; does not block with a single process.
+    """A flag that becomes true in all processes once it is true in one. With a single process it does not block.
 
     ``ask`` dispatches a collective after the current step. Reading its answer together with the metrics of the step
     adds no further wait.
@@ -91,7 +91,7 @@ class Flag:
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, condition: bool) -> Any:
-        """Dispatch the question, in every process. Returns the answer, for bool()."""
+        """Dispatch the collective in every process; ``bool()`` of the result is the answer."""
         if jax.process_count() == 1:
             return condition
         placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
@@ -99,13 +99,13 @@ class Flag:
 
 
 def all_agree(condition: bool) -> bool:
-    """Return whether a condition holds in every process; blocks until all of them have called."""
+    """Return whether a condition holds in every process; blocks until all processes have called this function."""
     if jax.process_count() == 1:
         return condition
     return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
 
 
 def wait_for_all(name: str) -> None:
-    """Block until every process has called."""
+    """Block until every process has called this function."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

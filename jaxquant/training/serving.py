@@ -52,7 +52,7 @@ class Served:
     step: int
 
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
-        """Create an engine with the config's KV cache; ``max_length`` 0 is the sequence length of training."""
+        """Create an engine with the config's KV cache; ``max_length`` 0 selects the sequence length of training."""
         length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
         options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
         return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
@@ -64,14 +64,14 @@ class Served:
 
 
 def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Served:
-    """Open the newest checkpoint of a run's folder, or a converted one, without changing the folder.
+    """Open the newest checkpoint of a run, or a converted checkpoint, without changing the folder.
 
     Only parameters and quant state are read, onto the default device.
 
     Args:
       directory: folder of a run, or one that ``jaxquant convert`` wrote.
       overrides: config fields that override the checkpoint's configuration, such as ``quantize_kvcache``; for a
-        converted checkpoint only those of the KV cache.
+        converted checkpoint, only fields of the KV cache.
 
     Raises:
       FileNotFoundError: the folder does not exist.
@@ -79,11 +79,11 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted one")
+        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted checkpoint")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})
-        raise ValueError(f"{directory} has no config.yml or jaxquant.json; pass the folder of a run or a converted one")
+        raise ValueError(f"{directory} has no config.yml or jaxquant.json; pass a run or a converted checkpoint")
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     config: TrainConfig = build(TrainConfig, to_mapping(stored.config) | dict(overrides or {}))
     tokenizer, shape, example = decoder_of(config)

@@ -152,5 +152,5 @@ def test_a_gpu_compiler_of_another_version_than_jaxlib_is_refused(monkeypatch, c
 
 def test_a_topology_of_another_kind_is_refused():
     for target, text in (("h200", "2x2"), ("v6e", "64"), ("v6e", "axb")):
-        with pytest.raises(ValueError, match=rf"topology '{text}' does not fit target '{target}'; give "):
+        with pytest.raises(ValueError, match=rf"topology '{text}' is not valid for target '{target}'; pass "):
             topology.devices(chip(target), text)
