@@ -343,7 +343,7 @@ def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         if type(leaf) not in moments and _is_large(leaf) and not set(names) & set(path.split("/")):
             raise ValueError(
                 f"the optimizer's state has {path!r} of shape {leaf.shape}, in a class whose moments are unknown; put "
-                "quantize_state inside the transformation with this state, add the class to moments, or list it in float32"
+                "quantize_state inside its transformation, add the class to moments, or list the path in float32"
             )
 
 
