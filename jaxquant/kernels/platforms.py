@@ -62,7 +62,7 @@ def unless_sharded(whole: Callable[..., Array], sharded: Callable[..., Array], *
     one device therefore computes the same result on a host with several devices.
 
     Args:
-      whole: function that uses a kernel which ``sharding_refusal`` allows.
+      whole: function that uses a kernel; its operands must not be sharded.
       sharded: function that computes the same with operations that a compiler can shard.
       operands: arrays, in any pytree.
     """

@@ -70,7 +70,7 @@ def _expand(x: Float[Array, "*T"], axis: int) -> Groups:
 
 
 def _second_moment(magnitude: Groups, code: Groups) -> Groups:
-    """Return second moments, at least ``SMALLEST`` where the code is not 0: they must not underflow."""
+    """Return second moments; if the code is not 0, they are at least ``SMALLEST``, so that they do not underflow."""
     return jnp.where(code == 0, 0, jnp.maximum(magnitude, SMALLEST))
 
 
@@ -109,10 +109,10 @@ def _decode_coat(coded: Coded, signed: bool, axis: int) -> Groups:
 def _encode_dynamic(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as the nearest value of a map of decades, relative to the largest magnitude.
 
-    Decade d of 7 has n = 2^d values (2^(d+1) without signs), the centers of n equal cells of [0.1, 1] · 10^(d-6); 0
-    and 1 complete the map. Code 0 is 0. Codes are ordered by magnitude and consist of an exponent and a fraction, like
-    a float, so no table is read. Negative values are stored in two's complement. Code 128 is +1, because the map does
-    not contain -1. Without signs, the code of a nonzero value is at least 1.
+    Decade d of 7 has n = 2^d values (2^(d+1) without signs), the centers of n equal cells of [0.1, 1] · 10^(d-6); 0 and
+    1 complete the map. Code 0 is 0. Codes are ordered by magnitude and consist of an exponent and a fraction, like a
+    float, so decoding needs no table. Negative values are stored in two's complement. Code 128 is +1, because the map
+    does not contain -1. Without signs, the code of a nonzero value is at least 1.
 
     Source: Dettmers, 8-bit Optimizers (arXiv 2110.02861), ``create_dynamic_map`` of bitsandbytes.
     """

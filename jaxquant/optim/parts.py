@@ -92,7 +92,7 @@ class Update:
         return outputs, [[next(results).astype(jnp.float32) for _ in part.scalars] for part in excluded]
 
     def dtype(self, output: int) -> Any:
-        """Return the dtype of an output, by its index."""
+        """Return the dtype of the output with index ``output``."""
         return self._jaxpr.outvars[output].aval.dtype
 
     def run_part(self, part: Part, scalars: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:

@@ -23,7 +23,7 @@ from jaxquant.optim.parts import Part, Update
 Shardings = Callable[[str, Any], NamedSharding | None]
 OP_NAME = "optimizer update"
 _MAX_MOMENTUM = 2.0**54
-"""Bound on momenta: above it the square of the gradient overflows float32 ((1 - b1) · 2^64, with b1 at most 0.999)."""
+"""Bound of momenta. Above it, squares of gradients overflow float32 ((1 - b1) · 2^64, with b1 at most 0.999)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run(
             before = len(out) - end  # offset from the index of a state's input to the index of its output
             states = {i + before: i for i in range(start, end)}
             if kernel:
-                order = sorted(part.inputs, reverse=applies)  # gradients come first, weights last
+                order = sorted(part.inputs, reverse=applies)  # inputs: gradients, state, weights
                 made = _run_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:

@@ -86,9 +86,9 @@ def quantize_state(
     """Return an optimizer that stores the moments of another optimizer in 8 bits.
 
     Each step decodes the moments to float32, runs ``tx`` on gradients and parameters cast to float32, and encodes the
-    new moments; updates are float32. The groups of neighbours along one axis depend only on the shape of a moment,
-    so sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group of 16 or more
-    divides that axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
+    new moments; updates are float32. The groups of neighbours along one axis depend only on the shape of a moment, so
+    sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group size of 16 or more
+    divides the axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
     or its square is not finite, the moments of the element restart at 0 and do not affect its group in later steps; the
     update of that step is the result of ``tx``. Nonzero second moments never become 0.
 
@@ -101,13 +101,13 @@ def quantize_state(
       tx: optimizer.
       scheme: key of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
       float32: names of parameters, layers or moments (parts of paths) that stay float32.
-      shards: maximum number of devices that share a parameter's axis of groups, or a function of a moment's path and
-        that axis, counted from the end. If possible, a group lies on one device.
+      shards: maximum number of devices over which the axis of the groups is sharded, or a function (path of a moment,
+        axis counted from the end) -> number of devices. If possible, a group lies on one device.
       moments: moments of each class of optimizer state: ``MOMENTS``, or ``MOMENTS`` with your own classes added.
       axis: axis of the groups, counted from the end; or "rows": the second-last axis, an earlier axis if its groups are
-        larger, or the last axis if neither has groups. None selects the last axis; on TPUs, unless ``implementation``
-        is "xla", it selects "rows". ``update`` keeps the axis of an existing state, on any platform.
-      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, instead of updates. The
+        larger, or the last axis if neither has groups. None selects "rows" on TPUs (unless ``implementation`` is
+        "xla"), otherwise the last axis. ``update`` keeps the axis of an existing state, on any platform.
+      apply: whether ``update`` returns ``NewWeights`` (for ``apply_updates`` of this module) instead of updates. The
         kernel then writes the weights itself, which saves 12 bytes of memory traffic per parameter. The optimizer must
         be the last of a chain, and not inside ``optax.MultiSteps``.
       implementation: "xla", or "pallas" for the kernel, which CPUs interpret. None selects the kernel on TPUs. If
@@ -218,7 +218,7 @@ def update_where(
     """Return new weights and a new state or, if ``changes`` is False, the old weights and the old state.
 
     A kernel can write new arrays into the memory of the old arrays. A ``jnp.where`` after the update would keep both in
-    memory. Therefore ``quantize_state`` selects internally; this function selects all other results.
+    memory. Therefore ``quantize_state`` chooses its own arrays internally; this function chooses all other arrays.
 
     Args:
       changes: whether to apply the update, for example "loss and gradients are finite".
@@ -312,7 +312,7 @@ def _to_float32(tree: Any) -> Any:
 
 
 def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
-    """Replace each moment's tree by a function of its path, whether it is signed, and the tree."""
+    """Replace the tree of each moment with ``function(path, whether the moment is signed, tree)``."""
 
     def of_node(path: Any, node: Any) -> Any:
         fields = moments.get(type(node), {})
@@ -332,8 +332,8 @@ def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         raise ValueError("quantize_state(tx, …): tx already contains a quantize_state; remove one of the two")
     if found:
         raise ValueError(
-            "quantize_state passes float32 parameters to its optimizer, which rounds them to bfloat16; put "
-            "stochastic_round or compensated_round after it: optax.chain(quantize_state(…), stochastic_round())"
+            "quantize_state(tx, …): tx contains stochastic_round or compensated_round, but its parameters are float32; "
+            "move the rounding after quantize_state: optax.chain(quantize_state(…), stochastic_round())"
         )
     parts = {part for path in leaves_by_path(state) for part in path.split("/")}
     for name in names:
@@ -343,7 +343,7 @@ def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         if type(leaf) not in moments and _is_large(leaf) and not set(names) & set(path.split("/")):
             raise ValueError(
                 f"the optimizer's state has {path!r} of shape {leaf.shape}, in a class whose moments are unknown; put "
-                "quantize_state inside the transformation that has it, add the class to moments, or list it in float32"
+                "quantize_state inside its transformation, add the class to moments, or list the path in float32"
             )
 
 

@@ -53,7 +53,7 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
     """
 
     def init(params: optax.Params) -> RoundState:
-        del params  # no dtype check: float32 weights at init give an optimizer float32 moments
+        del params  # may be float32, so that an optimizer creates float32 moments
         return RoundState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
@@ -76,8 +76,8 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
 def compensated_round() -> optax.GradientTransformation:
     """Return the last transformation of a chain, which adds the rounding error of a bfloat16 weight to its next update.
 
-    This is Kahan summation: with the error in bfloat16 (2 bytes per weight), weights have 16 mantissa bits. It is an
-    alternative to ``stochastic_round`` that adds no noise.
+    This is Kahan summation: with the error in bfloat16 (2 bytes per weight), weights effectively have 16 mantissa bits.
+    It is an alternative to ``stochastic_round`` that adds no noise.
 
     Raises:
       ValueError: from ``update``: it is called without parameters, no parameter is bfloat16, or the state was created

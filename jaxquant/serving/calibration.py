@@ -34,8 +34,8 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     quantized, each with scales from the batches so far. Recipes without quant state need no calibration: for these
     recipes, the model or variables are returned unchanged.
 
-    ``calibrate(model, variables, config, batches)`` calibrates a Linen model, ``calibrate(model, config, batches)`` an
-    NNX model.
+    ``calibrate(model, variables, config, batches)`` calibrates a Linen model;
+    ``calibrate(model, config, batches)`` calibrates an NNX model.
 
     Args:
       model: float Linen or NNX model.

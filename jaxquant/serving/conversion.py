@@ -45,8 +45,8 @@ def convert(model: NNXModel, config: ConfigLike, /, *example_inputs: Any, **exam
 def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     """Convert a trained model's float kernels to quantized ones.
 
-    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model, ``convert(model,
-    config, *example_inputs)`` an NNX model. The arguments are not modified.
+    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model;
+    ``convert(model, config, *example_inputs)`` converts an NNX model. The arguments are not modified.
 
     Args:
       model: float Linen model whose variables are converted, or NNX model.

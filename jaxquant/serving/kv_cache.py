@@ -1,9 +1,9 @@
 """Functional key/value cache, float or quantized: a pytree that functions take and return.
 
-The key and value of a token are quantized once, when they are written, by their own absmax: ``dkv`` uses one scale per
-head of a position, ``heads_and_dkv`` one scale for all heads of a position. The cache contents therefore do not depend
-on the number of tokens written at once. Integers are clipped to ±qmax (the bound of absmax is qmax + 0.5), and a row of
-zeros has scale 1. Four-bit elements are packed in pairs along head_dim.
+The key and value of a token are quantized once, when they are written, with scales from their own absmax: ``dkv`` uses
+one scale per head of a position, ``heads_and_dkv`` one scale for all heads of a position. The cache contents therefore
+do not depend on the number of tokens written at once. Integers are clipped to ±qmax (the bound of absmax is qmax +
+0.5), and a row of zeros has scale 1. Four-bit elements are packed in pairs along head_dim.
 """
 
 from __future__ import annotations

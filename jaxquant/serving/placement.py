@@ -37,7 +37,7 @@ def to_stored(stored: StoredArray, array: Any) -> np.ndarray:
 
 
 def read_array(stored: StoredArray, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
-    """Read an array onto devices, one shard at a time in host memory. Replicated shards are read once."""
+    """Read an array onto devices; host memory holds one shard at a time. Replicated shards are read once."""
     shape, auto_sharding, mapped = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
     devices: dict[Any, list[Any]] = {}
     for device, index in auto_sharding.addressable_devices_indices_map(shape).items():

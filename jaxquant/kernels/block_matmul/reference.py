@@ -24,8 +24,8 @@ def matmul(
 ) -> Float[Array, "B M N"]:
     """Compute ``out[b, m, n] = Σₜ lhs_scale[b, m, t] · rhs_scale[b, n, t] · Σₖ lhs[b, m, k] · rhs[b, n, k]``.
 
-    k runs over tile t. The sum of a tile's products, the product of its scales, and the sum of the tiles in their order
-    are float32.
+    The inner sum runs over the elements k of tile t. The sum of a tile's products, the product of its scales, and the
+    sum of the tiles in their order are float32.
 
     Args:
       lhs, rhs: operands, each float8_e4m3fn or float8_e5m2; K = T · 128.
@@ -86,7 +86,7 @@ def grouped_drhs(
     """Compute ``matmul`` over the tiles of each group: ``starts[g] ≤ t < starts[g + 1]``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; each group has whole tiles of K.
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; the K axis of each group has whole tiles.
       starts: index of the first tile of each group, followed by the end of the last group.
     """
     tiles = jnp.arange(lhs_scale.shape[1])

@@ -41,7 +41,7 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     found = _matrix(x.shape, casts)
     if found is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
-        return f"the block cast needs whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
+        return f"the block cast needs whole tiles of {TILE}×{TILE}, but the shape is {x.shape}, in blocks of {shapes}"
     is_gpu = platform_of(x) == "gpu"
     if is_gpu and capability_of(x)[0] != 9:
         return f"the block cast runs only on TPUs and Hopper GPUs, but the device is {device_kind_of(x)}"

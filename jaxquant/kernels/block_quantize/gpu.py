@@ -60,7 +60,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        # Only square blocks need this memory, for the amax of a tile; without it, two programs share a multiprocessor.
+        # Only square blocks need this memory (for the amax of a tile). Without it, a multiprocessor runs two programs.
         reduction_bytes=mosaic_gpu.REDUCTION_BYTES if any(map(_is_square, casts)) else 0,
         interpret=interpret,
         kernel_name=kernel_name(casts),
@@ -84,7 +84,7 @@ def _block_size(cast: Cast) -> int:
 
 
 def _ring(dtype: str, size: int) -> Any:
-    """Return shared memory for the results of two half tiles, in columns as wide as a block."""
+    """Return shared memory for the results of two half tiles; its columns are as wide as a block."""
     layout = mosaic_gpu.swizzled(ROWS, size, jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((2, TILE // size, ROWS, size), jnp.dtype(dtype), **layout)
 

@@ -61,7 +61,7 @@ def refusal(
         return "the fp8_einsum kernel does not support zero points"
     allowed = ("int32",) if "int8" in kinds else ("float32", "bfloat16")
     if accumulator not in allowed or out_dtype not in ("float32", "bfloat16"):
-        return f"the fp8_einsum kernel adds {kinds[0]} in {' or '.join(allowed)}, not in {accumulator} for {out_dtype}"
+        return f"fp8_einsum adds {kinds[0]} in {' or '.join(allowed)}; got {accumulator} for a {out_dtype} result"
     if not lhs.qvalue.size or not rhs.qvalue.size:
         return "the fp8_einsum kernel does not support empty operands"
     left, right = _sides(lhs, rhs, contract, batch)

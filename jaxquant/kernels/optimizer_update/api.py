@@ -45,12 +45,12 @@ def refusal(
     shape = x.shape if place is None else place.shard_shape(x.shape)
     rows, tail = shape[axis], shape[axis:][1:]
     if rows % step:
-        return f"a device has {rows} rows of {x.shape}, which do not form groups of {' and '.join(map(str, groups))}"
+        return f"a device has {rows} rows of {x.shape}, not a multiple of group size {' or '.join(map(str, groups))}"
     if len(tail) == 1 and step % PACKED:
         return f"the update kernel needs groups of a multiple of {PACKED} rows, not of {step}"
     block, last = blocks_for(rows, tail, step, max(groups))
     if block * last * math.prod(tail[:-1]) > MAX_ELEMENTS:
-        return f"the update kernel supports blocks of {MAX_ELEMENTS} elements; {step} rows of shape {x.shape} have more"
+        return f"the update kernel supports up to {MAX_ELEMENTS} elements in {step} rows, but the shape is {x.shape}"
     return None
 
 
@@ -65,7 +65,7 @@ def update(
     sharding: NamedSharding | None = None,
     changes: Array | None = None,
 ) -> list[Array]:
-    """Compute ``reference.update`` of a parameter, on each device for its shard; ``refusal`` must return None.
+    """Compute ``reference.update`` of a parameter; each device computes its shard. ``refusal`` must return None.
 
     Args:
       body, scalars, results, changes: arguments of the reference.

@@ -32,7 +32,7 @@ def update(
 
     Args:
       body, scalars, arrays, results, changes: arguments of the reference.
-      step: number of rows in a call of ``body``: a multiple of all groups.
+      step: number of rows in a call of ``body``, a multiple of every group size.
       interpret: whether to run without a TPU.
     """
     A, rows, *tail = max((x.shape for x in arrays), key=lambda shape: shape[1])
@@ -84,7 +84,7 @@ def _kernel(
 ) -> None:
     values = [scalars_ref[i] for i in range(scalars)]
     in_refs, out_refs = refs[: len(shares)], refs[len(shares) :]
-    # Arrays with one number per group are small. They are read and written at once, because a row of bytes cannot be.
+    # Arrays with one number per group are read and written whole, because a single row of bytes is not accessible.
     group_values = {i: _wide(ref[...]) for i, (ref, share) in enumerate(zip(in_refs, shares, strict=True)) if share > 1}
     made: list[list[Array]] = [[] for _ in results]
     for k in range(max(ref.shape[0] for ref in in_refs) // step):

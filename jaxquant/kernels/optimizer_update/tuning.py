@@ -9,7 +9,7 @@ SUBLANES, LANES, PACKED = 8, 128, 32
 TARGET_ELEMENTS = 2**18
 """Target number of elements of a block: 1 MiB for each float32 array; each array has two buffers."""
 MAX_ELEMENTS = 2**19
-"""Largest number of elements of a block; groups that do not fit are rejected."""
+"""Largest number of elements of a block; larger groups are rejected."""
 VMEM_BYTES = 48 * 2**20
 """VMEM limit of a program, in bytes."""
 
@@ -20,8 +20,8 @@ def blocks_for(rows: int, tail: tuple[int, ...], step: int, group: int) -> tuple
     Args:
       rows: rows of the array.
       tail: sizes of the axes after the rows; a block splits only the last of them.
-      step: number of rows that must be in one block, a multiple of all groups.
-      group: size of the largest group.
+      step: number of rows that must be in one block, a multiple of every group size.
+      group: largest group size.
     """
     between = math.prod(tail[:-1])
     if len(tail) == 1:

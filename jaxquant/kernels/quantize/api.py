@@ -36,7 +36,7 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, split: in
 
 
 def _matrix(shape: tuple[int, ...], split: int | None) -> tuple[int, int]:
-    """Return the rows and columns of a tensor that is split before axis ``split`` (by default, the last axis)."""
+    """Return the rows and columns of a tensor whose axes are split before axis ``split`` (default: the last axis)."""
     split = len(shape) - 1 if split is None else split
     return math.prod(shape[:split]), math.prod(shape[split:])
 
@@ -55,8 +55,8 @@ def quantize(
       x: tensor, float32 or bfloat16.
       scale: one float32 number.
       dtype, compute_dtype: arguments of ``reference.quantize``.
-      split: first axis in the memory of the copy, followed by the axes after it. None makes no copy and returns the
-        elements twice. Only GPUs have a kernel that writes a copy.
+      split: first axis in the memory of the copy, followed by the axes after it. If ``split`` is None, the
+        kernel makes no copy and returns the elements twice. Only GPUs have a kernel that writes a copy.
     """
     (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, split)), scale.reshape(1, 1))
     on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)

@@ -77,7 +77,7 @@ def quantize(
     steps = math.gcd(N // TILE_N, STEPS)
     strips = N // TILE_N // steps
     kernel = functools.partial(_kernel, steps=steps, transposed=transposed, kind=element(dtype), compute=compute_dtype)
-    # jax 0.10 does not read swizzled memory transposed.
+    # jax 0.10 cannot read the transpose of swizzled memory.
     layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.HAS_JAX_0_11 or not transposed else {}
     tiles = [plgpu.SMEM((2, TILE_M, TILE_N), jnp.dtype(dtype), **layout)]
     if transposed:

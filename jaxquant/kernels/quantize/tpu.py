@@ -31,7 +31,7 @@ def quantize(
 ) -> Quantized:
     """Compute ``reference.quantize`` without a transposed copy.
 
-    The amax is NaN if x has a NaN: magnitudes are compared as integers, among which a NaN is above infinity.
+    The amax is NaN if x has a NaN: magnitudes are compared as integers, and a NaN is then above infinity.
 
     Args:
       x, scale, dtype, compute_dtype: arguments of the reference.
