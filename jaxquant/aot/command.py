@@ -1,4 +1,4 @@
-"""The work of ``jaxquant audit`` and ``jaxquant coverage``.
+"""Implementation of the commands ``jaxquant audit`` and ``jaxquant coverage``.
 
 An audit compiles the configured training step, and the same step with ``quantization=``, for a chip that need not be in
 this machine. It prints both results side by side, and writes JSON and markdown. Several config strings share one
@@ -31,7 +31,7 @@ UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to audit.
+    """Options of an audit.
 
     Attributes:
       config: path of a YAML file.
@@ -83,19 +83,19 @@ def print_coverage(config: str, overrides: Sequence[str], step: str, check: bool
 
 
 def print_audits(request: Request, strings: Sequence[str]) -> int:
-    """Audit a step, or one step for each config string; every report is printed.
+    """Audit the configured step, or the step with each config string, and print every report.
 
     Returns:
-      0 on success, 1 if an 8-bit matmul fell back or a step does not fit.
+      0 on success, 1 if an 8-bit matmul was compiled in a wider dtype, or a step does not fit the chip's memory.
     """
     return max(_print_audit(audit, request) for audit in _audits(request, strings))
 
 
 def print_largest_batches(request: Request, strings: Sequence[str], unit: int) -> int:
-    """Find the largest batch size that fits, a multiple of ``unit``.
+    """Print the largest batch size with which each step fits the chip's memory; a multiple of ``unit``.
 
     Returns:
-      0 on success, 1 if no batch fits.
+      0 on success, 1 if a step does not fit even with ``unit``.
     """
     return max([_print_largest(*step, request, unit) for step in _steps(request, strings)])
 

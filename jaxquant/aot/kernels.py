@@ -1,7 +1,7 @@
 """Registry of custom calls: kernels that multiply, calls that only move data, and calls that cost nothing.
 
 A compiler cannot count the operations of a hand-written kernel, so the registry counts them for each known kernel. The
-report names unknown kernels, and counts them as moves of their operands and results.
+report lists unknown kernels by name, and counts each as a move of its operands and results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", 
 """Library calls that are one matrix product; ``program.read_program`` reads their contracted dimensions."""
 
 BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
-"""Matrix products of scaled blocks, as requested and as compiled; they contract the last axes."""
+"""Calls that multiply operands with block scales, before and after compilation; they contract the last axes."""
 
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
 """Names of our GPU kernels that are matrix products; they contract the last axes."""
@@ -90,7 +90,7 @@ def kernel(instruction: Instruction, operands: list[Array], moved: int, path: st
 
 
 def _cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """cuDNN's attention: two matmuls over the scores forward, five backward; half of the work with a causal mask."""
+    """Describe cuDNN attention: two matmuls over the scores forward, five backward; a causal mask halves the work."""
     found = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.rest)
     scores = math.prod(int(size.strip(' "')) for size in found[1].split(",")) if found else 0
     is_causal = bool(re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', instruction.rest))
@@ -126,7 +126,7 @@ def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tup
 
 
 _CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
-"""Cycles per element and per value of the block cast, in large and in small blocks, on v6e: kernels-tpu.md."""
+"""Whether blocks are small -> cycles per quantized and per bf16 element of block quantization on v6e."""
 
 
 def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:

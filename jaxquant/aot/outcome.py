@@ -32,7 +32,7 @@ class Outcome:
       fell_back: matmuls that were compiled in more than 8 bits, or that are missing while the compiled step has a wider
         matmul that no traced matmul explains.
       merged: matmuls that were compiled as part of another 8-bit matmul with a common operand.
-      removed: matmuls whose result is unused, or equals another.
+      removed: matmuls that the compiler removed, because their result is unused or equals another result.
     """
 
     asked: dict[str, int]

@@ -86,7 +86,7 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
         moves += move.times * move.cycles / chip.clock if chip.clock and move.cycles else size
         memory += size
     communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
-    n = chip.devices  # devices of a chip share its rates; the compiler's cycles are for one device
+    n = chip.devices  # the devices of a chip share its rates; the compiler's cycles are the cycles of one device
     return Roofline(seconds, moves, communication * n, 0.0 if chip.platform == "cuda" else memory * n)
 
 

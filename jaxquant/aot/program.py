@@ -40,7 +40,7 @@ class Matmul:
       path: path in the traced program (``op_name``).
       times: number of runs in a step (loop trips).
       flops: floating (or integer) operations of one run: 2 · M · N · K · batch.
-      cycles: the TPU compiler's own estimate of one run, with fused instructions, or 0 if there is none.
+      cycles: the TPU compiler's estimate of one run, with fused instructions, or 0 without an estimate.
       bytes: HBM traffic of one run, with fused instructions.
     """
 
@@ -93,7 +93,8 @@ class Move:
 class Collective:
     """A communication. ``bytes`` is the size of its result on one chip, or of its operand for a reduce-scatter.
 
-    ``members`` are the devices of its first group, or () for all devices if it names no group.
+    ``bytes`` is the size of the result on one chip, or of the operand for a reduce-scatter. ``members`` are the devices
+    of the first group, or () for all devices.
     """
 
     kind: str
@@ -106,11 +107,11 @@ class Collective:
 
 @dataclasses.dataclass
 class Program:
-    """Matmuls, moves and collectives of a step.
+    """Matmuls, moves and collectives of a step, read from HLO text.
 
     Attributes:
       kernels: custom calls that multiply.
-      prefetched: bytes that are copied into or out of the chip's small memory ahead of their use.
+      prefetched: bytes that asynchronous copies move between HBM and the chip's small memory.
     """
 
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
@@ -138,7 +139,7 @@ class Program:
 
     @property
     def cycles(self) -> tuple[int, int]:
-        """The TPU compiler's estimates for a step: of matmuls with fused instructions, and of everything else."""
+        """Cycles of a step, as the TPU compiler estimates them: of matmuls with fused instructions, and of moves."""
         return tuple(sum(each.cycles * each.times for each in some) for some in (self.matmuls, self.moves))  # type: ignore[return-value]
 
     @property
@@ -273,8 +274,8 @@ def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     if not labels:
         raise ValueError(f"matmul {instruction.name} has no contracting dimensions: {instruction.rest[:120]!r}")
-    # TPU compilers write a matmul as a convolution. Its other batch, free and contracting axes are window axes; those
-    # whose output has a single element are contracted.
+    # TPU compilers write a matmul as a convolution. Further batch, free and contracting axes become window axes. A
+    # window axis is a contracting axis if the output has size 1 there.
     out = dict(zip(labels[3], instruction.arrays[0].shape, strict=True))
     sizes = zip(labels[2], rhs.shape, strict=True)
     return math.prod(size for label, size in sizes if label == "i" or (label != "o" and out[label] == 1))
