@@ -1,7 +1,7 @@
 """GGML's block formats, decoded as llama.cpp and GGUF files define them.
 
-Blocks are bytes along the last axis, little endian. All products below are exact in float32, except the last one of
-Q6_K, which rounds once, so a fused multiply-add changes no bit.
+Blocks are bytes along the last axis, little endian. All products below are exact in float32, except the last product of
+Q6_K, which rounds once. A fused multiply-add therefore changes no bit.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c of ggml; ``gguf.quants`` of llama.cpp.
 """
@@ -31,7 +31,7 @@ def _shifted(data: UInt8[Array, "... n"], shifts: tuple[int, ...], mask: int) ->
 
 
 def _decode_bf16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:
-    # On the bits, because a cast may flush subnormal numbers.
+    # Shift the bits, because a cast may flush subnormal numbers.
     bits = data[..., 0].astype(jnp.uint32) << 16 | data[..., 1].astype(jnp.uint32) << 24
     return jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
 
@@ -88,9 +88,9 @@ def _decode_affine_k(data: UInt8[Array, "... bytes"], bits: int) -> Float[Array,
 def _decode_q6_k(data: UInt8[Array, "... 210"]) -> Float[Array, "... 256"]:
     """Return ``d · scale · (q − 32)``, with sixteen sub-blocks of 16.
 
-    Layout: 128 bytes of low nibbles, 64 of high bit pairs, 16 int8 scales, float16 d. In each half of 128 elements, the
-    four groups of 32 are the low nibbles of the first 32 bytes, the low nibbles of the next 32, the high nibbles of the
-    first, and the high nibbles of the next.
+    Layout: 128 bytes of low nibbles, 64 bytes of high bit pairs, 16 int8 scales, float16 d. In each half of 128
+    elements, the four groups of 32 are the low nibbles of the first 32 bytes, the low nibbles of the next 32 bytes, the
+    high nibbles of the first 32 bytes, and the high nibbles of the next 32 bytes.
     """
     low, high = blocks_of(data[..., :128], 64), blocks_of(data[..., 128:192], 32)  # [..., half, bytes]
     nibbles = (low[..., :32] & 0xF, low[..., 32:] & 0xF, low[..., :32] >> 4, low[..., 32:] >> 4)

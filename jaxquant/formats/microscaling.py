@@ -39,7 +39,7 @@ def encode_mx(x: Float[Array, "... K"], dtype: str, rounding: str = "up") -> Par
       rounding: rounding of the scale, ``up`` or ``floor``; see ``encode_e8m0``.
 
     Returns:
-      ``qvalue``, uint8: the elements packed low bits first; and ``scale``, uint8: one for each block.
+      ``qvalue``, uint8: the elements, packed with the low bits first; and ``scale``, uint8: one scale for each block.
 
     Source: OCP Microscaling Formats (MX) v1.0, sections 5.1 and 6.3.
     """
@@ -64,8 +64,8 @@ def encode_nvfp4(x: Float[Array, "... K"]) -> Parts:
     """Encode ``x ≈ e2m1 · (scale · tensor_scale)``, with an e4m3 scale for 16 neighbours and a float32 tensor scale.
 
     ``tensor_scale = max|x| / 2688``, ``scale = e4m3(max|x| of the block / 6 / tensor_scale)``, elements
-    ``x / (scale · tensor_scale)`` rounded to nearest even and clipped to ±6. A block with scale 0 is zeros. An array of
-    zeros has tensor_scale 1.
+    ``x / (scale · tensor_scale)`` rounded to nearest even and clipped to ±6. A block with scale 0 is encoded as zeros.
+    An array of zeros has tensor_scale 1.
 
     Returns:
       ``qvalue``, uint8, low nibble first; ``scale``, float8_e4m3fn, one for each block; ``tensor_scale``, float32,
@@ -77,7 +77,7 @@ def encode_nvfp4(x: Float[Array, "... K"]) -> Parts:
     blocks = blocks_of(x.astype(jnp.float32), NVFP4_BLOCK)
     block_amax = amax(blocks)
     largest = amax(block_amax.reshape(-1))
-    # A smaller quotient than the smallest normal number would be flushed to 0.
+    # A quotient below the smallest normal number would be flushed to 0.
     tensor_scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / NVFP4_MAX, SMALLEST_NORMAL))
     scale = prevent_excess_precision(jnp.minimum(block_amax / kind.max / tensor_scale, scales.max).astype(scales.name))
     product = scale.astype(jnp.float32) * tensor_scale

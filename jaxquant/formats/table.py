@@ -38,7 +38,7 @@ def codec(name: str) -> Codec:
     """Look up a codec by name, ignoring case.
 
     Raises:
-      ValueError: the codec does not exist; names the nearest.
+      ValueError: the codec does not exist; the error suggests a similar name.
     """
     row = CODECS.get(name.lower())
     if row is None:
