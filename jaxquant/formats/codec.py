@@ -91,11 +91,11 @@ def _decode(codec: Codec, parts: Parts) -> Array:
     return codec.decode_last(parts)
 
 
-def blocks_of(x: Float[Array, "... K"], size: int) -> Float[Array, "... T size"]:
+def split_blocks(x: Float[Array, "... K"], size: int) -> Float[Array, "... T size"]:
     """Return ``x`` with its last axis split into blocks."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
-def joined(blocks: Array) -> Array:
+def merge_last(blocks: Array) -> Array:
     """Return an array with its last two axes merged."""
     return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxquant.core.rounding import prevent_excess_precision
-from jaxquant.formats.codec import blocks_of, joined
+from jaxquant.formats.codec import merge_last, split_blocks
 from jaxquant.formats.minifloat import SMALLEST_NORMAL, amax, exponent, power_of_two
 
 _F16_MAX = 65504.0
@@ -29,7 +29,7 @@ _CACHED = 1 << 15
 
 def _bytes(x: Array) -> UInt8[Array, "... n"]:
     parts = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return parts if parts.ndim == x.ndim else joined(parts)
+    return parts if parts.ndim == x.ndim else merge_last(parts)
 
 
 def _f16(x: Float[Array, ...], finite: Array) -> Float[Array, ...]:
@@ -98,7 +98,7 @@ def _blocks_last(x: Float[Array, "... super sub n"]) -> Float[Array, "... n bloc
     return jnp.swapaxes(x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]), -1, -2)
 
 
-def _in_parts(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n blocks"]) -> tuple[Array, ...]:
+def _map_batches(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n blocks"]) -> tuple[Array, ...]:
     """Apply ``fit`` to rows; on CPUs in batches, so that the loop over trials reads a batch from the cache.
 
     On other platforms, and if a mesh with explicit axes shards the rows, all rows are computed at once.
@@ -187,9 +187,9 @@ def _pack_scales(scales: Int[Array, "... 8"], minimums: Int[Array, "... 8"]) -> 
 
 def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps: int) -> UInt8[Array, "... bytes"]:
     finite = jnp.isfinite(amax(x))
-    x = blocks_of(jnp.where(finite[..., None], x, 0), 32)
+    x = split_blocks(jnp.where(finite[..., None], x, 0), 32)
     normalized, unit = _normalized(x)
-    fits = _in_parts(lambda part: _fit_affine(part, qmax, start, steps), _blocks_last(normalized))
+    fits = _map_batches(lambda part: _fit_affine(part, qmax, start, steps), _blocks_last(normalized))
     scales, minimums = (value.reshape(unit.shape) * unit for value in fits)
     largest_scale, scale_codes = _six_bits(scales)
     largest_minimum, minimum_codes = _six_bits(minimums)
@@ -204,7 +204,7 @@ def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps:
     if qmax == 31:
         shifts = jax.lax.broadcasted_iota(jnp.uint8, codes.shape, codes.ndim - 2)
         header.append(jnp.sum(codes >> 4 << shifts, axis=-2, dtype=jnp.uint8))
-    return jnp.concatenate([*header, joined(nibbles)], axis=-1)
+    return jnp.concatenate([*header, merge_last(nibbles)], axis=-1)
 
 
 encode_q4_k = functools.partial(_encode_affine_k, qmax=15, start=-1.0, steps=20)
@@ -240,10 +240,10 @@ def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... 
 def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     """Encode sixteen sub-blocks of 16 with int8 multiples of a float16 scale; a block below 1e-15 becomes 0."""
     finite = jnp.isfinite(amax(x))
-    x = blocks_of(jnp.where(finite[..., None], x, 0), 16)
+    x = split_blocks(jnp.where(finite[..., None], x, 0), 16)
     normalized, unit = _normalized(x)
     is_zero = amax(x) < _Q6_EPSILON
-    (fit,) = _in_parts(_fit_symmetric, _blocks_last(normalized))
+    (fit,) = _map_batches(_fit_symmetric, _blocks_last(normalized))
     scales = jnp.where(is_zero, 0, fit.reshape(unit.shape) * unit)
     largest = _signed_amax(scales)
     used = jnp.abs(largest) >= _Q6_EPSILON
@@ -255,8 +255,8 @@ def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     codes = jnp.clip(jnp.where(finite[..., None, None], codes, 0), -32, 31).astype(jnp.int32) + 32
     # As in ggml, the codes of a zero sub-block are 0, and all bytes of a block of zero sub-blocks are 0.
     codes = jnp.where(used[..., None, None] & ~is_zero[..., None], codes, 0).astype(jnp.uint8)
-    groups = joined(codes).reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
-    low = joined(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)
+    groups = merge_last(codes).reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
+    low = merge_last(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)
     high = groups >> 4
     pairs = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
-    return jnp.concatenate([joined(low), joined(pairs), _bytes(scale_codes), _bytes(step[..., None])], axis=-1)
+    return jnp.concatenate([merge_last(low), merge_last(pairs), _bytes(scale_codes), _bytes(step[..., None])], axis=-1)
