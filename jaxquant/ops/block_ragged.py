@@ -1,7 +1,8 @@
 """block_ragged: the product of groups of rows and their weights, both in blocks, by our kernel for Hopper.
 
-Rows are copied to slabs of 128 (``groups.Slabs``), each of one group. The kernel multiplies each slab by its group's
-weight, or sums over the slabs of each group. As in ``block_scaled``, it is the lowering of a primitive.
+Rows are copied to slabs of 128 rows (``groups.Slabs``); a slab contains rows of one group only. The kernel multiplies
+each slab by its group's weight, or sums over the slabs of each group. As in ``block_scaled``, the kernel is the
+lowering of a primitive.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _lower(context: Any, *operands: Any, ragged_dot_dimension_numbers: Any, out_
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
-    """Multiply one batch element after the other: the kernel has groups of one element only."""
+    """Multiply the batch elements one after the other: the kernel has no batch axis."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def one(own: Any) -> Array:

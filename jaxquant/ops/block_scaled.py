@@ -1,9 +1,9 @@
 """block_scaled: the product of two operands in blocks, by a GPU instruction for them or by our kernel.
 
 On GPUs of compute capability 10, XLA turns the custom call below (``jax.nn.scaled_matmul``'s) into cuDNN's block-scaled
-matmul. On other GPUs, XLA would dequantize the operands in more passes than
-``contract`` does, so this custom call is used only on compute capability 10.
-Blocks of 128 have a kernel for Hopper (``kernels/block_matmul``). Both are lowerings of one primitive.
+matmul. On other GPUs, XLA would dequantize the operands in more passes than ``contract`` does, so this custom call is
+used only on compute capability 10. For blocks of 128, there is a kernel for Hopper (``kernels/block_matmul``). The
+custom call and the kernel are lowerings of one primitive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES = {("float8_e4m3fn", "float8_e8m0fnu"): 32, ("float4_e2m1fn", "float8_e4m3
 def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     """Return the reason why the instruction cannot compute a contraction, or None if it can.
 
-    It sums exact products in float32, like the float matmul of the dequantized operands.
+    The instruction sums exact products in float32, like the float matmul of the dequantized operands.
 
     Args:
       lhs, rhs, dims: arguments of ``contract``.
@@ -71,7 +71,7 @@ def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: s
     Args:
       lhs, rhs, dims: operands and dimension numbers.
       out_dtype: dtype of the result.
-      by: result of ``choose``, except ``xla``.
+      by: result of ``choose``, "cudnn" or "pallas".
     """
     if by == "pallas":
         operands = kernel.operands(lhs, rhs, *_axes(dims))
