@@ -59,7 +59,7 @@ def budgets(root: Path = ROOT) -> dict[str, int]:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Count the lines of code of every room.")
-    parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="checkout; default: this one")
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="default: this checkout")
     root = parser.parse_args(words).root
     rooms, most = count(root), budgets()
     for room, lines in rooms.items():

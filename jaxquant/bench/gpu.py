@@ -38,7 +38,7 @@ NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 TINY = dataclasses.replace(LLAMA, emb_dim=64, mlp_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=32)
 """Small decoder layer, for a CPU."""
 COMPILING = 0.75
-"""Share of a part's time after which it compiles no more rows."""
+"""Share of a part's time after which no further row is compiled."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved asynchronously, committed atomically, and skipped if they do not load."""
+"""Checkpoints of a run: saved asynchronously and committed atomically; a checkpoint that does not load is skipped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
 
 
 def finished(run_dir: Path, config: TrainConfig) -> float | None:
-    """Return the held-out loss of a complete run, or None if steps are left. Only reads the run's files.
+    """Return the held-out loss of a run from its files, or None if the run is not complete.
 
     Args:
       run_dir: folder of the run.
@@ -71,7 +71,7 @@ class Checkpoints:
     """The ``checkpoints`` folder of a run; a context manager whose exit waits for pending writes.
 
     Attributes:
-      changes: fields of ``ADJUSTABLE`` that differ: name -> (value in the restored checkpoint, requested value).
+      changes: fields of ``ADJUSTABLE`` that differ from the restored checkpoint, with both values.
 
     Raises:
       ValueError: the path of the folder is not a folder.
@@ -82,9 +82,9 @@ class Checkpoints:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
         _silence_failed_saves()
-        self._saving: int | None = None  # step of a save that may be incomplete
+        self._saving: int | None = None  # step of a save that may not be complete
         self.changes: dict[str, tuple[Any, Any]] = {}
-        # Called in the first process, after all processes have written their parts and before the folder is renamed.
+        # Runs in the first process, after all processes have written their parts and before the folder is renamed.
         summed = ocp.AsyncOptions(post_finalization_callback=self._write_sums)
         keep = {"max_to_keep": config.checkpoint_keep, "cleanup_tmp_directories": True, "async_options": summed}
         self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(**keep))
@@ -146,7 +146,7 @@ class Checkpoints:
         """Load the newest complete checkpoint; return None if there is no checkpoint.
 
         A checkpoint that is damaged or does not load is moved to ``unreadable_checkpoints`` with a message, and the
-        previous one is tried.
+        previous checkpoint is tried.
 
         Args:
           abstract_state: shapes and shardings.
@@ -161,7 +161,7 @@ class Checkpoints:
             if failure is None:
                 different = _compare(sums.config_of(self._folder / str(step)), self._config, self._folder, step)
                 restored, failure = self._load(step, abstract_state)
-                # No process resumes from a checkpoint that another process cannot read.
+                # If one process cannot read a checkpoint, no process resumes from it.
                 if processes.all_agree(restored is not None):
                     self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
                     for name, (before, now) in different.items():
@@ -192,7 +192,7 @@ class Checkpoints:
         return damage or "damage found by another process; see its output"
 
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
-        """Return the state and data position of a checkpoint, or the reason why it does not load."""
+        """Return the state and data position of a checkpoint, or the reason why the checkpoint does not load."""
         try:
             shapes = ocp.args.StandardRestore(abstract._asdict())
             restored = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
@@ -269,7 +269,7 @@ def _silence_failed_saves() -> None:
 # -- single arrays -----------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 64 * 2**20
-"""Largest chunk; a reader has one chunk in memory in addition to the requested part of the array."""
+"""Bytes of the largest chunk; a reader holds one chunk in memory in addition to the requested part."""
 
 SLICE_BYTES = 2**20
 """Size from which a slice of a leading axis is a separate chunk."""
@@ -284,8 +284,8 @@ _CONTEXT = ts.Context(
 def save_args(array: Any) -> ocp.SaveArgs:
     """Return orbax options that split an array into chunks of at most 64 MiB, preferably along leading axes.
 
-    An array below the limit is one chunk (or one per device). A larger array of stacked layers or experts is split into
-    slices of its leading axes. A large matrix is split along its longest axis.
+    An array below the limit is one chunk, or one chunk per device. A larger array of stacked layers or experts is split
+    into its slices, a large matrix along its longest axis.
 
     Args:
       array: array with shape and dtype. Orbax also splits an array with a sharding by shard.

@@ -31,7 +31,7 @@ _M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
 
 
 def compare(folders: Sequence[str], out: str) -> None:
-    """Print a table that compares training runs, and write one HTML page with curves, bytes and dtypes."""
+    """Print a table that compares training runs, and write an HTML page with their curves, bytes and dtypes."""
     runs = report.load_runs(folders)
     rows = report.comparison_rows(runs)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -110,13 +110,13 @@ def serve(
       texts: prompts.
       file: file with one prompt per line, "-" for standard input; None if ``texts`` are the prompts.
       directory: folder of a run or of a converted checkpoint.
-      max_new_tokens: maximum number of tokens to generate for each prompt.
-      max_length: maximum number of tokens of prompt and completion; 0 for the run's sequence length.
+      max_new_tokens: tokens to generate for each prompt.
+      max_length: longest text in tokens; 0 selects the sequence length of the run.
       temperature, top_p, seed: parameters of ``Sampling``.
-      kv_cache: dtype of the KV cache, "none" for float; None for the dtype in the config.
-      kv_axis: axes that share a scale of the KV cache; None for the axes in the config.
-      slots: number of prompts that run at the same time.
-      prefill_chunk: number of tokens of a prompt that one step processes.
+      kv_cache: dtype of the KV cache, "none" for float; None selects the config's.
+      kv_axis: axes that share a scale of the KV cache; None selects the config's.
+      slots: prompts that run at the same time.
+      prefill_chunk: tokens of a prompt that one step processes.
 
     Returns:
       0, or 1 if prompts are refused.
@@ -142,7 +142,7 @@ def serve(
 
 
 def _read_prompts(texts: Sequence[str], file: str | None) -> tuple[list[str], list[str]]:
-    """Return the prompts and their names in messages."""
+    """Return the prompts, each with its name for messages."""
     if file is None:
         names = [f"prompt {number}" for number in range(1, len(texts) + 1)]
         return [_text(os.fsencode(text), name) for text, name in zip(texts, names, strict=True)], names
@@ -152,7 +152,7 @@ def _read_prompts(texts: Sequence[str], file: str | None) -> tuple[list[str], li
     except OSError as error:
         raise ValueError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
     if not data:
-        raise ValueError(f"{name} has no prompts; write one prompt per line")
+        raise ValueError(f"{name} contains no prompt; write one prompt per line")
     lines = data.removesuffix(b"\n").split(b"\n")  # splitlines() would split at form feeds too
     names = [f"{name} line {number}" for number in range(1, len(lines) + 1)]
     return [_text(line.removesuffix(b"\r"), name) for line, name in zip(lines, names, strict=True)], names
@@ -198,10 +198,10 @@ class Printer:
 
 @contextmanager
 def _shown(verb: str) -> Iterator[Any]:
-    """Yield a function that receives each row, and print a table of all rows at the end.
+    """Yield a function to call with each row; print a table of all rows at the end.
 
-    In the meantime, a terminal shows the name of the current tensor. In the table, tensors of different layers with the
-    same name, format and shape are one line, with their number, total bytes and lowest SQNR.
+    A terminal also shows the current tensor. In the table, tensors that differ only in their layer share one line, with
+    their number, total bytes and lowest SQNR.
     """
     rows: list[Row] = []
     with Console(stderr=True).status(verb) as status:
@@ -232,8 +232,8 @@ def _format_sqnr(value: float) -> str:
 def return_large_blocks() -> None:
     """Make glibc return blocks above 1 MiB to the system as soon as they are freed.
 
-    By default, glibc can raise this limit to 32 MiB and reuse freed blocks. A program that processes a model layer by
-    layer would then occupy several times the memory that it uses. With other C libraries this function does nothing.
+    By default glibc keeps freed blocks of up to 32 MiB for later, so a program that handles a model layer by layer
+    would hold several times the memory that it uses. Without glibc, the function does nothing.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)

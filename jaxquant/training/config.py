@@ -19,10 +19,10 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 These fields set the run's length, checks, outputs and devices. All other fields determine the numerics of the run and
-must have the same value as in the checkpoint, except for the fields of ``ADJUSTABLE``.
-``quantization_local_shard_count`` is compared after the mesh determines its value. An 8-bit optimizer state loads only
-with the ``optimizer_state_axis`` that it was saved with. ``steps`` also sets the end of the cosine schedule: a run that
-is resumed with more steps continues on the longer schedule.
+must equal the checkpoint's, except for the fields of ``ADJUSTABLE``; ``quantization_local_shard_count`` is compared
+after it is resolved for the mesh. An 8-bit optimizer state loads only with the ``optimizer_state_axis`` of the
+checkpoint. ``steps`` also sets the end of the cosine schedule: a run resumed with more steps continues along the longer
+schedule.
 """
 
 ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
@@ -62,64 +62,68 @@ class TrainConfig(Shape, QuantConfig):
     """One training run.
 
     Attributes:
-      run_dir: folder of the run; empty selects ``runs/NAME``, with NAME made from the config file and the quantization.
+      run_dir: folder of the run; if it is empty, ``runs/NAME``, where NAME consists of the config file's name and the
+        quantization.
       framework: Flax API of the decoder; only ``linen`` is supported.
-      seed: seed of the initial parameters and of stochastic rounding.
+      seed: random seed for the initial parameters and for stochastic rounding.
       steps: number of optimizer steps.
-      vocab_size: rows of the embedding; 0 selects the tokenizer's vocabulary size, rounded up to a multiple of 64.
+      vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
       emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
       num_experts, num_experts_per_tok: number of experts of width ``mlp_dim`` in each layer (0: one MLP for all
         tokens), and number of experts per token.
-      shared_experts: number of additional experts that every token uses; one MLP of width ``shared_experts * mlp_dim``
-        computes them.
-      kv_lora_rank, q_lora_rank, rope_head_dim: sizes in latent attention (``model.LatentAttention``): size of the
-        latent of keys and values (0: grouped-query attention), size of the latent of queries (0: no latent), and number
-        of rotated values per head.
+      shared_experts: number of additional experts that every token uses, as one MLP of width ``shared_experts *
+        mlp_dim``.
+      kv_lora_rank, q_lora_rank, rope_head_dim: sizes in latent attention: the latent of keys and values (0:
+        grouped-query attention), the latent of queries (0: none), and the rotated part of a head.
       rope_theta: base of the rotary embedding's wavelengths.
       norm_epsilon: value added to the mean square in RMSNorm.
       logits_via_embedding: whether the output head is the transposed embedding (tied).
       scan_layers: whether the layers are traced once and scanned; False gives every layer its own path
         (``layers_0/mlp/wi_0``).
-      remat_policy: values saved for the backward pass. ``none``: everything; ``full``: layer inputs only; ``dots``:
-        results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
-        ``jaxquant.save_matmuls``; ``quantized``: only the named residuals of quantized matmuls.
-      saved_activations: format in which inputs of norms and of the MLP's gate are saved for the backward pass.
-        ``full``: their own dtype; ``fp8``: FP8, see ``jaxquant.compress_residuals``, which requires remat_policy
-        ``none`` or ``quantized``.
+      remat_policy: values that are saved for the backward pass. ``none``: everything; ``full``: layer inputs only;
+        ``dots``: results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
+        ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
+      saved_activations: format in which inputs of norms and of the MLP's gate are saved for the backward pass: ``full``
+        is their own dtype; ``fp8`` (``jaxquant.compress_residuals``) needs remat_policy ``none`` or ``quantized``.
       attention: attention implementation. ``auto``: cuDNN on NVIDIA GPUs and splash attention on TPUs if they support
-        the shapes, otherwise ``xla``; ``cudnn``, ``splash``: this kernel, or an error if the kernel does not support
-        the shapes.
-      head_chunks: number of chunks of a sequence's logits in the loss; 0 selects the number so that the logits of one
-        sequence and chunk are at most half a gigabyte.
+        the shapes, otherwise ``xla``; ``cudnn`` and ``splash`` select that kernel or raise an error.
+      head_chunks: number of chunks in which the loss computes a sequence's logits; 0 chooses it so that a chunk has
+        less than half a gigabyte per sequence.
       dtype: dtype of activations and matmuls.
-      dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: options of
-        ``jaxquant.training.data``.
-      sequence_length: number of tokens of one sequence.
-      batch_size: number of sequences of one optimizer step, over all devices and micro-batches.
-      gradient_accumulation_steps: number of micro-batches of one optimizer step.
-      learning_rate: peak learning rate, reached after ``warmup_steps_fraction`` of the steps; then it follows a cosine
-        down to ``learning_rate_final_fraction`` of the peak.
+      dataset: ``stdlib`` (sources of Python's standard library), ``text`` (text files), ``jsonl`` or ``parquet``.
+      dataset_path: file or folder of the dataset.
+      dataset_text_field: JSON key or Parquet column that contains the text.
+      tokenizer_path: Hugging Face ``tokenizer.json``; empty for bytes.
+      data_seed: random seed for the order of the documents.
+      packing: whether a row holds as many documents as fit, instead of one.
+      sequence_length: number of tokens in a sequence.
+      batch_size: number of sequences in an optimizer step, over all devices and micro-batches.
+      gradient_accumulation_steps: number of micro-batches in an optimizer step.
+      learning_rate: peak learning rate. It is reached after the fraction ``warmup_steps_fraction`` of the steps and
+        then decays along a cosine to ``learning_rate_final_fraction`` times the peak.
       optimizer: ``adamw`` or ``muon``. ``muon`` uses Muon for the matrices of the layers (momentum 0.95, learning rates
-        of AdamW), and Adam with Nesterov momentum for all other parameters.
-      adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW. Weight decay applies only to matrices; with
-        ``muon`` it applies only to the matrices that Muon updates.
+        of AdamW), and Adam with Nesterov momentum for the rest.
+      adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW; the decay applies only to matrices, and with
+        ``muon`` only to the matrices that Muon updates.
       optimizer_state: format of the optimizer's moments: a scheme of ``jaxquant.optim.SCHEMES``, or float32.
-      optimizer_state_axis: axis along which 8-bit moments are grouped. ``last``: last axis; ``rows``: second-to-last
-        axis, or another axis with larger groups; ``auto``: ``rows`` on TPUs, otherwise ``last``. A checkpoint resumes
-        only with the axis that it was saved with.
+      optimizer_state_axis: axis along which 8-bit moments are grouped: ``last``, ``rows`` (the axis before the last, or
+        an axis with larger groups), or ``auto`` (``rows`` on TPUs, otherwise ``last``). A checkpoint can be loaded only
+        with the same axis.
       weight_dtype: dtype of the parameters; bfloat16 parameters have no float32 copy.
       stochastic_rounding: whether bfloat16 weights are rounded stochastically (``optim.stochastic_round``) instead of
         to nearest.
-      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 turns clipping off.
-      mesh_data, mesh_fsdp, mesh_tensor: number of devices along the three mesh axes: copies of the model, shards of
-        every parameter, and shards of the heads and of ``mlp_dim``; -1 selects all remaining devices.
-      log_every: steps between two progress lines (metrics.jsonl has every step).
-      eval_every, eval_batches: steps between two held-out losses (0: only at the end), and number of batches of each.
-      checkpoint_every, checkpoint_keep: steps between two checkpoints (0: only at the end), and number of checkpoints
-        to keep.
+      gradient_clipping_threshold: largest global norm of the gradient; 0 turns clipping off.
+      mesh_data, mesh_fsdp, mesh_tensor: number of devices along each mesh axis: copies of the model, shards of every
+        parameter, and shards of the heads and of ``mlp_dim``; -1 selects all remaining devices.
+      log_every: number of steps between two progress lines; metrics.jsonl has every step.
+      eval_every, eval_batches: number of steps between two evaluations on held-out text (0: only at the end), and
+        number of batches of each.
+      checkpoint_every, checkpoint_keep: number of steps between two checkpoints (0: only at the end), and number of
+        checkpoints to keep.
       tensorboard: whether to write TensorBoard events.
-      health_every: steps between two rows of health.jsonl, see ``jaxquant.training.health`` (0: off).
-      health_sequences: number of sequences per batch on which health is measured (0: an eighth, at most a micro-batch).
+      health_every: number of steps between two rows of health.jsonl (0: none).
+      health_sequences: number of sequences of the step's batch on which health is measured (0: an eighth of the batch,
+        at most a micro-batch).
     """
 
     run_dir: str = ""
@@ -191,8 +195,8 @@ class TrainConfig(Shape, QuantConfig):
             )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; change "
-                "one of them, so that every key/value head serves the same number of query heads"
+                f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                "choose sizes that divide"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
             raise ValueError("stochastic_rounding requires bfloat16 weights; set weight_dtype: bfloat16")
@@ -244,7 +248,7 @@ def _check_range(name: str, value: float, least: float, most: float, other: str 
         raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
 
 
-_SIZE = 2**24  # limit for the size of an axis; no device has memory for more
+_SIZE = 2**24  # larger than any real axis
 _STEPS = 2**31 - 1  # steps are counted in int32
 _TINY, _HUGE = 1.2e-38, 3.4e38  # normal float32 numbers; the optimizer runs in float32
 _RANGES: dict[tuple[float, float], tuple[str, ...]] = {

@@ -1,6 +1,6 @@
 """Conversion of a run's checkpoint into a quantized checkpoint for serving, reading one array at a time.
 
-The optimizer state is not read. Only requested arrays are in memory; during a conversion this is one float layer.
+The optimizer state is not read. During a conversion, memory holds one float layer at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CALIBRATION_BATCHES = 8
 
 
 KINDS = ("params", "quant_state")
-"""Parts of a training state that this module reads."""
+"""Fields of the training state that a conversion reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Parameters:
       step: step of the checkpoint.
       config: configuration of the run, with ``remat_policy`` "none".
       shapes: trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
-      stores: stored arrays, not read yet, by path: "params/..." or "quant_state/...".
+      stores: opened arrays by path, "params/..." or "quant_state/..."; they are not in memory.
     """
 
     step: int
@@ -65,13 +65,13 @@ class Parameters:
     _folder: Path = dataclasses.field(repr=False)
 
     def variables(self, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
-        """Return the variables of the decoder: parameters as shapes, quant state as arrays."""
+        """Return the variables of the decoder, with shapes for the parameters and arrays for the quant state."""
         _, state = quantization_state.split(jax.eval_shape(lambda: initial_variables(self.config, shape, tokens)))
         state = map_by_path(lambda path, _: jnp.asarray(self.read(f"quant_state/{path}")), state)
         return quantization_state.merge(self.shapes["params"], state)
 
     def read(self, path: str, *index: int) -> np.ndarray:
-        """Read one array, or its slice at an index of the leading axes. Weights are float32, as in ``shapes``.
+        """Read one array, or a slice at an index of its leading axes. Weights are float32, as in ``shapes``.
 
         Raises:
           ValueError: the files cannot be read.
@@ -97,7 +97,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: there is no checkpoint, no checkpoint of this step, or no checkpoint that opens.
+      ValueError: the run has no checkpoint, no checkpoint of this step, or no checkpoint that opens.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -118,7 +118,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
         else:
             config = config_of(folder / str(number))
             check_config_file(run_dir, number, config)
-            config = dataclasses.replace(config, remat_policy="none")  # "quantized" is only valid for a quantized run
+            config = dataclasses.replace(config, remat_policy="none")  # the policy "quantized" needs a quantized run
             return Parameters(number, config, shapes, stores, folder / str(number) / "state")
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; choose another run, or train this run again")
 
@@ -189,7 +189,7 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 
 
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """Return a configuration without the fields that linear layers do not read, and with ``changes``."""
+    """Return a config with the fields reset that linear layers do not read, and with the given changes."""
     return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
 
 
@@ -198,7 +198,7 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
-    """Return the fields of ``QuantConfig`` from a configuration that has more fields, as plain data."""
+    """Return the fields of ``QuantConfig`` in a training configuration, as a mapping."""
     every = to_mapping(config)
     return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
 
@@ -233,7 +233,7 @@ def convert_run(
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
     if not config.strings:
-        raise ValueError(f"run {run} is not quantized; pass a quantization to serve it with, such as quantization=int8")
+        raise ValueError(f"run {run} is not quantized; pass a quantization, such as quantization=int8")
     defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
     if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
         replaced = f"quantization {config.quantization!r} replaces the run's options, including {', '.join(names)}"
@@ -241,7 +241,7 @@ def convert_run(
     _, shape, tokens = decoder_of(config)
     shapes = stored.variables(shape, tokens)
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
-    # Calibrate on held-out text if a layer was not trained with its recipe for serving.
+    # Layers that were not trained with this recipe get their quant state from held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)
@@ -282,7 +282,7 @@ def save_served(
 
 
 def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
-    """Return a function (index of stacked layers) -> quantized kernel for each layer that a run quantizes, by path.
+    """Return, for each layer that a run quantizes, a function from the index in the stack to the converted kernel.
 
     Args:
       stored: checkpoint of the run.
@@ -331,7 +331,7 @@ def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
 
 
 def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, say: Say) -> Any:
-    """Calibrate quant state for a run's float parameters. All of these parameters are in memory at once."""
+    """Calibrate the quant state of a run on held-out text; all float parameters are in memory at once."""
     batches = CALIBRATION_BATCHES
     params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)

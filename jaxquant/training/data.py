@@ -1,4 +1,4 @@
-"""Corpus in memory, split by document into a training and a held-out part, and its batches, packed by grain."""
+"""Corpus in memory, split by document into a training and a held-out part; grain shuffles and packs the batches."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class Corpus:
 
     Attributes:
       tokens: all documents, concatenated, in the smallest unsigned dtype that holds the vocabulary.
-      starts: start offset of each document, and the end of the last one.
-      train, held_out: ascending indices of the documents of each part. Equal documents are in the same part.
-      vocab_size: size of the tokenizer's vocabulary, larger than every token.
+      starts: start offset of each document, followed by the end of the last document.
+      train, held_out: indices of the documents of each part, ascending. No document, and no copy of a document, is in
+        both parts.
+      vocab_size: multiple of 64 that is larger than every token.
       pad: padding token.
       description: one line with source, files, tokens and split.
       fingerprint: hash of tokens and split.
@@ -77,7 +78,7 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     if len(distinct) < 2:
         size = f"it has {len(starts) - 1} documents and {len(distinct)} distinct text"
         fix = "provide at least 2 different documents"
-        raise ValueError(f"dataset {source.label} leaves the held-out part empty: {size}; {fix}")
+        raise ValueError(f"dataset {source.label} has no held-out part: {size}; {fix}")
     last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
     held_out, train = np.flatnonzero(digests <= last), np.flatnonzero(digests > last)
     lengths = np.diff(starts)
@@ -111,7 +112,7 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
 class TrainIterator:
     """Endless iterator over training batches.
 
-    The position is a small JSON-serializable value that is equal on every process. It includes a hash of the corpus.
+    Its position is small, JSON-serializable and equal on every process, and contains a hash of the corpus.
     """
 
     def __init__(self, stream: grain.IterDataset, fingerprint: str):
@@ -129,7 +130,7 @@ class TrainIterator:
         return {"stream": self._stream, "position": copy.deepcopy(self._iterator.get_state())}
 
     def set_state(self, state: Any) -> None:
-        """Move to a position; the next batch is the batch after the call of ``get_state``.
+        """Move to a position; the next batch is the batch that followed the ``get_state`` call.
 
         Raises:
           ValueError: the position belongs to another text.
@@ -152,9 +153,9 @@ class Data:
 
     Attributes:
       train: iterator over endless batches.
-      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the
-        held-out part is smaller, each of its tokens occurs once, and padding rows fill the last batch.
-      vocab_size: size of the tokenizer's vocabulary, larger than every token.
+      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the text has
+        fewer batches, each token is returned once, and padding rows fill the last batch.
+      vocab_size: multiple of 64 that is larger than every token.
       description: one line with source, files, tokens and split.
     """
 
@@ -210,8 +211,8 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
 class Chunks:
     """Random-access source of the chunks of some documents, for grain.
 
-    A document of n tokens has n − 1 targets. The inputs of chunk k start at token k·S, and its targets one token later,
-    so each token except for the document's first is a target exactly once.
+    A document of n tokens has n − 1 targets. Chunk k has S inputs from token k·S on, and the targets are one token
+    later, so every token except the document's first is a target exactly once.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, sequence_length: int):

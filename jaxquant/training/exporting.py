@@ -1,7 +1,7 @@
 """Export of runs and converted checkpoints to Llama checkpoints of other frameworks, and the mapping of their tensors.
 
-The decoder's kernels are [in…, out…]; kernels of a Llama checkpoint are [out, in], with heads concatenated. Norms and
-the embedding have the same layout. Both models use the half-split rotary embedding and ``silu(gate) · up``.
+A kernel is [in…, out…] here and [out, in] there, with heads concatenated; norms and the embedding have the same layout.
+Both models rotate the halves of a head and compute ``silu(gate) · up``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIELDS = {
     **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
     **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
 }
-"""Field of ``TrainConfig`` -> field of ``LlamaShape``."""
+"""Name of a field of the decoder's shape -> name of the field of a Llama's shape."""
 
 
 class Place(NamedTuple):
@@ -66,7 +66,7 @@ Read = Callable[[str, tuple[int, ...]], Any]
 
 
 def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
-    """Return the position in the parameters of each tensor of a Llama, by module."""
+    """Return, for each module of a Llama, the position of its tensor in the parameters."""
     found = {name: Place(path) for path, name in _WHOLE.items() if name != "lm_head" or not shape.tied}
     for index in range(shape.layers):
         for path, name in _LAYER.items():
@@ -139,7 +139,7 @@ def open_source(
 
     Args:
       directory, step, say: same as for ``export_run``.
-      measures: whether to measure the amax of the inputs of linear layers on held-out text.
+      measures: whether to measure the input amaxes of linear layers on held-out text.
     """
     folder = Path(directory)
     if (folder / "config.yml").is_file():
@@ -196,7 +196,7 @@ def _open_converted(folder: Path) -> Source:
 
 
 def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
-    """Return a decoder as a Llama.
+    """Return a decoder as a ``Source`` with the names of a Llama.
 
     Raises:
       NotImplementedError: the decoder and a Llama do not have the same parameters.

@@ -53,7 +53,7 @@ class Completion:
     Attributes:
       prompt: prompt that was continued.
       tokens: new tokens, without the end of the document.
-      stopped: reason for the end: ``max_new_tokens``, ``cache_end``, ``document_end``, or ``refused``.
+      stopped: reason for the end: ``max_new_tokens``, ``cache_end``, ``document_end`` or ``refused``.
       message: reason why a prompt was refused, as one sentence; otherwise "".
     """
 
@@ -68,7 +68,8 @@ class Sampling:
     """Method of choosing a token from logits.
 
     Attributes:
-      temperature: divisor of the logits before a token is sampled; 0 selects the most likely token.
+      temperature: 0 selects the most likely token; otherwise the logits are divided by the temperature and a token is
+        sampled.
       top_p: sample from the smallest set of most likely tokens that reaches this share of the probability.
       seed: seed of the samples.
 
@@ -114,7 +115,7 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 class Engine:
-    """A decoder with a cache of ``slots`` texts with ``max_length`` tokens each.
+    """A decoder with a cache for ``slots`` texts of ``max_length`` tokens each.
 
     Args:
       model, params, quant_state: decoder, its parameters and its quant state.
@@ -203,7 +204,7 @@ class Engine:
         return self._model.apply(*variables, *inputs, rngs={"quant": jax.random.key(0)}, cache=cache)
 
     def _sample(self, logits: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
-        """Choose the token at a position. ``number`` is the number of the prompt, which selects the random stream."""
+        """Choose the next token at a position of prompt ``number``."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._sampling.seed), number), position)
         return sample(logits, key, self._sampling)
 

@@ -34,21 +34,21 @@ from jaxquant.training.sharding import BATCH
 from jaxquant.training.step import Batch, Program, TrainState, example_inputs
 
 SHARE = 8
-"""Health is measured on one in this many sequences of a batch, unless ``health_sequences`` is set."""
+"""Number of sequences of a batch for each measured sequence, unless ``health_sequences`` is set."""
 
 WARN_SATURATED = 0.01
-"""Share of clipped elements above which a line is printed.
+"""Share of clipped elements above which a warning is printed.
 
 Delayed scaling that follows its tensor clips almost nothing; a calibration that clips one element in a hundred has too
 small a range.
 """
 
 WARN_SQNR_DB = {8: 20.0, 4: 10.0}
-"""SQNR in dB below which a line is printed, by bits of the element.
+"""SQNR in dB below which a warning is printed, by bits of the element.
 
-At 20 dB, the root mean square error is a tenth of the tensor's root mean square; at 10 dB it is a third. Values from
-N(0, 1) have 31.5 dB (e4m3), 25.8 (e5m2), about 40 (int8) and 16 to 19 (int4, e2m1). A tensor below the limit has about
-twice that error or more, because of clipping, flushing or outliers.
+At 20 dB, the RMS error is a tenth of the tensor's RMS; at 10 dB, a third. N(0, 1) has 31.5 dB (e4m3), 25.8 (e5m2),
+about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the limit has lost more than twice that error to clipping,
+flushing or outliers.
 """
 _LINES = 3
 
@@ -130,7 +130,7 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
 
 
 class HealthLog:
-    """Writer of the results of health passes, which also prints each tensor with a fault, once.
+    """Writer of health passes that also prints one warning for each tensor with a fault.
 
     Args:
       health: health pass.
@@ -248,7 +248,7 @@ def _are_finite(tree: Any) -> dict[str, jax.Array]:
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
-    """Find the linear layer with the first non-finite number of a step, by a health pass over the whole batch.
+    """Find the linear layer with the first non-finite number of a step, with a health pass over the complete batch.
 
     Args:
       program: program of the run.

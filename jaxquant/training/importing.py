@@ -42,9 +42,9 @@ from jaxquant.training.tokenizer import open_tokenizer
 Changes = Mapping[str, Any] | None
 """Fields of ``TrainConfig`` that the checkpoint does not determine."""
 Progress = Callable[[Row], object]
-"""Callback that receives a ``Row`` of the tokenizer, then a row of each tensor: name, format, shape and bytes.
+"""Callback for one ``Row``: first the tokenizer with its origin, then each tensor with its format, shape and bytes.
 
-``Row.sqnr`` compares the written tensor with the decoded float32 tensor of the checkpoint; it is infinite if they are
+``Row.sqnr`` compares the written tensor with the decoded float32 tensor of the checkpoint, and is infinite if both are
 equal.
 """
 
@@ -72,7 +72,7 @@ def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[S
 def imported_config(
     shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
 ) -> TrainConfig:
-    """Return the configuration of a run with an imported model: its shape, its tokenizer and the requested changes.
+    """Return the configuration of a run with an imported model, from its shape, tokenizer and requested changes.
 
     Raises:
       ValueError, TypeError: a requested field contradicts the shape, or a value is invalid.
@@ -98,9 +98,9 @@ def import_to_run(
 ) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint; ``jaxquant train`` continues it.
 
-    Quantized layers are decoded to float32, exactly or with one rounding. If the run quantizes these layers again, it
-    uses the backend ``native``, which can reproduce quantized values (``TensorSpec.keeps_grid``), unless ``changes``
-    sets a backend.
+    Quantized layers are decoded to float32, exactly or with one rounding. A run that quantizes these layers again uses
+    the native backend, which reproduces the same integers (``TensorSpec.keeps_grid``), unless ``changes`` sets a
+    backend.
 
     Args:
       checkpoint: GGUF file, or Hugging Face folder.
@@ -178,7 +178,7 @@ def _is_stacked(path: str) -> bool:
 
 
 def _read(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
-    """Return the part of a float parameter that belongs to a module; ``leaf`` has the shape of the parameter."""
+    """Return the float weight of a module in the layout of the parameter; ``leaf`` has the parameter's shape."""
     return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
 
 
@@ -210,10 +210,10 @@ def import_to_serve(
 ) -> TrainConfig:
     """Write a converted checkpoint for serving from a foreign checkpoint.
 
-    A layer keeps the elements and scales of the checkpoint if the config string has weights of the same type and
-    granularity. fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w and the config strings of GGML's formats can do
-    this. Other layers are converted from the decoded float weights. If no quantization is requested, the config string
-    is selected that quantizes weights and inputs as the checkpoint does.
+    Layers keep the elements and scales of the checkpoint if the config string has weights of the same type and
+    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the config strings of GGML's formats and others.
+    Without a requested quantization, the config string that quantizes weights and inputs like the checkpoint is used.
+    Other layers are converted from the decoded float weights.
 
     Args:
       checkpoint, progress: same as for ``import_to_run``.

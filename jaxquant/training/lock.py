@@ -10,7 +10,7 @@ from typing import Any
 
 NAME = "writer.lock"
 STALE_S = 90.0
-"""Seconds after which a writer is considered dead if its process is not visible and it has not touched the file."""
+"""Seconds without a heartbeat after which a writer whose process is not visible is considered dead."""
 _TRY_S = 3.0  # an empty lock file is taken over after two seconds
 _LOCAL_S = 0.5  # enough to check whether a process on this host is alive
 
@@ -60,7 +60,7 @@ class RunLock:
         """Check that this process still holds the lock.
 
         Raises:
-          Busy: another process has taken the lock, which can happen if this process does not touch the file for long.
+          Busy: another process has taken the lock, because this process has not updated its heartbeat for too long.
         """
         deadline, owner = time.monotonic() + _TRY_S, self._lease.owner
         while not owner and self._run_dir.is_dir() and time.monotonic() < deadline:

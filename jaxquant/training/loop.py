@@ -57,9 +57,10 @@ class _PendingStep:
 
 
 class StopRequest:
-    """Handler of SIGTERM, SIGHUP and Ctrl-C: the first stops the loop after the current step, the second at once.
+    """Handler of SIGTERM, SIGHUP and Ctrl-C: the first signal stops the loop after the current step.
 
-    A closing terminal sends SIGHUP more than once, so repeats are ignored. Under ``nohup``, SIGHUP is not handled.
+    A second signal ends the process at once. A closing terminal sends SIGHUP more than once, so repeats are ignored.
+    Under ``nohup``, SIGHUP is not handled.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
       ValueError, TypeError, NotImplementedError, OSError: the configuration, the data or the run folder is invalid.
     """
     if not config.run_dir:
-        raise ValueError("run_dir is empty; name the folder of the run")
+        raise ValueError("run_dir is empty; set it to the folder of the run")
     run_dir = Path(config.run_dir)
     lock = RunLock(run_dir)
     with contextlib.ExitStack() as stack:
@@ -104,7 +105,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
             say(f"done: {config.steps} steps, held-out loss {loss:.4f}, in {run_dir}")
             return lambda: None
         if config.tensorboard:
-            importlib.import_module("tensorboardX")  # before the step is traced, which takes minutes
+            importlib.import_module("tensorboardX")  # checked before the step is traced, which takes minutes
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         config = program.config
@@ -165,7 +166,7 @@ class _Run:
     metrics: Metrics = dataclasses.field(init=False)
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
     pending: _PendingStep | None = None
-    stop_agreed: bool = False  # whether the processes have agreed to stop
+    stop_agreed: bool = False  # true if the processes have agreed to stop
 
     def start(self, say: Callable[[str], None]) -> None:
         """Resume from the newest checkpoint, or start a new run; write config.yml and delete a stale summary.json."""
@@ -178,7 +179,7 @@ class _Run:
             self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
         if processes.is_main():
-            if int(self.state.step) < self.program.config.steps:  # left by an earlier run with fewer steps
+            if int(self.state.step) < self.program.config.steps:  # summary of an earlier run with fewer steps
                 (self.run_dir / "summary.json").unlink(missing_ok=True)
             write_config(self.run_dir, self.program.config)
 
@@ -258,7 +259,7 @@ class _Run:
 
     @property
     def _stop_reason(self) -> str | None:
-        """Reason why this process requests a stop, or None."""
+        """Return the reason why this process requests a stop, or None."""
         return self.stop.signal or ("a closed output" if self.metrics.is_output_closed else None)
 
     def _read_pending_metrics(self, health_log: HealthLog | None) -> None:

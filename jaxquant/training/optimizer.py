@@ -1,4 +1,4 @@
-"""AdamW or Muon with warm-up, cosine decay and gradient clipping, for parameters only, without quant state."""
+"""AdamW or Muon with warm-up, cosine decay and gradient clipping; it updates parameters, not quant state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.training.config import TrainConfig
 from jaxquant.training.sharding import parameter_spec
 
 DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
-"""Names of parameters with weight decay; a test of ``ndim`` is not enough, because scanned norms have two axes."""
+"""Names of the parameters to which weight decay applies. The number of axes is not enough: scanned norms have two."""
 
 AXES: dict[str, int | Literal["rows"] | None] = {"auto": None, "last": -1, "rows": "rows"}
 """Value of ``axis`` of ``quantize_state`` for each ``optimizer_state_axis``."""
@@ -26,7 +26,7 @@ ORTHOGONAL = {
     "out": contrib.MuonDimensionNumbers(reduction_axis=(-3, -2), output_axis=-1),
     **dict.fromkeys(("wi_0", "wi_1", "wo", "wq_a", "wkv_a"), _OF_MATRICES),
 }
-"""Matrices that Muon updates and their axes, by the name of the layer or of the experts; Adam updates the rest."""
+"""Matrices that Muon updates, with their axes, by name of the layer or experts parameter; Adam updates the rest."""
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
@@ -81,7 +81,7 @@ def _orthogonal(params: optax.Params) -> optax.Params:
 
 
 def _devices_along(path: str, axis: int) -> int:
-    """Return the number of shards for which moments are grouped, which does not depend on the mesh."""
+    """Return the number of shards for which the groups of moments are made; it is the same on every mesh."""
     return 8 if parameter_spec(*_names(path), 3 - axis)[axis] else 1
 
 

@@ -69,7 +69,7 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
 
 
 def in_order(result: T) -> T:
-    """Return the result of a jitted function; with several CPU processes, block until it is computed.
+    """Call a jitted function and return its result; with several CPU processes, block until the result is computed.
 
     CPUs run independent programs concurrently, so two programs can reach their collectives in a different order in each
     process and deadlock. Accelerators run programs in dispatch order.
@@ -80,7 +80,7 @@ def in_order(result: T) -> T:
 
 
 class Flag:
-    """A flag that is true for all processes once it is true for one; does not block with a single process.
+    """A flag that becomes true in all processes once it is true in one. With a single process it does not block.
 
     ``ask`` dispatches a collective after the current step. Reading its answer together with the metrics of the step
     adds no further wait.
@@ -91,7 +91,7 @@ class Flag:
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, condition: bool) -> Any:
-        """Dispatch the collective; every process must call this. ``bool()`` of the result is the answer."""
+        """Dispatch the collective in every process; ``bool()`` of the result is the answer."""
         if jax.process_count() == 1:
             return condition
         placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
@@ -106,6 +106,6 @@ def all_agree(condition: bool) -> bool:
 
 
 def wait_for_all(name: str) -> None:
-    """Block until every process has called this function with the same name."""
+    """Block until every process has called this function."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -40,7 +40,7 @@ HEALTH = {  # title, bad values, colours from good to bad, whether the colours s
     "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", True),
     "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", True),
     "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", True),
-    "nonfinite": ("Not finite", "any; look for the cause in the first layer with non-finite elements", "OrRd", True),
+    "nonfinite": ("Not finite", "any value above 0; the error started in the first such layer", "OrRd", True),
 }
 
 
@@ -77,7 +77,7 @@ class Run:
         return self.held_out[max(self.held_out)] if self.held_out else None
 
     def gap(self, baseline: Run | None) -> float | None:
-        """Return the excess of the last held-out loss over the baseline's loss at the same step, in percent."""
+        """Return by how many percent the last held-out loss exceeds the baseline's loss at the same step, or None."""
         return _gaps(self.held_out, baseline.held_out).get(max(self.held_out)) if baseline and self.held_out else None
 
     def smoothed(self) -> dict[int, float]:
@@ -168,7 +168,7 @@ def find_baseline(runs: Iterable[Run]) -> Run | None:
     """Return the unquantized run, or None.
 
     Raises:
-      ValueError: two runs are unquantized.
+      ValueError: several runs are unquantized.
     """
     plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
     if len(plain) > 1:
@@ -208,7 +208,7 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Describe the limits of the comparison."""
+    """Return sentences about the limits of the comparison."""
     found = []
     if find_baseline(runs) is None:
         found.append("There is no unquantized run, so there are no gaps and ratios.")

@@ -52,7 +52,7 @@ class Served:
     step: int
 
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
-        """Create an engine with the config's KV cache; ``max_length`` 0 is the sequence length of training."""
+        """Create an engine with the config's KV cache; ``max_length`` 0 selects the sequence length of training."""
         length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
         options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
         return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
@@ -71,7 +71,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     Args:
       directory: folder of a run or of a converted checkpoint.
       overrides: config fields that override the checkpoint's configuration, such as ``quantize_kvcache``; for a
-        converted checkpoint, only fields of the KV cache are valid.
+        converted checkpoint, only fields of the KV cache.
 
     Raises:
       FileNotFoundError: the folder does not exist.

@@ -17,7 +17,7 @@ from jaxquant.training.config import TrainConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
-"""Partition spec of a batch: sequences are sharded over ``data`` and ``fsdp``, and replicated over ``tensor``."""
+"""Partition spec of a batch: sequences are sharded over data and fsdp; a tensor group shares its sequences."""
 
 PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("query", "kernel"): {"fsdp": -3, "tensor": -2},
@@ -37,7 +37,7 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("token_embedder", "embedding"): {"fsdp": -1},
     ("logits_dense", "kernel"): {"fsdp": -2},
 }
-"""(module, parameter) -> mesh axis -> axis of the parameter that it shards.
+"""(module, parameter) -> mesh axis -> sharded axis of the parameter.
 
 ``fsdp`` shards the axis of size ``emb_dim``, ``tensor`` the axis of heads or of ``mlp_dim``.
 Axes count from the end, because a scan over layers adds a leading axis. All other parameters (norms, scales and amax
@@ -61,7 +61,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
     mesh_text = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(f"{mesh_text}: only one of them may be -1 (all remaining devices)")
+        raise ValueError(f"{mesh_text}: only one size may be -1 (all remaining devices)")
     if rest:
         sizes[rest[0]] = len(devices) // max(math.prod(size for size in sizes.values() if size != -1), 1)
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
@@ -80,7 +80,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
-    """Return the partition spec of a parameter from the names of its module and itself."""
+    """Return the partition spec of a parameter, from the names of its module and of the parameter."""
     spec: list[str | None] = [None] * ndim
     for mesh_axis, axis in PARAMETER_AXES.get((module, parameter), {}).items():
         spec[axis] = mesh_axis

@@ -29,7 +29,7 @@ _PARTS = 20
 
 
 Documents = Iterator[tuple[str, str | None]]
-"""Texts that UTF-8 can encode, each with the name whose hash selects the part of the corpus (None: the text's hash)."""
+"""Documents of a corpus, each with the name whose hash selects the split, or None to hash the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def open_source(dataset: str, path: str, field: str) -> Source:
             raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text, or another")
         return _stdlib()
     if not path:
-        raise ValueError(f"dataset {dataset!r} requires dataset_path; set it to a file or a folder")
+        raise ValueError(f"dataset {dataset!r} needs dataset_path; set it to a file or a folder")
     read = _parts if Path(path).is_file() else _whole
     if dataset != "text":
         read = functools.partial(_json_lines if dataset == "jsonl" else _parquet_rows, field=field)
@@ -120,7 +120,7 @@ def _json_lines(file: Path, field: str) -> Documents:
             place = f"{file} line {number}"
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also for very long numbers and very deep nesting
+            except (ValueError, RecursionError) as error:  # long numbers, deep nesting
                 fix = "write one JSON object per line, in UTF-8"
                 raise ValueError(f"{place} is not JSON that Python can read ({error}); {fix}") from None
             if not isinstance(record, dict):
@@ -168,7 +168,7 @@ def _text(value: object, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place} has half of a surrogate pair at character {error.start}") from None
+        raise ValueError(f"{place} has an incomplete surrogate pair at character {error.start}") from None
     return value
 
 

@@ -138,7 +138,7 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
 
 
 def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array]:
-    """Return the tokenizer and the decoder's shape of a run, and example tokens of one sequence."""
+    """Return the tokenizer and the decoder's shape of a run, and one sequence of example tokens."""
     tokenizer = open_tokenizer(config.tokenizer_path)
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     return tokenizer, model_config(config, tokenizer.vocab_size), tokens
@@ -164,12 +164,12 @@ def _micro_batches(batch: Batch, k: int) -> dict[str, jax.Array]:
 
 
 def example_inputs(config: TrainConfig) -> jax.Array:
-    """Return tokens of the shape of one micro-batch."""
+    """Return example tokens with the shape of one micro-batch."""
     return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
 
 
 def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
-    """Build model, quantization, optimizer and mesh of a run. ``devices`` None selects all devices.
+    """Build the model, quantization, optimizer and mesh of a run on ``devices``, or on all devices.
 
     Raises:
       ValueError: the mesh does not match the devices, ``vocab_size`` is smaller than the tokenizer's, or the
@@ -246,13 +246,13 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         return jax.tree.unflatten(jax.tree.structure(state), [*placed]), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        # Also in micro-batches, so that evaluation fits in memory if training does.
+        # Evaluation also runs in micro-batches, so that it fits in memory if training does.
         of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
         parts = _micro_batches(batch, config.gradient_accumulation_steps)
         return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
 
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
-    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # selects the axis of moments
+    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # the platform sets the axis of groups
         shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -263,7 +263,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
 
 def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Resolve ``quantization_local_shard_count: -1`` from the mesh, whose devices may belong to other processes.
+    """Resolve ``quantization_local_shard_count: -1`` from the mesh; its devices may belong to several processes.
 
     Each block of the weight gradient's contraction must be on one device, because integer sums must not be added across
     devices. The number of blocks is therefore the number of devices that share the batch. Qwix splits the sequence

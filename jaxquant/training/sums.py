@@ -1,4 +1,4 @@
-"""Verification of run files: checksums of each checkpoint, and the configuration that it was made with.
+"""Verification of run files: checksums of each checkpoint, and the configuration that made the checkpoint.
 
 Each checkpoint folder contains ``SHA256SUMS``; without it, no array of the checkpoint is used. The first process writes
 it after every process has written its part and before the folder is renamed, so a checkpoint without it is incomplete
@@ -42,8 +42,8 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
     Args:
       folder: folder of the checkpoint.
       names: files to read; None reads all.
-      share, shares: index and number of the shares into which the files are divided; only one share is read. Whether
-        every file has a checksum is always checked.
+      share, shares: index and number of shares of the files; this call reads one share. It always checks that every
+        file has a checksum.
 
     Raises:
       ValueError: a file is missing, changed, or has no checksum; the message names the first one.
@@ -127,12 +127,12 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
         here = build(TrainConfig, load_yaml(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore the file") from None
-    message = f"checkpoint {step} of {run_dir} was made with another config.yml; restore that file"
+    message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore one of the two"
     compare(made_with, here, message, "in config.yml")
 
 
 def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
-    """Return the allowed differences between a configuration and a checkpoint's: both values of each field.
+    """Return the allowed differences between a configuration and a checkpoint's, with both values of each field.
 
     Args:
       one: configuration of the checkpoint.

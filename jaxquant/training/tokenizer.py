@@ -10,18 +10,18 @@ import numpy as np
 
 from jaxquant.config.loader import check_ordinary, read_json
 
-# Names that models use for the tokens at the beginning and end of a text; tokenizer files do not mark these tokens.
+# Usual names of the tokens for the beginning and the end of a text; tokenizer files do not mark these tokens.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "[CLS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class Tokenizer:
-    """A tokenizer that adds tokens for the beginning and the end of a text if it has them.
+    """A tokenizer; if its vocabulary has tokens for the beginning and the end of a text, it adds them.
 
     Attributes:
       label: name in messages.
-      vocab_size: size of the vocabulary, larger than every token.
+      vocab_size: size of the vocabulary; every token is smaller.
       bos, eos: tokens at the beginning and the end of a text, or None.
       pad: padding token.
       dtype: dtype of the arrays.
@@ -109,7 +109,7 @@ class FileTokenizer(Tokenizer):
 
     def _find(self, marks: Mapping[str, Any], kind: str, names: Sequence[str]) -> int | None:
         marked = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
-        marked = marked.get("content") if isinstance(marked, Mapping) else marked  # a token with options
+        marked = marked.get("content") if isinstance(marked, Mapping) else marked  # a mapping with options
         numbers = (self._tokenizer.token_to_id(name) for name in (marked, *names) if isinstance(name, str))
         return next((number for number in numbers if number is not None), None)
 
@@ -121,7 +121,7 @@ class FileTokenizer(Tokenizer):
 
 
 def read_bytes(file: Path, option: str = "") -> bytes:
-    """Read a file that ``option`` of the config names.
+    """Read the file at a path; ``option`` is the config field that names it.
 
     Raises:
       ValueError: the file cannot be read; the message names the file and the reason.

@@ -185,7 +185,7 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs(""), runs("fp8")
     capsys.readouterr()  # of their training
     for run, words, message in (
-        ("", [], "is not quantized; pass a quantization to serve it with, such as quantization=int8"),
+        ("", [], "is not quantized; pass a quantization, such as quantization=int8"),
         ("", ["quantization=int8", "steps=3"], "steps is not a quantization field"),
         ("fp8", ["--step", "5"], "has no checkpoint of step 5; use one of"),
         ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
