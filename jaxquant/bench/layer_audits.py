@@ -32,7 +32,7 @@ from jaxquant.bench.schemes import Row, tell
 from jaxquant.core.sharding import on_device_of
 from jaxquant.inject.model import maybe_quantize_model
 from jaxquant.ops import implementation
-from jaxquant.training.attention import choose, visibility
+from jaxquant.training.attention import choose_attention, make_mask
 from jaxquant.training.model import DecoderConfig, DecoderLayer
 
 LLAMA = DecoderConfig(
@@ -64,10 +64,10 @@ def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tup
       tokens: tokens of one sequence, or of several with ``LONGEST`` each.
     """
     batch, length = max(tokens // LONGEST, 1), min(tokens, LONGEST)
-    kind = choose("auto", platform, config.head_dim, length, config.dtype)
+    kind = choose_attention("auto", platform, config.head_dim, length, config.dtype)
     x = jax.ShapeDtypeStruct((batch, length, config.emb_dim), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    inputs = x, visibility(kind, jnp.zeros((batch, length), jnp.int32), None), positions
+    inputs = x, make_mask(kind, jnp.zeros((batch, length), jnp.int32), None), positions
     model = maybe_quantize_model(DecoderLayer(dataclasses.replace(config, attention=kind)), options, *inputs)
     keys = {"params": jax.random.key(1), "quant": jax.random.key(2)}
     params, state = quantization_state.split(jax.eval_shape(model.init, keys, *inputs))
