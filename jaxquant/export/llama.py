@@ -1,6 +1,6 @@
 """Llama in Hugging Face checkpoints: shape, names and shapes of tensors, config.json.
 
-    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent where tied)
+    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent if tied)
     model.layers.N.self_attn.{q,k,v,o}_proj.weight [out, in]               model.layers.N.input_layernorm.weight [D]
     model.layers.N.mlp.{gate,up,down}_proj.weight [out, in]                …post_attention_layernorm.weight [D]
 
@@ -27,13 +27,13 @@ _MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LlamaShape:
-    """Sizes and numbers of a Llama.
+    """Sizes and hyperparameters of a Llama model.
 
     Attributes:
       vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
       rope_theta, norm_epsilon: parameters of the rotary embedding and RMSNorm.
-      tied: whether the output head is the embedding.
-      max_length: number of positions in training.
+      tied: whether the output head shares the weight of the embedding.
+      max_length: maximum number of positions (``max_position_embeddings``).
     """
 
     vocab_size: int
@@ -92,7 +92,7 @@ class LlamaShape:
 
         Args:
           dtype: dtype of unquantized tensors.
-          tokens: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, each a number or None.
+          tokens: token number or None for ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
         """
         return {
             "architectures": [ARCHITECTURE],
@@ -124,8 +124,8 @@ class LlamaShape:
         """Return the shape that ``config.json`` describes.
 
         Raises:
-          ValueError: a size is missing or impossible; the message names its key.
-          NotImplementedError: the decoder does not support it: another architecture, biases, scaled rotary embedding.
+          ValueError: a size is missing or invalid; the message names its key.
+          NotImplementedError: the decoder does not support the model, for example its architecture or its biases.
         """
         names = config.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) <= {ARCHITECTURE, "MistralForCausalLM"} or not names:
@@ -174,7 +174,7 @@ class LlamaShape:
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """Return a linear layer and the layers that servers fuse with it; they share their per-tensor scales."""
+    """Return the names of the layers that servers fuse, including ``module``; fused layers share per-tensor scales."""
     stem, _, last = module.rpartition(".")
     return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))
 

@@ -1,4 +1,4 @@
-"""Table of the formats of Hugging Face folders: the entry in ``config.json`` defines what is written and read.
+"""Table of the formats of Hugging Face folders; the entry in ``config.json`` defines how layers are stored.
 
 Source: ``PRESET_SCHEMES`` of compressed-tensors; DeepSeek's and fbgemm's checkpoints; the checkpoint exporter of
 nvidia-modelopt, and vLLM's ``modelopt.py``, which requires every key below.
@@ -12,7 +12,7 @@ from jaxquant.export.folder import Scheme
 from jaxquant.export.llama import HEAD
 
 PRODUCER = {"name": "modelopt", "version": "0.29.0"}
-"""Producer by which loaders select the variant of the format: the first version with all keys written here."""
+"""Producer entry, by which loaders select a variant of the format; the first version that has all keys used here."""
 SCALE_BOUND = 1200.0
 """Upper bound of dynamic scales in ``fbgemm_fp8``, as in the published checkpoints."""
 

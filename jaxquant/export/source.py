@@ -19,11 +19,11 @@ class Vocabulary:
     """Contents of a tokenizer for writing files.
 
     Attributes:
-      tokens: texts by number, in the spelling of byte-level BPE; shorter than the embedding if the latter is padded.
-      merges: pairs in order, joined by a space.
+      tokens: texts of the tokens, spelled as in ``tokenizer_json``; a padded embedding has more rows than tokens.
+      merges: merged pairs in order of priority; a space joins the two tokens of a pair.
       kinds: types of the tokens in GGUF files.
       bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
-      tokenizer_json: ``tokenizer.json`` of the tokenizers package.
+      tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, empty if they have none.
       scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
       origin: file or metadata that the tokenizer was read from.
@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 class ScaledElements(NamedTuple):
-    """A quantized weight [out, in]: elements, scale of each block, and outer scale []; 1 if there is none."""
+    """Quantized weight [out, in]: elements, scale of each block, and a scalar outer scale, which is 1 if unused."""
 
     elements: np.ndarray
     scale: np.ndarray
@@ -55,7 +55,7 @@ class ScaledElements(NamedTuple):
 
     @classmethod
     def of(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
-        """Return a tensor [out, in] with a scale for each block of a format, or None if it has other numbers."""
+        """Return a tensor [out, in] in the blocks of a format, or None if the format cannot store it unchanged."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
         whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
@@ -79,10 +79,10 @@ class Source:
     Attributes:
       shape: shape of the model.
       read: function from the name of a tensor in ``LlamaShape.tensors`` to its float32 array.
-      vocabulary: tokenizer of the model; None writes no tokenizer files.
+      vocabulary: tokenizer of the model, or None to write no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
-      quantized: function from the name of a linear layer to the ``QTensor`` of its weight as [out, in], as stored or as
-        used in the training forward pass; None for float weights, and for blocks that do not fit [out, in].
+      quantized: function that returns the weight [out, in] of a linear layer as a ``QTensor``, as stored or as used in
+        the training forward pass. Returns None for a float weight, or if no ``QTensor`` [out, in] has its blocks.
     """
 
     shape: LlamaShape
@@ -96,23 +96,23 @@ class Source:
         return self.read(f"{module}.weight")
 
     def finite(self, name: str) -> np.ndarray:
-        """Return a tensor in float32, for an exporter.
+        """Return a tensor in float32, after checking its shape and values.
 
         Raises:
           ValueError: the shape is not the model's, or a value is not finite.
         """
         array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, but the model needs {shape}")
+            raise ValueError(f"{name} has shape {array.shape}, but must have shape {shape}")
         if not is_finite(array):
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array
 
     def scaled_elements(self, module: str, operand: OperandSpec) -> ScaledElements | None:
-        """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
+        """Return the quantized weight [out, in] of a linear layer in the blocks of a format, without rounding again.
 
-        The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the layer has
-        other numbers, or a per-tensor scale that the layers that servers fuse with it do not share.
+        If the weight has larger blocks, their scales are repeated. Returns None if the format cannot store the weight
+        unchanged, or has per-tensor scales and the layers that servers fuse with this layer have different scales.
         """
         elements: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):
