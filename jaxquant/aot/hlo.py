@@ -29,7 +29,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 class Array:
     """The type of an array: HLO dtype, shape, and whether it is in HBM.
 
-    TPU compilers write the memory space into the layout: ``S(1)`` is VMEM, no space is HBM.
+    TPU compilers write the memory space into the layout: ``S(1)`` means VMEM, and a layout without ``S`` means HBM.
     """
 
     dtype: str
@@ -81,7 +81,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The TPU compiler's own estimate of one run, or 0 if it has no estimate."""
+        """Cycles of one run, as the TPU compiler estimates them, or 0 without an estimate."""
         cycles = int(self._attribute(_CYCLES) or 0)
         return cycles if cycles < _NO_ESTIMATE else 0
 

@@ -40,7 +40,7 @@ class Matmul:
       path: path in the traced program (``op_name``).
       times: number of runs in a step (loop trips).
       flops: floating (or integer) operations of one run: 2 · M · N · K · batch.
-      cycles: the TPU compiler's own estimate of one run, with fused instructions, or 0 if there is none.
+      cycles: the TPU compiler's estimate of one run, with fused instructions, or 0 without an estimate.
       bytes: HBM traffic of one run, with fused instructions.
     """
 
@@ -76,7 +76,7 @@ class Move:
       path: path in the traced program.
       times: number of runs in a step.
       types: types of operands and results.
-      cycles: the TPU compiler's own estimate of one run, or 0 if there is none.
+      cycles: the TPU compiler's estimate of one run, or 0 without an estimate.
       is_unknown: whether it is a custom call that is not in the registry (``kernels``).
     """
 
@@ -91,9 +91,10 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A communication. ``bytes`` is the size of its result on one chip (of its operand for a reduce-scatter).
+    """A communication between devices.
 
-    ``members`` are the devices of its first group, or () for all devices if it names no group.
+    ``bytes`` is the size of the result on one chip, or of the operand for a reduce-scatter. ``members`` are the devices
+    of the first group, or () for all devices.
     """
 
     kind: str
@@ -106,11 +107,11 @@ class Collective:
 
 @dataclasses.dataclass
 class Program:
-    """Matmuls, moves and collectives of a step.
+    """Matmuls, moves and collectives of a step, read from HLO text.
 
     Attributes:
       kernels: custom calls that multiply.
-      prefetched: bytes that are copied into or out of the chip's small memory ahead of their use.
+      prefetched: bytes that asynchronous copies move between HBM and the chip's small memory.
     """
 
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
@@ -138,7 +139,7 @@ class Program:
 
     @property
     def cycles(self) -> tuple[int, int]:
-        """The TPU compiler's estimates for a step: of matmuls with fused instructions, and of everything else."""
+        """Cycles of a step, as the TPU compiler estimates them: of matmuls with fused instructions, and of moves."""
         return tuple(sum(each.cycles * each.times for each in some) for some in (self.matmuls, self.moves))  # type: ignore[return-value]
 
     @property
@@ -150,7 +151,7 @@ class Program:
 def read_program(text: str, is_optimized: bool = True) -> Program:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
 
-    In an unoptimized program the paths of a function are relative to its caller's path; here they are joined.
+    In an unoptimized program, the paths in a called function are relative to the path of the call; both are joined.
 
     Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; values inside
     a fusion stay on the chip. Its bytes are its operands and results in HBM, each counted once. Arrays in VMEM cost no
@@ -194,7 +195,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         path = _join(prefix, instruction.op_name)
         if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             continue
-        if opcode == "while":  # its condition, a comparison of scalars, is not counted
+        if opcode == "while":  # the condition compares scalars and is not counted
             body = next(name for role, name in CALLED.findall(instruction.rest) if role == "body")
             _walk(module, body, times * _trips(module, instruction), prefix, program)
             continue
@@ -259,7 +260,7 @@ def _matmul(computation: Computation, instruction: Instruction, path: str, times
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
     kind = kernels.product(instruction.target, path) or instruction.opcode
-    if kernels.contracts_last(kind):  # each element of lhs, in groups too, is multiplied with the columns of one matrix
+    if kernels.contracts_last(kind):  # also with groups, each element of lhs is multiplied with one row of a matrix
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
     flops = 2 * math.prod(out.shape) * _contracted(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)
@@ -273,8 +274,8 @@ def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     if not labels:
         raise ValueError(f"matmul {instruction.name} has no contracting dimensions: {instruction.rest[:120]!r}")
-    # TPU compilers write a matmul as a convolution. Its other batch, free and contracting axes are window axes; those
-    # whose output has a single element are contracted.
+    # TPU compilers write a matmul as a convolution. Further batch, free and contracting axes become window axes. A
+    # window axis is a contracting axis if the output has size 1 there.
     out = dict(zip(labels[3], instruction.arrays[0].shape, strict=True))
     sizes = zip(labels[2], rhs.shape, strict=True)
     return math.prod(size for label, size in sizes if label == "i" or (label != "o" and out[label] == 1))
@@ -338,7 +339,7 @@ def _is_only_sliced(inner: Computation, name: str) -> bool:
 def _collective(
     computation: Computation, instruction: Instruction, path: str, times: int, *, is_fused: bool
 ) -> Collective:
-    """Return a communication. The result of an asynchronous one is a tuple that begins with its operands.
+    """Return a communication. The result of an asynchronous communication is a tuple that begins with the operands.
 
     An all-reduce counts as a reduce-scatter if the fusion around it keeps only slices.
     """
