@@ -69,8 +69,8 @@ class Chip:
       devices: JAX devices of one chip (v7x: two).
       gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
       clock: cycles per second of a TPU.
-      domain: chips that NVLink connects, or 0 if all links are of one kind.
-      network: bytes/s that a chip sends one way beyond its domain.
+      domain: number of chips that NVLink connects, or 0 if all links are of one kind.
+      network: bytes/s that a chip can send to chips outside its domain.
       shares: achieved shares of peak rates (``memory``: of the bandwidth); 1 by default.
     """
 

@@ -32,7 +32,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     matmuls with the compiled ones; ``program.read_program`` describes what is counted.
 
     Args:
-      step: function or jitted function. Arguments that the jitted function donates are donated.
+      step: function or jitted function. Donated arguments of the jitted function stay donated.
       shapes: pytrees of ``jax.ShapeDtypeStruct`` (or arrays). For several devices, pass shardings over a
         ``jax.sharding.AbstractMesh`` of as many devices.
       target: name of the chip: h100, h200, b200, v5e, v5p, v6e or v7x.
@@ -45,7 +45,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       RuntimeError: the compiler failed for a reason other than lack of memory.
     """
     described = chip(target)
-    require_compiler(described, "flatbuffers")  # jax.export needs it
+    require_compiler(described, "flatbuffers")  # jax.export needs a jitted function
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):

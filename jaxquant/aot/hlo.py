@@ -1,4 +1,4 @@
-"""hlo: parser of a compiler's program (HLO text) into computations of instructions."""
+"""Parser of a compiler's program (HLO text) into computations of instructions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**62
-"""The compiler for v7x writes about 2⁶³ cycles if it has no estimate."""
+"""Limit of an estimate: the compiler for v7x writes about 2⁶³ cycles if it has no estimate."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -170,7 +170,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
-    """Return the operands of text that writes names without a percent sign."""
+    """Return the operands of an instruction whose names have no percent sign."""
     if opcode in ("parameter", "constant"):
         return ()
     return tuple(part.split()[-1] for part in arguments.split(", ") if part.strip())

@@ -1,4 +1,4 @@
-"""Registry of custom calls: kernels that multiply, calls that only move data, and calls that do neither.
+"""Registry of custom calls: kernels that multiply, calls that only move data, and calls that cost nothing.
 
 A compiler cannot count the operations of a hand-written kernel, so the registry counts them for each known kernel. The
 report lists unknown kernels by name, and counts each as a move of its operands and results.

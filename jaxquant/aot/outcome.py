@@ -94,7 +94,7 @@ def compare(requested: Program, emitted: Program, devices: int = 1) -> Outcome:
 
 
 def _missing_works(works: list[int], made: int) -> list[int]:
-    """Return the works of a path's matmuls that are missing in the compiled work of the path, largest first."""
+    """Return the work of each matmul of a path that the compiled work of the path does not include, largest first."""
     missing, gone = sum(works) - made, []
     for work in sorted(works, reverse=True):
         if work <= missing * TOLERANCE:

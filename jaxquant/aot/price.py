@@ -20,7 +20,7 @@ from jaxquant.aot.program import Program
 def kind(dtype: str) -> str:
     """Return the kind of peak rate for a matmul with this operand dtype: fp4, fp8, int8, bf16 or f32.
 
-    There is no unit for integers of more than 8 bits; they are estimated as f32.
+    Chips have no unit for integers of more than 8 bits; these are estimated as f32.
 
     Args:
       dtype: HLO dtype.

@@ -27,7 +27,7 @@ _FREE = frozenset(
     {"parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier"}
     | {"after-all", "add-dependency", "domain", "partition-id", "replica-id", "rng-get-and-update-state"}
 )
-"""Instructions that move nothing: they rename arrays, or end a move that is already counted."""
+"""Instructions that move no data: they rename arrays, or end a move that is already counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +157,10 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
     a fusion stay on the chip. Its bytes are its operands and results in HBM, each counted once. Arrays in VMEM cost no
     traffic, and an asynchronous copy between the two memories is a prefetch, not a move. Loops over stacked layers have
     two exceptions: an operand that a fusion only slices counts as the slice, and a result updated in place counts as
-    the update. A loop body is multiplied by its trip count: the compiler's, or the constant that the loop's counter is
-    compared with, or 1 if there is neither (``while_loop``). Each branch of a conditional counts once. A fusion around
+    the update. A loop body is multiplied by its trip count: the compiler's, otherwise the constant with which the
+    loop's counter is compared, otherwise 1 (``while_loop``). Each branch of a conditional counts once. A fusion around
     a matmul or a collective counts as that operation, not as a move. A fusion that contains an all-reduce and keeps
-    only a slice of it, as TPU compilers write it, is a reduce-scatter.
+    only a slice of the result is a reduce-scatter; TPU compilers write it so.
 
     Args:
       text: HLO text.
@@ -228,7 +228,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
 
 
 def _prefetched(computation: Computation, instruction: Instruction) -> int:
-    """Return the HBM bytes of an asynchronous copy between memories: one copy for each end in HBM."""
+    """Return the HBM bytes of an asynchronous copy between memories: its size for each end that is in HBM."""
     if instruction.opcode == "copy-start":  # destination, source, context
         return sum(array.bytes for array in instruction.arrays[:2] if array.in_hbm)
     ends = [array for array in instruction.arrays if array.shape]
@@ -243,7 +243,7 @@ def _join(prefix: str | None, name: str) -> str:
 def _with_fused(
     module: Module, computation: Computation, instruction: Instruction, path: str
 ) -> Iterator[tuple[Computation, Instruction, str]]:
-    """Yield an instruction with its computation and path, and for a fusion also all instructions in it."""
+    """Yield an instruction with its computation and path; for a fusion, also yield all instructions in it."""
     yield computation, instruction, path
     for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
@@ -303,7 +303,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
-    """Return the bytes of an operand that a fusion reads: only its slices if it slices, 0 if it updates in place."""
+    """Return the bytes that a fusion reads of an operand: its slices if it is sliced, 0 if it is updated in place."""
     total, names = 0, [parameter.name]
     while names:
         name = names.pop()
@@ -318,7 +318,7 @@ def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
 
 
 def _part_written(inner: Computation, result: Instruction) -> int:
-    """Return the bytes of a result that a fusion writes: only the update if it updates in place."""
+    """Return the bytes of a result that a fusion writes: the update if the fusion updates an operand in place."""
     while result.opcode == "bitcast":
         result = inner[result.operands[0]]
     if result.opcode in ("dynamic-update-slice", "scatter"):

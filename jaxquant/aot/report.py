@@ -110,7 +110,7 @@ class Audit:
 
 
 def figures(program: Program) -> Row:
-    """Return the fields of an audit that describe a compiled program."""
+    """Return the fields of an ``Audit`` that describe a compiled program."""
     return {
         "matmuls": _matmul_rows(program),
         "counts": program.count(),

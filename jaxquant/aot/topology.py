@@ -16,10 +16,10 @@ from typing import Any
 from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
-"""Platform -> the extra that installs its compiler, and a module that is present if it is installed."""
+"""Platform -> extra that installs the platform's compiler, and a module by which an installation is recognized."""
 
 TIED_TO_JAXLIB = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
-"""Packages of the GPU compiler that need jaxlib of the same version; libtpu has separate versions."""
+"""Packages of the GPU compiler, which must have jaxlib's version; libtpu has its own versions."""
 
 DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 """Smallest slice of each TPU that its compiler supports."""

@@ -36,8 +36,8 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
     model or a dictionary, count as outputs.
 
     Args:
-      fn: any function of arrays, such as a training step; jitted or not, quantized by any library. Its arguments may
-        be NNX models and optimizers. An NNX model can also be passed as fn.
+      fn: any function of arrays, such as a training step; jitted or not, quantized by any library. NNX models and
+        optimizers are passed as arguments; ``fn`` can also be an NNX model itself.
       args, kwargs: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
       config: any value that ``QuantConfig.from_any`` accepts. If a config is passed, the rows and ``Coverage.check``
         compare the function with it. This is useful if another library quantized the function, or if a model is
@@ -79,7 +79,7 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: boo
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
-    """Return, for each layer's path, the forward contractions that multiply its parameters."""
+    """Return the forward contractions of each layer, with its parameters."""
     sites: dict[str, list[Site]] = {}
     for each in dict.fromkeys(each.forward for each in labeled):
         if each is not None and each.site is not None and each.site.side is not None:
@@ -113,10 +113,10 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 
 
 def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
-    """Return the gradients whose layer is unknown, but whose dtypes match the recipe of a layer to quantize.
+    """Return the gradients whose layer no scope and no operand identifies, and whose dtypes some layer needs.
 
-    A rematerialized op of another library or of the user has such gradients: its activations are recomputed, so neither
-    a scope nor an operand identifies the layer. The scopes of jaxquant's own layers contain the layer's name.
+    Rematerialized ops of other libraries or of the user have such gradients, because their activations are recomputed.
+    The scopes of jaxquant's own layers contain the layer's name.
     """
     foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
     pairs = [found.wanted[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]
@@ -131,9 +131,9 @@ def _missing(
 
     Args:
       layers, labeled: contractions of the layers to quantize, and all contractions.
-      unnamed: number of gradients whose layer is unknown; each may be a gradient that seems to be missing.
-      observed: observations of quant state. An operand that depends on another layer only through an observation counts
-        as independent of that layer.
+      unnamed: number of gradients without a layer; each may be a missing gradient of a layer.
+      observed: observations of quant state. A dependence through an observation does not count as a dependence on
+        another layer.
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -150,7 +150,7 @@ def _missing(
 
 
 def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
-    """Return the gradients that a layer needs; the input gradient only if the input is computed from ``results``."""
+    """Return the gradients that a layer needs. The input gradient is included if the input depends on ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     made_of = ancestors((each.operands[0][0] for each in forward), observed.__contains__)
     is_wanted = not results.isdisjoint(made_of)
@@ -168,7 +168,7 @@ class _Decision:
 
 @dataclasses.dataclass(frozen=True)
 class _Decider:
-    """Function that returns the decision for a contraction: from the rules of a config, or else from its trace."""
+    """Function that returns the decision for a contraction, from the rules of a config, otherwise from its trace."""
 
     resolver: Resolver | None
     has_config: bool
@@ -220,7 +220,7 @@ def _reason(recipe: str | None, reason: str) -> str:
 
 
 def _is_layer(forward: LabeledContraction) -> bool:
-    """Whether rules apply to a forward contraction: its operands are float, and one is computed from parameters."""
+    """Whether rules apply to a forward contraction: both operands are float, and one is computed from parameters."""
     if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
@@ -273,7 +273,7 @@ def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> t
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether operands have the expected dtypes, or wider integers, which represent the same values."""
+    """Whether operands have the expected dtypes. A wider integer type is accepted, because it holds the same values."""
     if not wanted or not found:
         return not wanted and not found
     return all(map(_holds, found, wanted))

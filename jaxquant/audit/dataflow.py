@@ -42,12 +42,11 @@ class Value:
         ``cond`` adds "branch", and the inputs of a kernel are "unknown".
       inputs: values that it was computed from.
       shape, dtype: shape, and dtype name.
-      position: index among the results of the primitive, or among the arguments.
+      position: index of the value in the results of the primitive, or in the arguments.
       name: path in the arguments' tree, for an argument.
       params: params of the primitive.
-      conditions: values that select it (branch index, loop test), and contractions inside the primitive that computed
-        it if the dependence on them is unknown. They are not ``inputs``, because a search for the origin of an operand
-        must not follow them.
+      conditions: values that select this value (branch index, loop test), and contractions inside its primitive if the
+        dependence on them is unknown. Conditions are not ``inputs``, because no operand is computed from them.
     """
 
     operation: str
@@ -66,16 +65,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Location of an equation in a program.
+    """Position of an equation in a program.
 
     Attributes:
       scopes: parts of the name scopes, outermost first.
-      is_backward: whether the equation is part of a backward pass.
-      times: number of executions in one call of the function, over all shards of a ``shard_map`` and over the grid of a
-        kernel. The body of a ``while`` and each branch of a ``cond`` count as one execution.
-      context: index of the equation at each level of nesting, as in ``trace.analysis``.
+      is_backward: whether it is part of a backward pass.
+      times: number of executions in one call of the function, over all shards of a ``shard_map`` and programs of a
+        kernel; the body of a ``while`` and every branch of a ``cond`` count once.
+      context: index of the equation on each level of nesting, as in ``trace.analysis``.
       kernel: primitive of the enclosing kernel, or "".
-      decided: decisions about the layers of the enclosing quantized model, or None.
+      decided: decisions for the layers of the enclosing quantized model, or None.
     """
 
     scopes: tuple[str, ...] = ()
@@ -113,10 +112,10 @@ class Contraction:
       lhs, rhs, out: operands and result; inside a kernel, blocks of the operands and of the result.
       place: location in the program.
       flops: multiplications and additions of one execution.
-      is_outer: whether it is an outer product, which contracts no axis.
-      source: file, line and function of the caller.
-      is_read: whether an output or a side effect needs the result. A function that returns only gradients may not need
-        the result of a forward matmul.
+      is_outer: whether the contraction is an outer product, without a contracted axis.
+      source: file, line and function that called it.
+      is_read: whether an output or a side effect needs it. A function that returns only gradients may not need the
+        result of a forward matmul.
     """
 
     operation: str
@@ -137,8 +136,8 @@ def ancestors(
 
     Args:
       values: start of the search.
-      stop: predicate; the search does not continue past a value for which it is true.
-      with_conditions: whether to follow ``conditions``, too.
+      stop: predicate; the search stops at values for which it is true.
+      with_conditions: whether to follow ``conditions`` in addition to ``inputs``.
 
     Returns:
       All values that were reached, including the start, in the order of the search.
@@ -162,7 +161,7 @@ def _value(operation: str, inputs: tuple[Value, ...], aval: Any, position: int =
 
 
 def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    """Return one result for each value, computed from this value only."""
+    """Return the results of an operation that has one result for each value."""
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
@@ -230,10 +229,9 @@ class Graph:
         return outs
 
     def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
-        """Record the contractions of nested programs whose operands have unknown origins, as in a kernel.
+        """Record the contractions of nested programs whose operands have unknown origins, such as kernels.
 
-        These contractions are needed if the results of the equation are needed. In a kernel, each contraction
-        multiplies blocks, once for each program of the grid.
+        The contractions are needed if the results are needed. A kernel multiplies block by block.
         """
         if eqn.primitive.name == "pallas_call":
             place = place.repeated(_programs_of(eqn), "pallas_call")
@@ -295,10 +293,10 @@ class Graph:
 
 
 def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """Return the branches of a cond that may run, each with its number.
+    """Return the branches of a cond that may run, each with its number; of platform branches, this process's.
 
-    If the branches depend on the platform, only the branch for this process's platform is returned. If this branch
-    contains a kernel of jaxquant, the branch for other platforms is returned: the same matmul of whole operands.
+    For jaxquant's kernels, the branch of all other platforms is returned: the reference, which multiplies complete
+    operands.
     """
     platforms = params.get("branches_platforms")
     if platforms is None:

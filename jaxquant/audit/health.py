@@ -1,4 +1,4 @@
-"""Health: the effect of quantization on the input, kernel and output gradient of every linear layer.
+"""Health: effect of quantization on the input, kernel and output gradient of every linear layer.
 
 Data flow of one call of a health monitor:
 
@@ -7,9 +7,9 @@ Data flow of one call of a health monitor:
     its gradient ── quantized by the layer's recipe ──► record ─────────┴──► cotangent of the layer's probe
 
 A probe is a zero vector next to the quant state of a layer. Its leading axes are those of the state: the scans that
-slice the weight, and the batch axes of the weight. The engine evaluates the traced program with taps; float layers have
-taps, too. The measured tensors are the tensors of the running model. Their statistics come from ``core.quantize`` with
-the parameters of the recipe and, for delayed scaling, with this step's scale from the quant state.
+slice the weight, and the batch axes of the weight. The engine evaluates the traced program with taps, also in float
+layers. The tensors are those of the running model. Their statistics come from ``core.quantize`` with the parameters of
+the recipe and, for delayed scaling, with this step's scale from the quant state.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Array = jax.Array
 _READ = (SCALE, HISTORY)
 """Fields of a tensor's quant state that determine its scale."""
 _FORMATS = {"sqnr": "{:.1f}"} | dict.fromkeys(("saturated", "flushed", "nonfinite"), "{:.2%}")
-"""Formats of printed statistics; other statistics use ``{:.4g}``."""
+"""Formats of printed statistics; other statistics are printed with ``{:.4g}``."""
 _FLOAT = Recipe("float", fwd=MatmulSpec())
 """Recipe of float layers during a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthRow:
-    """One linear layer, or one of the layers that a scan or a batch axis stacks.
+    """One linear layer, or one layer of a stack (scan or batch axis).
 
     Attributes:
       path: "/"-joined path of the layer.
@@ -110,7 +110,7 @@ class Health(Tabular, dict[str, Array]):
         where = f"{self.rows[row].name or 'the root layer'}, {[*TENSORS][tensor]}"
         return f"{len(self.rows)} layers; lowest SQNR {sqnr[row, tensor]:.1f} dB ({where})"
 
-    def __repr__(self) -> str:  # also works if the statistics are tracers
+    def __repr__(self) -> str:  # also works for traced values
         return f"<Health: {len(self.rows)} layers>"
 
 
@@ -179,11 +179,10 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
 
     ``health(model, loss, *example_inputs)`` returns a monitor that is called as ``monitor(params, *args)`` with the
     arguments of ``loss(params, *args) -> scalar``. ``health(function, loss, params, *args)`` returns a monitor that is
-    called as ``monitor(params, quant_state, *args)``, like the quantized function. In this case, the loss is
-    ``loss(output, *args) -> scalar``, where ``output`` is the result of the quantized function.
+    called like the quantized function, as ``monitor(params, quant_state, *args)``. Here ``loss(output, *args)`` maps
+    the function's output to a scalar.
 
-    To measure an NNX model, quantize it as a function of its parameters:
-    ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
+    Pass an NNX model as a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
     ``lambda params, rest, x: nnx.merge(graph, params, rest)(x)``.
 
     Args:
@@ -209,7 +208,7 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
 def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any) -> Monitor:
     engine = function.engine
     if engine.resolver is None:
-        raise ValueError("quantization is off, so there is nothing to measure; set quantization to a config string")
+        raise ValueError("quantization is off, so there are no statistics to measure")
 
     def run(params: Any, quant_state: Any, *args: Any) -> Array:
         return loss(function(params, quant_state, *args), *args)
@@ -225,7 +224,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
     def run(params: Any, *args: Any) -> Array:
         if not is_float:
             return loss(params, *args)
-        program = jax.make_jaxpr(loss)(params, *args)  # arrays that the loss captures are data, too
+        program = jax.make_jaxpr(loss)(params, *args)  # arrays that the loss closes over are data, too
 
         def function(params: Any, consts: list[Any], *args: Any) -> Array:
             return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((params, args)))[0]
@@ -239,7 +238,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-    """Return the index of each row among the records, and the rows; rows of stacked layers are sorted by layer."""
+    """Return one row per layer, also for stacked layers, and the index of each row in stacked order."""
     found, block, previous = [], -1, None
     for position, site in enumerate(sites):
         stack = contract.leading_axes(site)
@@ -264,7 +263,7 @@ def _specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Taps:
-    """Evaluator that replaces the quantized program: the same program with a tap after every layer."""
+    """Evaluator of the quantized program with a tap after every layer."""
 
     engine: Engine
     probes: Mapping[Key, Array]
@@ -298,7 +297,7 @@ def _contract(
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
         out = contract.contract(backend, site, eqn, operands, own, *rest)
-    # A float recipe only measures magnitudes, so one record of the whole tensor serves all groups.
+    # Only magnitudes are measured: all groups share the record of the complete tensor.
     return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 
 
@@ -367,11 +366,11 @@ class _Tap:
 
 
 def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    """Record the activation and the weight, and tap the output with the values that measure its gradient."""
+    """Record activation and weight, and return the values that the quantization of the output gradient reads."""
     dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
     left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
     right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
-    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # only its scale is used; XLA removes the rest
+    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # read for its scale; XLA removes the unused parts
     state = {name: state[name] for name in state if name == "output_grad"}
     return _tap(static, out, probe, jnp.concatenate([left, right]), (kept, state))
 

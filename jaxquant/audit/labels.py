@@ -1,4 +1,4 @@
-"""Labels of contractions: the layer that each one belongs to, and its matmul (fwd, dlhs or drhs)."""
+"""Labels of contractions: layer and matmul (fwd, dlhs or drhs) of each contraction."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class LabeledContraction:
 
     Attributes:
       contraction: contraction in the graph.
-      origins: origins of its operands, in executed order.
+      origins: origins of the operands, in executed order.
       site: the contraction in ``trace.analysis``, or None if it multiplies no parameter.
       scopes: enclosing module scopes and einsum equations, without scopes of transformations and quantized ops.
       op_label: "dlhs" or "drhs" if the scopes of the quantized op contain it, else "".
       is_backward: whether it is part of the backward pass, except for recomputed forward matmuls.
       is_recomputed: whether it is a forward matmul that the backward pass recomputes.
       path: "/"-joined module path.
-      matmul: "fwd", "dlhs", "drhs", "bwd" for a gradient that may be dlhs or drhs, or "update" in an optimizer.
-      swapped: whether its operands are in the reverse of activation · weight, grad · weight or activation · grad.
-      forward: for a backward contraction, its forward contraction, or None if it was not found; for a forward
-        contraction, the contraction itself.
+      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul that is either of the two, or "update" in an optimizer.
+      swapped: whether the operands are in another order than activation · weight, grad · weight, activation · grad.
+      forward: for a backward contraction, its forward contraction, or None if it was not found; a forward contraction
+        refers to itself.
     """
 
     contraction: Contraction
@@ -78,13 +78,13 @@ class LabeledContraction:
 
     @property
     def layers(self) -> Mapping[str, LayerRow]:
-        """Layers, by path, of the quantized model that contains this contraction."""
+        """Layers, by path, of the quantized model that contains the contraction."""
         decided = self.contraction.place.decided or (self.forward and self.forward.contraction.place.decided)
         return decided.layers if decided else {}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Scopes that are modules: without einsum equations and without method names."""
+        """Scopes that are modules, without einsum equations and method names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
@@ -136,7 +136,7 @@ def _name(path: str) -> Name:
 
 
 def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Mark the float contractions of an optimizer such as Muon: operands from gradients, no gradient of the result."""
+    """Mark the float contractions of an optimizer such as Muon: computed from gradients, without gradients."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
         is_layer = each.site is not None or each.dtypes.is_low or each.path in each.layers
@@ -147,7 +147,7 @@ def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Find the forward contraction of every backward contraction, by path, else by scopes, else by operands.
+    """Set the forward contraction of every backward contraction; found by path, then by scopes, then by operands.
 
     Scopes are used before the path if the quantized op labels a contraction as the weight's gradient: a parameter among
     its operands then comes from the output's gradient, for example of a sum. Scopes are also used if no layer has the
@@ -179,7 +179,7 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return how well a backward contraction matches a forward contraction, from 0 (best) to 3.
+    """Return 0 if one can be a gradient of the other and the shared operand has the same dtype, 1 if the dtype differs.
 
     - 0: they share an operand, with the same dtype, and the gradient has the size of the other operand.
     - 1: the same, but the dtypes of the shared operand differ.
@@ -207,7 +207,7 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
 
 
 def _path(each: LabeledContraction, own: str) -> str:
-    """Return the known layer in the parameter path ``own`` or else in the scopes; otherwise ``own`` or the scopes."""
+    """Return the path of the layer that has the parameter or a scope, otherwise the parameter's path or the scopes."""
     known = list(map(_name, each.layers))
     if known == [("",)]:  # the model is itself a layer
         return ""
@@ -271,7 +271,7 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
 
     The activation is lhs and the weight is rhs. ``_kept_side`` determines the index if the shared operands do not.
     """
-    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by shared operand
+    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # from the shared operand
     shared = _same_source(each, forward)
     side, operand = shared[0] if len(shared) == 1 else (None, None)
     if each.op_label:  # lhs and rhs are in the order in which the forward matmul ran

@@ -22,7 +22,7 @@ from jaxquant.trace.paths import GENERIC, Name, leaf_names
 from jaxquant.trace.plan import Contraction as Site
 
 COLLECTIONS = frozenset({"params", "state", "model"})
-"""Names of trees that hold a model's parameters; they are not part of a path."""
+"""Names of trees that contain a model's parameters; these names are not part of a path."""
 _Operands = Iterable[tuple[Origin, Origin]]
 """Origins of the operands of contractions."""
 _QVALUE = "qvalue"
@@ -124,10 +124,7 @@ def _choose(
 
 
 def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
-    """Return the inputs that are certainly parameters, and the pairs of inputs that multiply each other.
-
-    An input is certainly a parameter if it multiplies a computed value or a sibling leaf (low-rank factors).
-    """
+    """Return inputs that multiply a computed value or a leaf of their own tree, and the other pairs of inputs."""
     sure, pairs = set[int](), []
     for each in forward:
         sources = [argument(operand.source) for operand in each]

@@ -39,8 +39,8 @@ class Row:
       wanted: operand dtypes that the config selects, () for float or without a config.
       reason: reason for these dtypes.
       fault: difference from the expected dtypes, or "".
-      source: file, line and function of the caller.
-      has_parameter: whether it multiplies a parameter, or is the gradient of such a matmul.
+      source: file, line and function that called it.
+      has_parameter: whether the contraction multiplies a parameter, or is the gradient of such a matmul.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def is_low(self) -> bool:
-        """Whether it multiplies low-precision operands."""
+        """Whether the operands have low precision."""
         return self.dtypes.is_low
 
     @property

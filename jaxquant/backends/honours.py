@@ -56,7 +56,7 @@ class Gap:
     Attributes:
       what: end of the sentence "AQT has no …", or "" for the name and value of the field.
       instead: alternative for the user.
-      place: operand that the error names, if it is not the operand of the field.
+      place: operand for the error, or "" for the operand of the field.
     """
 
     what: str = ""
@@ -96,7 +96,7 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
 
     Args:
       title: name of the backend in errors.
-      honours: supported fields, by the dataclass that has them.
+      honours: rules of the supported fields, by dataclass and field name.
       recipe: recipe to check.
 
     Raises:

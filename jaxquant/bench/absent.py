@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
       target: chip.
-      only: names of the rows to compile; all of them if it is empty.
+      only: names of the rows to compile; empty compiles all rows.
       tokens: tokens of a step.
       out: folder of the files, "" to write none.
     """
@@ -126,7 +126,7 @@ def _page(title: str, rows: list[dict[str, Any]]) -> str:
 def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, shows: bool = False) -> Any:
     """Run a module in a subprocess with the environment that compilers of absent chips need.
 
-    ``shows``: whether its progress and errors are printed.
+    ``shows``: whether the module's progress and errors are printed.
     """
     command = [sys.executable, "-m", f"jaxquant.bench.{module}", *words]
     variables, errors = environment() | dict(variables or {}), None if shows else subprocess.PIPE

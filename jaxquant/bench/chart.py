@@ -1,4 +1,4 @@
-"""Bar chart of the README: speed over bfloat16 by library and string, from committed rows of the GEMM set.
+"""Bar chart of the README: speedup over bfloat16 by library and config string, from committed rows of the GEMM set.
 
 python -m jaxquant.bench.chart > docs/images/speed.svg
 """

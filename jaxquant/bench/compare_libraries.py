@@ -123,7 +123,7 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     key = jax.eval_shape(lambda: jax.random.key(0, impl=entry.keys))
     keys = dict.fromkeys(("params", "quant", "stochastic_rounding"), jax.random.key(0, impl=entry.keys))
     params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
-    state = quant_state.warm(state)  # as after the first step
+    state = quant_state.warm(state)  # amax histories as after the first step
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxquant.bench.torch_gemms import prepare_torch
 from jaxquant.inject.model import maybe_quantize_model
 
 Shapes = Sequence[tuple[int, int]]
-"""Contraction and features of each matmul."""
+"""Contracted size and number of features of each matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ def prepare_gemms(
 ) -> Prepared:
     """Compile the GEMMs of a transformer layer, including quantization of operands.
 
-    ``fwd`` is a program that also returns the saved residuals; ``bwd`` is another one, which computes both gradients
-    and the new quant state from them. Parameters are bf16, and amax histories have entries.
+    ``fwd`` is a program that also returns the saved residuals. ``bwd`` is a second program that computes both gradients
+    and the new quant state from these residuals. Parameters are bf16, and amax histories have entries.
 
     Args:
       contender: library and recipe.

@@ -1,8 +1,8 @@
 """All measurements on a GPU in one run of at most 330 seconds, for ``jaxquant bench gpu``.
 
-All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is known, so a killed
-run keeps its figures. The rows of a part are compiled one after the other, since XLA times its choices on the device,
-and are then timed in turns. Each part has a time limit; the time that it does not use is added to the following parts.
+All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is measured, so a
+killed run keeps its figures. The rows of a part are compiled one after the other, because XLA times its choices on the
+device, and are then timed in turns. Each part has a time limit; unused time is added to the following parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 TINY = dataclasses.replace(LLAMA, emb_dim=64, mlp_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=32)
 """Decoder layer for a CPU."""
 COMPILING = 0.75
-"""Share of a part's time after which it compiles no more rows."""
+"""Share of a part's time after which no further row is compiled."""
 
 
 @dataclasses.dataclass
@@ -134,8 +134,8 @@ def dots(part: Part) -> None:
     """Time a copy, and single matmuls by the layout of their operands, by algorithm, and without Triton.
 
     Each operand has a producer, since XLA chooses the layouts of computed values. TN contracts the last axis of both
-    operands, NN the last and the first, NT the first of both. "Pinned" operands are row-major; one that is contracted
-    along its rows is transposed and pinned again before a barrier.
+    operands, NN the last and the first, NT the first of both. "Pinned" operands are row-major; an operand that is
+    contracted along its rows is transposed and pinned again before a barrier.
     """
     m, k, n, cube, copied = (256, 128, 128, 128, 2**16) if part.is_small else (15872, 4096, 4096, 8192, 2**30)
 
@@ -249,7 +249,7 @@ PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "layer": (layer_step, 45),
     "kernels": (kernels, 30),
 }
-"""Parts in order, with seconds for each, 285 in total; the limit of a run leaves 35 more."""
+"""Parts in order, each with its seconds: 285 in total, 35 less than the limit of a run."""
 
 
 def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[], Row]) -> int:

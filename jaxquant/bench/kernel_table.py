@@ -46,7 +46,7 @@ CAST = (4096, 8192)
 """Rows and columns of the quantized matrix."""
 DTYPES = ("int8", "float8_e4m3fn")
 XLA_MATMUL = "fusion"
-"""XLA's name of the program of a matmul with its scale."""
+"""XLA's name for the program of a matmul with a scale."""
 
 
 class Compiler:

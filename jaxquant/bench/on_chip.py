@@ -23,11 +23,11 @@ from jaxquant.bench.timing import FAILURES
 from jaxquant.inject.model import maybe_quantize_model
 
 FAR = 0.01
-"""Relative difference that is too large to come from the order of sums, if operands are rounded equally."""
+"""Relative difference that the order of sums cannot explain if operands are rounded equally."""
 
 
 def priced(kind: str) -> dict[str, Row]:
-    """Return predictions of the MLP step for a kind of device by config string; empty without a prediction."""
+    """Return predictions of the MLP step for a kind of device by config string; empty if there are no predictions."""
     rows = committed(f"audit-yardstick-{target_of(kind)}.json")
     return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
 
@@ -52,7 +52,7 @@ def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list
       forms: whether the compiler may leave out roundings ("excess precision"), for each result.
 
     Returns:
-      All of them as float32, one list per form, or the error message; and the matmuls as compiled.
+      The results as float32, one list per form, or the error message; and the matmuls of the compiled program.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     x, grad = (jax.random.normal(key, (256, size), jnp.bfloat16) for key, size in ((keys[0], 512), (keys[1], 256)))
@@ -96,9 +96,9 @@ def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
     """Compare a dense layer and its gradients under every config string here with the same on a CPU.
 
     `difference` is the largest ‖a - b‖ / ‖b‖ among them. Compilers may leave out roundings to bfloat16, and elements
-    that are computed from unrounded values can differ. `as written` is the difference without that
-    (`xla_allow_excess_precision=false`, always on CPUs); then devices only add in other orders, and GPUs divide with an
-    error of up to two units in the last place. `matmuls` are the matmuls of the program that ran.
+    that are computed from unrounded values can differ. `as written` is the difference with
+    `xla_allow_excess_precision=false`, as always on CPUs. Then devices differ only in the order of sums, and GPUs
+    divide with an error of up to two units in the last place. `matmuls` are the matmuls of the program that ran.
 
     Args:
       chosen: schemes to compare.

@@ -27,7 +27,7 @@ def block_shape(
     Args:
       shape: shape of the tensor.
       spec: granularity and sizes.
-      axes: contraction axes, the fastest last.
+      axes: contraction axes, the fastest-varying axis last.
       shards: number of blocks of the first contraction axis that are quantized separately.
       batch: batch axes, along which blocks have size 1 unless one scale covers the complete tensor.
 
@@ -42,7 +42,7 @@ def block_shape(
             if shape[axis] % spec.tile_size:
                 raise ValueError(
                     f"tile_size {spec.tile_size} does not divide contraction axis {axis} of size {shape[axis]} "
-                    f"(shape {shape}); choose a divisor of {shape[axis]} or -1 for no tiles"
+                    f"(shape {shape}); use a divisor of {shape[axis]}, or -1 for no tiles"
                 )
             block[axis] = spec.tile_size
     elif spec.tile_size is not None:
@@ -55,21 +55,21 @@ def block_shape(
         if shape[first] % shards:
             raise ValueError(
                 f"quantization_local_shard_count {shards} does not divide contraction axis {first} of size "
-                f"{shape[first]} (shape {shape}); choose a divisor of {shape[first]}, or 0 for a float gradient"
+                f"{shape[first]} (shape {shape}); use a divisor of {shape[first]}, or 0 for a float gradient"
             )
         block[first] = math.gcd(block[first], shape[first] // shards)
     return tuple(block)
 
 
 def _nest(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
-    """Assign ``size`` neighbours to axes, the last one first; continue on the next axis if one is fully covered."""
+    """Set the block sizes of axes so that a block has ``size`` neighbours, which fill the last axis first."""
     for axis in reversed(axes):
         block[axis] = max(1, min(size, shape[axis]))
         size = size // block[axis] if block[axis] == shape[axis] else 1
 
 
 def scale_shape(shape: Shape, block: Shape) -> Shape:
-    """Return the number of blocks along each axis; an empty axis that shares a scale has one."""
+    """Return the number of blocks along each axis; an empty axis that shares a scale has one block."""
     return tuple(1 if step >= size else -(-size // step) for size, step in zip(shape, block, strict=True))
 
 
@@ -85,7 +85,7 @@ def reduce_blocks(
     """Reduce each block of x to one element.
 
     Args:
-      x: tensor; the reduction sees zeros where a block is smaller than the others.
+      x: tensor; a block that is smaller than the others is padded with zeros.
       block: shape of a block.
       reduction: reduction such as ``jnp.max``.
       collective: collective such as ``jax.lax.pmax``, to reduce also over the devices that hold other parts of x.
@@ -111,7 +111,7 @@ def reduce_blocks(
 
 
 def pad_blocks(x: Array, steps: dict[int, int]) -> Array:
-    """Append zeros along axes until each is a multiple of its step."""
+    """Append zeros along axes until the size of each axis is a multiple of its step."""
     missing = [-x.shape[axis] % steps.get(axis, 1) for axis in range(x.ndim)]
     return jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
 
@@ -146,7 +146,7 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
 
 
 # -- on TPUs, whose vectors have 8 rows of 128 elements, blocks are split so that XLA fuses the operations on them -----
-# Otherwise it materializes every broadcast scale in float32, and reads a tensor three times for its amaxes.
+# Otherwise XLA writes every broadcast scale to memory in float32, and reads a tensor three times for its amaxes.
 
 
 def _split(x: Array, counts: dict[int, int]) -> tuple[Array, bool]:
@@ -218,7 +218,7 @@ def axis_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
-    """Return the number of elements in a block of some axes, if they are contiguous; raise otherwise."""
+    """Return the number of elements in a block along some axes, or raise if these elements are not contiguous."""
     count, is_whole = 1, True
     for size, block in reversed(list(zip(sizes, blocks, strict=True))):
         if block > 1 and (not is_whole or size % block):
@@ -228,7 +228,7 @@ def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
 
 
 def _lay(count: int, sizes: Sequence[int]) -> list[int]:
-    """Assign ``count`` neighbours to axes, the last one first."""
+    """Split a block of ``count`` neighbours over axes, from the last axis to the first."""
     blocks: list[int] = []
     for size in reversed(sizes):
         block = math.gcd(count, size)

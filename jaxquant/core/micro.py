@@ -51,7 +51,7 @@ def quantize_micro(
       except_axes: mesh axes along which each device has a separate tensor.
 
     Raises:
-      ValueError: stochastic rounding or EDEN without a key.
+      ValueError: the spec uses stochastic rounding or EDEN, but there is no key.
     """
     micro = spec.micro
     assert micro is not None

@@ -1,6 +1,7 @@
 """Writer of a Hugging Face folder: sharded safetensors with an index, config, generation config, tokenizer files.
 
-A ``Scheme`` defines each quantized format by its entry in ``config.json``; the layers are written accordingly.
+A ``Scheme`` defines each quantized format by its entry in ``config.json``, and layers are written as this entry
+describes.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _write_tensors(
 
 @np.errstate(over="ignore")
 def check_fits(name: str, x: np.ndarray, back: np.ndarray, cast: Any, format: str, way_out: str) -> None:
-    """Raise if a finite tensor becomes infinite in its format; ``back`` is cast first, as in ``sqnr``.
+    """Raise if a finite tensor becomes infinite in its format; ``back`` is the decoded tensor, cast as in ``sqnr``.
 
     Raises:
       ValueError: the tensor overflows; the message has its largest magnitude and the format.
@@ -183,7 +184,7 @@ def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> 
 
 
 class _Shards:
-    """Files of at most ``limit`` bytes; a single file has no number in its name."""
+    """Safetensors files of at most ``limit`` bytes each; a single file has no number in its name."""
 
     def __init__(self, folder: Path, limit: int, names: int):
         self._folder, self._limit, self._names = folder, limit, names

@@ -46,14 +46,14 @@ def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
 
     Args:
       folder: folder that has ``SHA256SUMS``.
-      required: see ``check_sums``; here it only selects the advice in the error message.
+      required: see ``check_sums``. Here the argument only changes the advice in the error message.
 
     Raises:
       ValueError: the file is missing or damaged.
     """
     place = folder / NAME
     if not place.is_file():
-        raise ValueError(f"{place} is gone; copy the folder again, or write it again")
+        raise ValueError(f"{place} is missing; copy the folder again, or write it again")
     text = place.read_bytes().decode("utf-8", "replace")
     if not re.fullmatch(f"(?:{_LINE.pattern})+", text):
         raise ValueError(f"{place} is not a list of checksums; {_advice(place, required)}")
@@ -84,7 +84,7 @@ def check_sums(
     for name in sums if names is None else names:
         path = folder / name
         if name in sums and (not path.is_file() or sha256_of(path) != sums[name]):
-            what = "has changed since it was written" if path.is_file() else "is gone"
+            what = "has changed since it was written" if path.is_file() else "is missing"
             raise ValueError(f"{path} {what}; {_advice(folder / NAME, required)}")
 
 

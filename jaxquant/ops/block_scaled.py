@@ -1,9 +1,9 @@
 """block_scaled: the product of two operands in blocks, by a GPU instruction for them or by our kernel.
 
 On GPUs of compute capability 10, XLA turns the custom call below (``jax.nn.scaled_matmul``'s) into cuDNN's block-scaled
-matmul. On other GPUs, XLA would dequantize the operands in more passes than
-``contract`` does, so this custom call is used only on compute capability 10.
-Blocks of 128 have a kernel for Hopper (``kernels/block_matmul``). Both are lowerings of one primitive.
+matmul. On other GPUs, XLA would dequantize the operands in more passes than ``contract`` does, so this custom call is
+used only on compute capability 10. For blocks of 128, there is a kernel for Hopper (``kernels/block_matmul``). The
+custom call and the kernel are lowerings of one primitive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.platforms import capability_of, module, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, load_kernel, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import select_block_matmul
@@ -38,7 +38,7 @@ SIZES = {("float8_e4m3fn", "float8_e8m0fnu"): 32, ("float4_e2m1fn", "float8_e4m3
 def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     """Return the reason why the instruction cannot compute a contraction, or None if it can.
 
-    It sums exact products in float32, like the float matmul of the dequantized operands.
+    The instruction sums exact products in float32, like the float matmul of the dequantized operands.
 
     Args:
       lhs, rhs, dims: arguments of ``contract``.
@@ -52,7 +52,7 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
             return f"the last contraction axis is not split into blocks of {size}"
-    return sharding_refusal(lhs.qvalue, rhs.qvalue, waits=True)
+    return sharding_refusal(lhs.qvalue, rhs.qvalue, defers=True)
 
 
 def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
@@ -71,7 +71,7 @@ def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: s
     Args:
       lhs, rhs, dims: operands and dimension numbers.
       out_dtype: dtype of the result.
-      by: result of ``choose``, except ``xla``.
+      by: result of ``choose``, "cudnn" or "pallas".
     """
     if by == "pallas":
         operands = kernel.operands(lhs, rhs, *_axes(dims))
@@ -124,7 +124,7 @@ def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
 
 def _lower(context: Any, *operands: Any, out_dtype: str, **_: Any) -> Any:
     if context.avals_in[2].dtype == jnp.float32:
-        matmul = module("block_matmul", "gpu").matmul
+        matmul = load_kernel("block_matmul", "gpu").matmul
         return mlir.lower_fun(matmul, multiple_results=False)(context, *operands, out_dtype=out_dtype)
     kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[out_dtype]
     dims = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": kind}

@@ -57,29 +57,29 @@ def conv_general_dilated(
 ) -> Array:
     """Convolve an activation with a kernel in the low precision of a recipe, forward and backward.
 
-    Takes the arguments of ``jax.lax.conv_general_dilated``. Gradients pass straight through rounding; values that a
-    clipping calibration cut off get no gradient.
+    Accepts the arguments of ``jax.lax.conv_general_dilated``. Gradients pass straight through rounding; values that a
+    clipping calibration clipped have zero gradient.
 
     Args:
       lhs: activation, any float dtype.
-      rhs: kernel, any float dtype; a converted kernel needs no state and gets no gradient.
+      rhs: kernel, any float dtype; a converted kernel needs no state and has no gradient.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, precision: arguments
         of ``jax.lax.conv_general_dilated``.
-      batch_group_count: 1.
+      batch_group_count: number 1; other numbers are not supported.
       preferred_element_type: dtype of the result, or None for the promoted dtype of the operands.
       recipe: recipe of the convolution.
       state: amax state from ``ops.initial_state``, for a recipe with delayed scaling.
-      key: random key for stochastic rounding; None derives one from the output gradient's bits.
+      key: random key for stochastic rounding; None derives a key from the bits of the output gradient.
 
     Raises:
-      ValueError: missing state.
-      TypeError: operands that are not float.
+      ValueError: ``state`` does not match the recipe.
+      TypeError: an operand is not float.
       NotImplementedError: a convolution does not support the recipe (``unsupported``), ``batch_group_count`` is not 1,
         or an operand is sharded on an explicit mesh.
     """
     check_operands("conv_general_dilated", lhs, rhs, recipe, unsupported(recipe))
     if batch_group_count != 1:
-        raise NotImplementedError(f"conv_general_dilated batch_group_count {batch_group_count} is not quantized; use 1")
+        raise NotImplementedError(f"conv_general_dilated does not support batch_group_count {batch_group_count}; use 1")
     numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     ones = (1,) * (lhs.ndim - 2)
     dilation = tuple(rhs_dilation or ones)
@@ -87,7 +87,7 @@ def conv_general_dilated(
         windows = [(rhs.shape[axis] - 1) * d + 1 for axis, d in zip(numbers.rhs_spec[2:], dilation, strict=True)]
         spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
         padding = jax.lax.padtype_to_pads(spatial, windows, window_strides, padding)
-    recipe = pieces.with_shards(recipe, lhs, ())  # a count of -1 splits no convolution
+    recipe = pieces.with_shards(recipe, lhs, ())  # a shard count of -1 becomes 1
     pads = tuple((int(low), int(high)) for low, high in padding)
     window = _Window(tuple(window_strides), pads, tuple(lhs_dilation or ones), dilation, numbers, feature_group_count)
     op = _Conv.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, window=window)
@@ -166,10 +166,10 @@ class _Conv(Operation):
         return out.astype(self.out_dtype)
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key) -> Array:
-        """Convolve the output's gradient with the residual of an operand."""
+        """Convolve the output gradient with the residual of an operand."""
         examples, features = self.window.numbers.out_spec[:2]
-        # The axis of the residual along which its scale may vary, its place in the output's gradient, the axis of the
-        # output's gradient along which its own scale may vary, and its place in the result.
+        # axis: axis of the residual along which its scale may vary; place: the same axis in the output gradient.
+        # own_axis: axis of the output gradient along which its scale may vary; own_place: the same axis in the result.
         if name == "dlhs":
             spec, accumulator = self.recipe.dlhs.lhs, self.recipe.dlhs.accumulator
             axis, place, own_axis, own_place = self.feature, features, examples, self.batch
@@ -185,7 +185,7 @@ class _Conv(Operation):
             left = _as_float(quantize_gradient(grad, spec), grad.dtype.name) if isinstance(spec, TensorSpec) else grad
             return self._transposed(name, left, _as_float(residual, grad.dtype.name), None)
         left, scale = grad, residual.scale
-        if scale.size > 1:  # forward per channel: multiplied into the gradient
+        if scale.size > 1:  # multiply a forward scale per channel into the gradient
             unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
             left = grad.astype(jnp.float32) * _along(scale / unit, axis, place)
             scale = unit.reshape((1,) * scale.ndim)
@@ -199,7 +199,7 @@ class _Conv(Operation):
     def _transposed(self, name: Gradient, grad: Array, other: Array, accumulator: str | None) -> Array:
         """Evaluate jax's transposition of the convolution on operands of any dtype.
 
-        It is traced in float32 and consists of the convolution, reversals and reshapes.
+        The transposition is traced in float32, and consists of the convolution, reversals and reshapes.
         """
         like = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)  # noqa: E731
         of_lhs = name == "dlhs"

@@ -52,14 +52,14 @@ class Dimensions:
         return _others(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
 
     def swap(self) -> Dimensions:
-        """Exchange the operands."""
+        """Return the contraction with lhs and rhs swapped."""
         return Dimensions(
             self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch, self.rhs_ndim, self.lhs_ndim
         )
 
     @functools.cached_property
     def order_of_swapped(self) -> tuple[int, ...]:
-        """The transposition from the result of the swapped operands to the result of this contraction."""
+        """Transposition from the result of the swapped operands to the result of this contraction."""
         batch, last = len(self.lhs_batch), len(self.lhs_batch) + len(self.rhs_free)
         return (*range(batch), *range(last, self.out_ndim), *range(batch, last))
 

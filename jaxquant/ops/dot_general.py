@@ -51,28 +51,28 @@ def dot_general(
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
-    Takes the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized
+    Accepts the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized
     along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values that a
-    clipping calibration cut off get no gradient.
+    clipping calibration clipped have zero gradient.
 
     Inside ``jax.shard_map`` a scale of the whole tensor, dynamic or delayed, covers all devices on which the operand
     varies (with ``check_vma=False``: all devices), so it equals the scale that a single device computes. A scale of a
-    channel or a tile covers the device's own part, also if the contraction axis is sharded. Each gradient is summed
-    over the axes along which its operand does not vary.
+    channel or a tile covers only the part of the operand on its device, even if the contraction axis is sharded. Each
+    gradient is summed over the mesh axes along which its operand does not vary.
 
     Args:
       lhs: activation, any float dtype.
-      rhs: weight, any float dtype; or a converted weight, for which the result is bit for bit the same. The gradient of
-        lhs is then computed from the dequantized weight, and the weight has no gradient.
+      rhs: weight, any float dtype, or a converted weight. The result for a converted weight is bit for bit the same;
+        the gradient of lhs is computed from the dequantized weight, and the weight has no gradient.
       dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-      precision: precision of the matmuls. None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
-        accumulation on and off.
+      precision: precision of the matmuls. None means DEFAULT in the forward pass, and HIGHEST in the backward pass.
+        On GPUs, fp8 matmuls use fast accumulation with DEFAULT only.
       preferred_element_type: dtype of the result, or None for the promoted dtype of the operands.
       recipe: recipe of the contraction.
       state: amax state from ``initial_state``, for a recipe with delayed scaling. ``jaxquant.state.update`` computes
         the state after the step from its gradient.
       key: random key for stochastic rounding. None derives a key from the bits of the operands' scales and amax
-        histories, or from the output gradient if there are too few of these.
+        histories, or from the output gradient if there are too few scales.
       out_sharding: sharding as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients
         have the sharding of their operands.
       implementation: implementation of the casts and matmuls, or None to select one; see ``ops.implementation``.
@@ -81,9 +81,10 @@ def dot_general(
         quantized; on Hopper a kernel casts stored operands.
 
     Raises:
-      ValueError: missing state, tiles or shards that do not divide, or an unknown implementation.
-      TypeError: operands that are not float.
-      NotImplementedError: a derivative of the gradients.
+      ValueError: ``state`` does not match the recipe, tiles or shards do not divide an axis, or the implementation is
+        unknown.
+      TypeError: an operand is not float.
+      NotImplementedError: the gradients are differentiated.
     """
     check_implementation("dot_general", implementation)
     check_float("dot_general", lhs=lhs, rhs=rhs)
@@ -187,7 +188,7 @@ class _Dot(Operation):
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
             left, is_sent = _by_device(left, residual, dims)
-        # Activation · gradient has the layout of the kernel; the caller's transposition undoes ours.
+        # The product activation · gradient has the layout of the kernel; the caller's transpose undoes this swap.
         operands = (residual, left, dims.swap()) if swaps else (left, residual, dims)
         more = {"parts_dtype": out_dtype if is_sent else "float32", "shards": matmul.shards}
         out = self._contract(name, *operands, out_dtype, place, **more)
@@ -248,7 +249,7 @@ class _Dot(Operation):
     def _rotated(
         self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, spec: TensorSpec, dims: Dimensions, key
     ) -> tuple[Array, QTensor, Axes]:
-        """Rotate both operands, and quantize the residual if it was not quantized when it was saved.
+        """Rotate both operands, and quantize the residual if the forward pass saved a float residual.
 
         Returns the operands and the axes along which the gradient is to be quantized.
         """
@@ -271,9 +272,9 @@ class _Dot(Operation):
     def noise_seed(self, lhs: QuantizedOperand, rhs: QuantizedOperand, state: QuantState) -> Array | None:
         """Return a noise seed from the bits of scales and amax histories, or None if there are too few bits.
 
-        The activation's scales (or its amax, with a history) change with every batch, the weight's scales with every
-        step. Reading the output gradient instead would cost a pass over it. Power-of-two scales change too rarely: the
-        amaxes of most tensors' blocks lie between the same two powers.
+        The activation's scales (with delayed scaling: its amax) change with every batch, the weight's scales with every
+        step. A seed from the output gradient would cost one more read of that gradient. Power-of-two scales change too
+        rarely: the amaxes of most tensors' blocks stay between the same two powers.
         """
         if not self.recipe.is_stochastic:
             return None
@@ -295,7 +296,7 @@ _ENOUGH = {"float32": 16, "float8_e4m3fn": 512}
 
 
 def _is_unique(spec: Operand, scale: Array) -> bool:
-    """Check whether an activation's scales are computed from it and numerous enough to identify it."""
+    """Check whether an activation has dynamic scales, and enough of them to identify its values."""
     if not isinstance(spec, TensorSpec) or spec.scaling != "dynamic" or spec.calibration.method == "fixed":
         return False
     is_power_of_two = spec.scale_dtype == "float32" and spec.scale_rounding != "exact"
@@ -303,11 +304,11 @@ def _is_unique(spec: Operand, scale: Array) -> bool:
 
 
 def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
-    """Return the left operand with a scale for each device's part of the contraction, and whether there are parts.
+    """Return the left operand with one scale per device along the contraction, and whether devices send scaled sums.
 
-    The sum of each part is then scaled, and sent between devices in the gradient's dtype. For a single integer matmul
-    the partitioner sends sums in int32. An axis that scales already split is not split again; sums of parts other than
-    the devices' parts stay float32.
+    Each device then scales its partial sum, and sends it in the gradient's dtype; the partial sums of a single integer
+    matmul would be sent in int32. An axis with several scales is not split again. If these scales do not correspond to
+    the devices, partial sums stay float32.
     """
     for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         if not (isinstance(left, QTensor) and isinstance(right, QTensor)):

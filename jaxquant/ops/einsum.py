@@ -33,7 +33,7 @@ def contract_einsum(
     out_sharding: Sharding = None,
     **options: Any,
 ) -> Array:
-    """Compute ``jnp.einsum`` with its one ``dot_general`` replaced.
+    """Compute ``jnp.einsum`` with its one ``dot_general`` replaced by ``dot``.
 
     Args:
       equation, operands, out_sharding, options: arguments of ``jnp.einsum``; the weight may be a converted kernel.
@@ -43,7 +43,7 @@ def contract_einsum(
 
     Raises:
       TypeError, ValueError: an error of ``jnp.einsum``.
-      NotImplementedError: the equation does more to a converted kernel than contract it.
+      NotImplementedError: the equation requires another operation on a converted kernel in addition to the contraction.
     """
     place = named(out_sharding, operands[1 - weight])
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -63,7 +63,7 @@ def contract_einsum(
             if is_converted:
                 raise NotImplementedError(
                     f"einsum {equation!r} applies {eqn.primitive.name} to its kernel, which a converted kernel does "
-                    "not support; leave it in float with a rule"
+                    "not support; leave the layer in float with a rule"
                 )
             of_weight.extend(eqn.outvars)
         return eqn.primitive.bind(*values, **eqn.params)
@@ -91,7 +91,7 @@ def einsum(
       equation: equation of two operands, as in ``jnp.einsum``.
       lhs, rhs: operands in the equation's order; the weight may be a converted kernel.
       recipe, state, key, precision, preferred_element_type: arguments of ``dot_general``.
-      weight: index of the weight operand, 0 or 1. The other operand is the activation, in any order of the equation.
+      weight: index of the weight operand, 0 or 1. The other operand is the activation.
       out_sharding: sharding of the result, as in ``dot_general``.
       implementation: implementation as in ``dot_general``.
 

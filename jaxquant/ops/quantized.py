@@ -11,7 +11,7 @@ Data flow of a call, for the operands of ``recipe``:
 computes three products. This file does the rest: noise keys, the shared output gradient, observations, clipping and the
 sharding of each gradient.
 
-A contraction is one nested jit: a model with many equal layers traces, differentiates and lowers it once.
+A contraction is one nested jit: a model with many equal layers traces, differentiates and lowers that jit once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Operation(abc.ABC):
     def gradient(
         self, name: Gradient, grad: Array, shared: Any, residual: Any, groups: Any, key: RandomKey | None
     ) -> Array:
-        """Multiply the output gradient with the residual of an operand, in the layout of the other operand.
+        """Multiply the output gradient by the residual of one operand; the result has the layout of the other operand.
 
         Args:
           name: name of the gradient.
@@ -162,7 +162,7 @@ class Operation(abc.ABC):
         return None
 
     def cast_gradients(self, grad: Array, others: Any) -> tuple[Any, Any]:
-        """Quantize the output gradient for each gradient in one read, or return None if each reads it separately.
+        """Quantize the output gradient for each gradient in one read. Returns (None, None) if each quantizes it.
 
         Args:
           grad: output gradient.
@@ -173,7 +173,7 @@ class Operation(abc.ABC):
     def observe(
         self, old: delayed.TensorState, scale: Array, amax: Array, groups: Any
     ) -> dict[str, Array] | delayed.TensorState:
-        """Return the value that leaves the backward pass as the gradient of a state."""
+        """Return the observation that the backward pass returns as the gradient of a tensor's state."""
         assert self.recipe.delayed is not None
         return delayed.observe(old, scale, amax, self.recipe.delayed)
 
@@ -222,7 +222,7 @@ def _forward(op: Operation, lhs, rhs, sizes: Array | None, state: QuantState, ke
     out = checkpoint_name(out, RESULT_NAME)
     saved_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.has_opaque_gradient else ()
-    # Residuals carry no tangent; the mark carries one, so that a derivative of the gradients is refused.
+    # Residuals have no tangent. ``mark`` has one, so that a derivative of the gradients raises an error.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
     return first_order(name, (out,), inputs)[0], ((left.residual, right.residual, sizes, saved_state, key, seed), mark)
 
@@ -232,7 +232,7 @@ def _backward(op: Operation, saved: Any, grad: Array):
     recipe, groups, output_grad = op.recipe, _groups(op, sizes), grad
     keys, own = (None, None), None
     if groups is not None and recipe.is_stochastic:
-        grad = groups.zero_ungrouped(grad)  # its bits seed the noise
+        grad = groups.zero_ungrouped(grad)  # the bits of grad seed the noise
     if recipe.is_stochastic:
         if key is None and seed is None:
             key = content_key(grad)
@@ -287,7 +287,7 @@ def _masked(gradient: Array, residual: Residual, operand: Operand, primal: Prima
 
 
 def serve(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
-    """Compute the forward product with a converted kernel; its gradient uses the dequantized kernel.
+    """Compute the forward product with a converted kernel. The gradient is computed from the dequantized kernel.
 
     Args:
       op: operation.

@@ -1,7 +1,8 @@
 """ragged_dot: a matmul of groups of rows, one weight per group, in low precision forward and backward.
 
 Group g of the result equals ``ops.dot_general`` of the group's rows and ``rhs[g]``, with separate scales (per tensor:
-one for each group), quant state and gradients. Rows after the last group give zeros and are not observed.
+one for each group), quant state and gradients. Rows after the last group are
+zero in the result, and are not observed.
 
 Shapes: M rows, K contracting, N columns, G groups.
 
@@ -74,7 +75,7 @@ _DRHS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
     """Return the quant state of a ragged matmul: the state of ``ops.dot_general`` with a leading axis of groups.
 
-    With a recipe that shares scales of experts, all groups share one state without that axis.
+    If the recipe has ``shares_experts``, all groups share one state without that axis.
     """
     state = pieces.initial_state(recipe)
     if recipe.shares_experts:
@@ -100,21 +101,21 @@ def ragged_dot(
 
     Args:
       lhs: activations, with the rows of each group next to each other.
-      rhs: weights. Converted weights, from ``convert_kernel``, need no state and get no gradient.
-      group_sizes: rows of each group, in order. They may be 0, and their sum is at most M.
+      rhs: weights. Converted weights, from ``convert_kernel``, need no state and have no gradient.
+      group_sizes: number of rows of each group, in order. Sizes may be 0, and their sum is at most M.
       precision, preferred_element_type: arguments of ``ops.dot_general``.
       recipe: recipe of the matmul.
       state: quant state from ``initial_state``, for a recipe with delayed scaling.
-      key: random key for stochastic rounding; None derives one from the output gradient's bits.
+      key: random key for stochastic rounding; None derives a key from the bits of the output gradient.
       implementation: implementation of the product of operands in blocks, or None to select one
         (``ops.implementation``). XLA computes everything else.
 
     Raises:
-      ValueError: missing state, shapes that do not fit, an unknown implementation, or shards of the weight gradient
-        that do not divide the rows.
-      TypeError: operands that are not float.
-      NotImplementedError: a feature of the recipe that ``unsupported`` names, or an explicit mesh in the operands'
-        types.
+      ValueError: ``state`` does not match the recipe, the shapes do not match, the implementation is unknown, or shards
+        of the weight gradient do not divide the rows.
+      TypeError: an operand is not float.
+      NotImplementedError: a ragged matmul does not support the recipe (``unsupported``), or an operand is sharded on an
+        explicit mesh.
     """
     _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
     check_implementation("dot_general", implementation)
@@ -134,8 +135,8 @@ def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
       state: quant state as in ``ragged_dot``.
 
     Returns:
-      The weights. If activations are not scaled dynamically, they include the static scale of each group's activations
-      (or of all groups), which is 0 for a group that was never observed.
+      The quantized weights. If activations are not scaled dynamically, ``input_scale`` is the static scale of each
+      group's activations (or of all groups), and 0 for a group that was never observed.
     """
     state = with_groups(recipe, state)
     tensor, _ = _forward_weights(recipe, rhs, state.get("kernel"), None)
@@ -145,7 +146,7 @@ def convert_kernel(recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
 
 
 def unsupported(recipe: Recipe) -> str:
-    """Return the reason why groups of rows cannot run a recipe, or "" if they can."""
+    """Return the reason why a ragged matmul cannot run a recipe, or "" if it can."""
     names = ("fwd_lhs", "dlhs_lhs", "drhs_lhs", "drhs_rhs")
     rows = [spec for name in names if isinstance(spec := recipe.specs[name], TensorSpec)]
     along_tokens = [recipe.resolve("drhs", "lhs"), recipe.resolve("drhs", "rhs")]
@@ -164,7 +165,7 @@ def unsupported(recipe: Recipe) -> str:
 def _check(lhs: Array, rhs: Array | QTensor, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
-            f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
+            f"ragged_dot requires lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
     spec = recipe.fwd.rhs
@@ -230,7 +231,7 @@ class _Ragged(Operation):
         return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
-        """Multiply the forward operands; rows after the last group give zeros."""
+        """Multiply the forward operands; rows after the last group are zero."""
         if is_plain(lhs, 1) and is_plain(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
             right = expand_groups(rhs.full_scale()[:, 0], groups.ids)
@@ -251,7 +252,7 @@ class _Ragged(Operation):
             return groups.zero_ungrouped(self._dlhs(grad, shared, residual, groups, key))
         if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
             return self._drhs(grad, shared, residual, groups, key)
-        # The rows of each shard separately, added in float32.
+        # Multiply the rows of each shard separately, and add the results in float32.
         count, (ids, sizes) = self.recipe.drhs.shards, groups
         if grad.shape[0] % count:
             raise ValueError(
@@ -278,12 +279,12 @@ class _Ragged(Operation):
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
             assert isinstance(forward, TensorSpec)
-            if is_plain(rhs, 1):  # forward per channel: multiplied into the gradient
+            if is_plain(rhs, 1):  # multiply a scale per channel into the gradient
                 scale = rhs.full_scale()
                 unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
                 grad = grad.astype(jnp.float32) * expand_groups(scale[:, 0] / unit, groups.ids)
                 rhs = QTensor(rhs.qvalue, jnp.broadcast_to(unit, (rhs.shape[0], 1, 1)))
-            elif forward.granularity != "per_block":  # forward tiles: quantized again along N
+            elif forward.granularity != "per_block":  # quantize forward tiles again, along N
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
             whole, unit = without_outer(rhs, dtype)
@@ -306,7 +307,7 @@ class _Ragged(Operation):
             return self._multiply(floats(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
         dtype, floor = grad.dtype.name, SMALLEST_GRADIENT_SCALE
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and is_plain(lhs, 1):
-            # forward by row: multiplied into the gradient
+            # multiply a forward scale per row into the gradient
             scale = lhs.full_scale()
             unit = power_of_two_below(jnp.max(groups.zero_ungrouped(scale)))
             grad = grad.astype(jnp.float32) * (scale / unit)
@@ -377,8 +378,9 @@ class _Ragged(Operation):
     def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
         """Multiply operands as floats if one is float or in tiles; outer scales multiply the product.
 
-        Same as ``contract``, except for integers in tiles: they become float32, while a dense matmul adds the sums of
-        tiles. No library has either. Our kernel multiplies two operands in blocks if it is selected and supports them.
+        The dtypes are the same as in ``contract``, except for integers in tiles: these become float32 here, while a
+          dense
+        matmul adds the sums of tiles. Two operands in blocks are multiplied by our kernel, if it is selected.
         """
         sides, precision = (lhs, rhs), None
         arrays = [side for side in sides if not isinstance(side, (QTensor, Rows))]

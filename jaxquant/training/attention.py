@@ -25,7 +25,10 @@ _BLOCKS = (512, 256, 128)  # queries and keys per splash program: the largest th
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Apply rotary position embedding to [batch, sequence, heads, head_dim], halves rotated, angles in float32."""
+    """Apply rotary position embedding to an array [batch, sequence, heads, head_dim].
+
+    The two halves of the last axis are rotated as pairs. Angles are computed in float32.
+    """
     half = x.shape[-1] // 2
     wavelength = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) / wavelength
@@ -127,7 +130,7 @@ def attend(
         mesh=sharding.mesh,
         in_specs=(data, data, data, PartitionSpec(rows, None)),
         out_specs=data,
-        check_vma=False,  # the kernel's results carry no mesh axes
+        check_vma=False,  # the kernel's results have no varying mesh axes
     )(query, key, value, visible)
 
 

@@ -45,7 +45,7 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
     """
     folder = run_dir.resolve() / "checkpoints"
     step = max(ocp.utils.checkpoint_steps(folder), default=0) if folder.is_dir() else 0
-    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # ``restore`` reports it
+    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # ``restore`` reports the error
     try:
         made_with = sums.config_of(folder / str(step))
     except unreadable:
@@ -63,8 +63,8 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
 
 
 def _compare(made_with: TrainConfig, config: TrainConfig, folder: Path, step: int) -> dict[str, tuple[Any, Any]]:
-    message = f"checkpoint {step} in {folder} belongs to another run; choose another run_dir or undo"
-    return sums.compare(made_with, config, message, "asked")
+    message = f"checkpoint {step} in {folder} belongs to another run; choose another run_dir or undo these changes"
+    return sums.compare(made_with, config, message, "now")
 
 
 class Checkpoints:
@@ -105,7 +105,7 @@ class Checkpoints:
         """Save asynchronously, unless this step is already saved.
 
         Raises:
-          OSError: the previous save, or the synchronous part of this one, cannot be written.
+          OSError: the previous save, or the synchronous part of this save, cannot be written.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -174,12 +174,12 @@ class Checkpoints:
         if broken:
             restored = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
             if self._config.optimizer_state != "float32":
-                restored += "; for an 8-bit optimizer state from TPUs set optimizer_state_axis=rows, else =last"
+                restored += "; if TPUs saved this 8-bit optimizer state, set optimizer_state_axis=rows, otherwise =last"
             raise ValueError(f"{restored}; choose another run_dir or delete that folder to start over")
         return None
 
     def _find_damage(self, step: int) -> str | None:
-        """Return the damage that a process found in its share of a checkpoint's files, or None."""
+        """Return the damage in a checkpoint's files, or None. Each process checks a share of the files."""
         damage = None
         try:
             sums.check_checkpoint_sums(self._folder / str(step), None, jax.process_index(), jax.process_count())
@@ -198,8 +198,8 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
             state, data_state = TrainState(**restored["state"]), restored["data"]["value"]
         except Exception as error:
-            # Orbax reports metadata with ValueError, KeyError or TypeError, missing files with OSError, and an array
-            # that cannot be read with a bare Exception. Anything else (such as out of memory) is not caused by the
+            # Orbax raises ValueError, KeyError or TypeError for damaged metadata, OSError for missing files, and a bare
+            # Exception for an array that it cannot read. Other errors (such as out of memory) are not caused by the
             # files.
             if not isinstance(error, (ValueError, KeyError, TypeError, OSError)) and type(error) is not Exception:
                 raise
@@ -233,7 +233,7 @@ def _raise_os_errors() -> Iterator[None]:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError, with the file if the error names one."""
+    """Return the reason of an OSError, with the file if the error names a file."""
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -248,7 +248,7 @@ _REDUNDANT_RECORDS = {
 
 @functools.cache
 def _silence_failed_saves() -> None:
-    """Hide the tracebacks of a failed save, which is reported in one sentence. Other log records are unchanged."""
+    """Hide the tracebacks of a failed save, which the program reports in one sentence; keep other log records."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         words = _REDUNDANT_RECORDS[record.name]
@@ -272,7 +272,7 @@ CHUNK_BYTES = 64 * 2**20
 """Bytes of the largest chunk; a reader holds one chunk in memory in addition to the requested part."""
 
 SLICE_BYTES = 2**20
-"""Smallest slice of a leading axis that gets its own chunk."""
+"""Size from which a slice of a leading axis is a separate chunk."""
 
 _ONE = {"limit": 1}
 _CONTEXT = ts.Context(
@@ -288,12 +288,12 @@ def save_args(array: Any) -> ocp.SaveArgs:
     into its slices, a large matrix along its longest axis.
 
     Args:
-      array: array with shape and dtype. If it has a sharding, orbax splits it by shard in any case.
+      array: array with shape and dtype. Orbax also splits an array with a sharding by shard.
     """
     sharding = getattr(array, "sharding", None)
     shape = tuple(array.shape if sharding is None else sharding.shard_shape(array.shape))
     sizes, axes = [math.prod(shape[axis:]) * array.dtype.itemsize for axis in range(len(shape) + 1)], 0
-    # Matrices are never read by single rows.
+    # No reader reads single rows of a matrix.
     while sizes[axes] > CHUNK_BYTES and axes < len(shape) - 2 and sizes[axes + 1] >= SLICE_BYTES:
         axes += 1
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(axes)))

@@ -27,7 +27,7 @@ from jaxquant.training.processes import check_devices
 from jaxquant.training.serving import Served, open_served
 from jaxquant.training.tokenizer import TextStream
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
 
 
 def compare(folders: Sequence[str], out: str) -> None:
@@ -108,7 +108,7 @@ def serve(
 
     Args:
       texts: prompts.
-      file: file with one prompt a line, "-" for standard input; None if ``texts`` are the prompts.
+      file: file with one prompt per line, "-" for standard input; None if ``texts`` are the prompts.
       directory: folder of a run or of a converted checkpoint.
       max_new_tokens: tokens to generate for each prompt.
       max_length: longest text in tokens; 0 selects the sequence length of the run.
@@ -166,7 +166,7 @@ def _text(data: bytes, name: str) -> str:
 
 
 class Printer:
-    """Prints one completion token by token, or several in the order of their prompts."""
+    """Printer of completions: one completion token by token, several in the order of their prompts."""
 
     def __init__(self, served: Served, texts: list[str], tokens: list[Any]):
         self._texts, self._is_streaming = texts, len(texts) == 1
@@ -219,7 +219,7 @@ def _shown(verb: str) -> Iterator[Any]:
         }
         for (name, format, shape), group in merged.items()
     ]
-    count = sum(row.shape != () for row in rows)  # the tokenizer is not one
+    count = sum(row.shape != () for row in rows)  # the tokenizer is not a tensor
     total = dict.fromkeys(lines[0], "") | {"tensor": f"{count} tensors", "bytes": f"{sum(r.bytes for r in rows):,}"}
     terminal.show_rows([*lines, total], ["tensor", "format"])
 
@@ -241,7 +241,7 @@ def return_large_blocks() -> None:
 
 @contextmanager
 def _timed() -> Iterator[Callable[[], str]]:
-    """Yield a function that describes the elapsed time and the peak memory; freed memory is returned at once."""
+    """Yield a function that describes the elapsed time and the peak memory. Also calls ``return_large_blocks``."""
     check_devices()
     began = time.perf_counter()
     return_large_blocks()

@@ -199,10 +199,10 @@ class TrainConfig(Shape, QuantConfig):
                 "choose sizes that divide"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
-            raise ValueError("stochastic_rounding needs bfloat16 weights; set weight_dtype: bfloat16")
+            raise ValueError("stochastic_rounding requires bfloat16 weights; set weight_dtype: bfloat16")
         if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
             raise ValueError(
-                f"optimizer_state_axis {self.optimizer_state_axis!r} needs an 8-bit optimizer_state, but "
+                f"optimizer_state_axis {self.optimizer_state_axis!r} requires an 8-bit optimizer_state, but "
                 "optimizer_state is 'float32'; set optimizer_state, or leave optimizer_state_axis out"
             )
         if self.head_dim % 2:
@@ -216,7 +216,7 @@ class TrainConfig(Shape, QuantConfig):
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} equal micro-batches"
+                f"{self.gradient_accumulation_steps} equal micro-batches; change one of them"
             )
 
     def _check_experts(self) -> None:
@@ -229,7 +229,7 @@ class TrainConfig(Shape, QuantConfig):
             )
         if not rank and (self.q_lora_rank or rotated):
             raise ValueError(
-                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} need latent attention, which "
+                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} require latent attention, which "
                 "kv_lora_rank 0 turns off; set kv_lora_rank, too"
             )
         if rank and self.num_kv_heads != heads:
@@ -271,4 +271,4 @@ _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
     (0, 0.9999999): ("adam_b1", "adam_b2"),
 }
-"""Fields by their minimum and maximum; fields of the mesh and of quantization are checked elsewhere."""
+"""(minimum, maximum) -> fields with these limits; mesh and quantization fields are checked elsewhere."""

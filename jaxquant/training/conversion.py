@@ -92,7 +92,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 
     Args:
       run_dir: folder of the run.
-      step: step of the checkpoint; None selects the newest that opens.
+      step: step of the checkpoint; None selects the newest checkpoint that opens.
       say: function that prints checkpoints that do not open and are skipped.
 
     Raises:
@@ -107,7 +107,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
     if not steps:
         raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or choose another run")
     if step not in (None, *steps):
-        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; use one of {', '.join(map(str, steps))}")
     for number in reversed(steps) if step is None else [step]:
         try:
             shapes, stores = _open(folder, number)
@@ -120,7 +120,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
             check_config_file(run_dir, number, config)
             config = dataclasses.replace(config, remat_policy="none")  # the policy "quantized" needs a quantized run
             return Parameters(number, config, shapes, stores, folder / str(number) / "state")
-    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; choose another run, or train this one again")
+    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; choose another run, or train this run again")
 
 
 def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
@@ -220,12 +220,13 @@ def convert_run(
       run: folder of the run.
       out: folder to write; it must not exist.
       changes: changes for ``served_config``; empty keeps the quantization of the run.
-      step: step of the checkpoint; None is the newest.
+      step: step of the checkpoint; None selects the newest.
       say: function that prints the progress.
 
     Raises:
       FileNotFoundError, FileExistsError: the run does not exist, or ``out`` exists.
-      ValueError: there is nothing to quantize, or the checkpoint or quantization does not fit.
+      ValueError: the run is not quantized and ``changes`` has no quantization, no checkpoint opens, or the quantization
+        is not valid for the model.
     """
     out, stored = new_folder(out), open_parameters(run, step, say)
     trained = stored.config
@@ -316,13 +317,13 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 
 
 def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
-    """Return the initial variables of the decoder in Linen's form; see ``converted_shapes`` for the arguments."""
+    """Return the decoder's initial variables as a Linen variable dict; see ``converted_shapes`` for the arguments."""
     model = make_model(_as_trained(config), shape, tokens)
     return quantization_state.merge(*model.init(jax.random.key(0)))
 
 
 def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
-    """Cast an array to the dtype in which the decoder reads it: float32 for scales of norms and for routers."""
+    """Cast embeddings and float kernels to the dtype in which the decoder reads them; routers stay in float32."""
     is_router = path.endswith("gate/kernel")
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:
         return leaf

@@ -73,10 +73,10 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     source = open_source(dataset, path, field)
     flat, starts, digests = _tokenize(source, tokenizer)
     if len(starts) == 1:
-        raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files holds any text")
+        raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files has text")
     distinct = np.unique(digests)
     if len(distinct) < 2:
-        size = f"it has {len(starts) - 1} documents, {len(distinct)} of them different"
+        size = f"it has {len(starts) - 1} documents and {len(distinct)} distinct text"
         fix = "provide at least 2 different documents"
         raise ValueError(f"dataset {source.label} has no held-out part: {size}; {fix}")
     last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
@@ -146,10 +146,10 @@ class TrainIterator:
 class Data:
     """Data of a run.
 
-    A batch holds four arrays ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; documents, or chunks
-    of one, numbered from 1 in each row; 0 is padding), ``positions`` (int32, from 0 in each segment). Where segment_ids
-    > 0, ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target crosses into
-    another document.
+    A batch holds four arrays ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; number of the
+    document or chunk, from 1 in each row; 0 is padding), ``positions`` (int32, from 0 in each segment). Where
+    segment_ids > 0, ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target
+    belongs to another document.
 
     Attributes:
       train: iterator over endless batches.
@@ -172,7 +172,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     ``processes.place`` gives each device its rows.
 
     Args:
-      config: configuration of the run. With ``packing`` a row holds as many documents as fit, otherwise one.
+      config: configuration of the run. With ``packing``, a row has as many documents as fit, otherwise one document.
       batch_size: rows of a batch, over all processes.
 
     Raises:
@@ -183,7 +183,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
     chunks = Chunks(corpus, corpus.train, config.sequence_length)
     _check_size(chunks, batch_size, config, corpus)
-    # Grain shuffles epoch e with seed + e. Hash the seed, so that two seeds share no epoch.
+    # Grain shuffles epoch e with seed + e. Hash the seed, so that two seeds never have the same epoch.
     seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
     held_out = Chunks(corpus, corpus.held_out, config.sequence_length)
 

@@ -90,7 +90,7 @@ def from_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
-    """Return a quantized kernel as [out, in] or [out, bytes], or None if its blocks or bytes do not allow it."""
+    """Return a quantized kernel as [out, in] or [out, bytes], or None if its blocks cannot be transposed."""
     if tensor.codec is None:
         try:
             return tensor.reshape(shape[::-1]).transpose((1, 0))
@@ -115,13 +115,13 @@ def export_run(
     """Export a checkpoint of a run, or a converted checkpoint.
 
     Args:
-      directory: folder of a run, or one that ``jaxquant convert`` wrote. Kernels that are already converted to the
-        requested format keep their bytes; others are dequantized first.
+      directory: folder of a run or of a converted checkpoint. Kernels that are already converted to the requested
+        format keep their bytes; other converted kernels are dequantized first.
       out: folder or file to write; it must not exist.
       format: format of the checkpoint, see ``jaxquant.export.FORMATS``.
-      step: step of a run's checkpoint; None is the newest.
+      step: step of a run's checkpoint; None selects the newest.
       say: function that prints the progress.
-      written: ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
+      written: arguments ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
 
     Raises:
       FileNotFoundError, FileExistsError: the folder does not exist, or ``out`` exists.
@@ -145,9 +145,9 @@ def open_source(
     if (folder / "config.yml").is_file():
         return _open_run(folder, step, measures, say)
     if not (folder / "jaxquant.json").is_file():
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that `jaxquant convert` wrote")
+        raise FileNotFoundError(f"{folder} has no config.yml or jaxquant.json; pass a run or a converted checkpoint")
     if measures:
-        raise ValueError(f"{folder} is converted, but this format stores scales of inputs; export the run itself")
+        raise ValueError(f"{folder} is converted, but this format stores scales of inputs; export the run instead")
     return _open_converted(folder)
 
 
@@ -181,7 +181,7 @@ def _open_converted(folder: Path) -> Source:
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
 
     def at(path: str, index: tuple[int, ...]) -> Any:
-        # Indexing with 0 removes the stacked axis, also from the block.
+        # Indexing removes the axis of stacked layers; ``QTensor`` removes it from the block shape, too.
         return jax.tree.map(lambda part: part[index], leaves[path]) if index else leaves[path]
 
     def read(path: str, index: tuple[int, ...]) -> np.ndarray:

@@ -79,7 +79,7 @@ def imported_config(
     """
     fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
     if fixed := sorted(set(fields) & set(changes)):
-        raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
+        raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint} and cannot be changed; leave it out")
     for name in ("num_experts", "shared_experts", "kv_lora_rank"):
         if changes.get(name):
             raise ValueError(f"{name} is {changes[name]}, but {checkpoint} is a Llama without it; leave it out")
@@ -110,7 +110,7 @@ def import_to_run(
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or the run exists.
-      ValueError, NotImplementedError: the checkpoint or configuration does not fit.
+      ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
@@ -137,7 +137,7 @@ def import_to_run(
 def _open_with_tokenizer(
     checkpoint: Path, changes: Mapping[str, Any], progress: Progress
 ) -> tuple[Source, HfFolder | None, dict[str, str]]:
-    """Open a checkpoint. Also returns the files of its tokenizer by name, empty if ``tokenizer_path`` is set.
+    """Open a checkpoint. Also returns the tokenizer's files by name; there are none if ``tokenizer_path`` is set.
 
     Raises:
       ValueError: there is no tokenizer.
@@ -222,7 +222,7 @@ def import_to_serve(
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or ``out`` exists.
-      ValueError, NotImplementedError: the checkpoint or configuration does not fit.
+      ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
     """
     checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
@@ -271,7 +271,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     """Return the config string that keeps the weights of a checkpoint and quantizes inputs as the checkpoint does.
 
     Raises:
-      ValueError: there is no such string; the message names the strings that keep the weights.
+      ValueError: there is no such config string; the message names the config strings that keep the weights.
     """
     names, kept = list(source.shape.linears()), []
     if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
@@ -291,7 +291,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
-    """Return the parts of a forward matmul that checkpoints describe too; when served, a delayed scale is static."""
+    """Return the parts of a forward matmul that a checkpoint also describes. Delayed and static scales are equal."""
 
     def plain(operand: Any, is_input: bool) -> Any:
         if not isinstance(operand, TensorSpec):
@@ -308,8 +308,8 @@ def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray 
     if spec is None or spec.scaling == "dynamic":
         return None
     if module not in source.input_amax:
-        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} needs one"
-        fix = "choose a string with dynamic scales, such as fp8_current, or import a run and convert it"
+        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} requires this scale"
+        fix = "use a string with dynamic scales, such as fp8_current, or import a run and convert that run"
         raise ValueError(f"{problem}; {fix}")
     scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
     return np.full((1,) * len(layer.shape), scale)
@@ -356,5 +356,5 @@ def _keep_weight(source: Source, folder: HfFolder | None, module: str, kernel: L
     except BlocksError:
         tensor = None
     if tensor is None or tensor.blocks != block:
-        raise ValueError(f"{module} cannot keep its values with heads {shape}; import it into a run and convert it")
+        raise ValueError(f"{module} has scales that span several heads, {shape}; import a run and convert it instead")
     return tensor

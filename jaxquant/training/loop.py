@@ -59,7 +59,8 @@ class _PendingStep:
 class StopRequest:
     """Handler of SIGTERM, SIGHUP and Ctrl-C: the first signal stops the loop after the current step.
 
-    A second signal ends the process at once. A closing terminal sends SIGHUP more than once, so repeats are ignored. Under ``nohup``, SIGHUP is not handled.
+    A second signal ends the process at once. A closing terminal sends SIGHUP more than once, so repeats are ignored.
+    Under ``nohup``, SIGHUP is not handled.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class _Run:
         self.state = restored[0] if restored else _initialize_state(self.program)
         if (found := self.check(self.state)) is not None:
             remedy = f"delete checkpoint {int(self.state.step)}" if restored else "choose another seed or shape"
-            raise ValueError(f"the run would start with a non-finite {found}; {remedy}")
+            raise ValueError(f"the run would start with {found} that is not finite; {remedy}")
         if restored:
             self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
@@ -204,7 +205,7 @@ class _Run:
     def _run_steps(self, first: int) -> float | None:
         """Run the remaining steps. Returns the last held-out loss, or None if a stop was requested before the end."""
         program, config, metrics = self.program, self.program.config, self.metrics
-        healthy = jax.device_put(np.bool_(True), program.replicated)  # like the step's output: one trace for all steps
+        healthy = jax.device_put(np.bool_(True), program.replicated)  # as the step returns it, to trace it once
         shared_stop_flag = processes.Flag(program.mesh)
         health_log = HealthLog(self.health, metrics) if self.health else None
         uses_warm_state = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
@@ -221,13 +222,13 @@ class _Run:
             self._read_pending_metrics(health_log)
             self.pending = _PendingStep(step, values, batch, before, stop_answer, measured)
             if uses_warm_state and (step == first + 1 or _is_due(step, config.eval_every)):
-                # With warm state, casts do not depend on the current amax, and kernels can compute them. This costs one
-                # more compilation, which does not pay off on CPUs.
+                # With warm quant state, casts do not depend on the current amax, and kernels can compute them. This
+                # costs one more compilation, which does not pay off on CPUs.
                 self.state = self.state._replace(quant_state=quantization_state.warm(self.state.quant_state))
             last = step == config.steps
             if (step == first + 2 or (last and step == first + 1)) and (said := _describe_implementations(config)):
                 metrics.say(said)
-            # Several processes must stop at the same step: use an earlier answer, which all of them have read.
+            # Several processes must stop at the same step: use the answer of an earlier step, which all have read.
             stops_now = self.stop_agreed if jax.process_count() > 1 else self._stop_reason is not None
             saving = last or stops_now or _is_due(step, config.checkpoint_every)
             evaluating = last or _is_due(step, config.eval_every)
@@ -362,7 +363,7 @@ def _summarize(program: Program, data: Data, state: TrainState) -> dict[str, Any
 
 
 def _describe_implementations(config: TrainConfig) -> str:
-    """Describe which pieces run on kernels and why others do not; "" if no kernel was requested or chosen."""
+    """Describe which operations run on kernels and why others do not; "" if no kernel was requested or chosen."""
     made = [] if config.implementation == "xla" else [each for each in choices_made() if each[1].requests_kernel]
     reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "requested"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})

@@ -42,7 +42,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
-    """Build the optimizer. The structure of its state does not depend on clipping, so a resumed run can change it."""
+    """Build the optimizer. The structure of its state does not depend on the clipping threshold, which can change."""
 
     def sharding(path: str, moment: jax.Array) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
@@ -56,7 +56,7 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
             adam_b1=config.adam_b1,
             adam_b2=config.adam_b2,
             muon_weight_dimension_numbers=_orthogonal,
-            consistent_rms=0.2,  # as AdamW's, to share its learning rates (arXiv 2502.16982)
+            consistent_rms=0.2,  # RMS of AdamW's updates, so that its learning rates apply (arXiv 2502.16982)
         )
     else:
         tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decayed)

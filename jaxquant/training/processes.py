@@ -22,17 +22,17 @@ def join(*words: Any) -> None:
 
     Args:
       words: HOST:PORT of process 0, reachable from all processes; number of processes; index of this process, from 0.
-        All of them can be None.
+        All arguments can be None.
 
     Raises:
-      ValueError: only some are set, or the index is out of range.
+      ValueError: only some arguments are set, or the index is out of range.
     """
     given = dict(zip(("--coordinator-address", "--num-processes", "--process-id"), words, strict=True))
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return
     if missing:
-        raise ValueError(f"a run of several processes also needs {' and '.join(missing)}")
+        raise ValueError(f"a run of several processes also requires {' and '.join(missing)}")
     if not 0 <= words[2] < words[1]:
         raise ValueError(f"--process-id must be in 0..{words[1] - 1}, got {words[2]}")
     # Otherwise a service of jax handles SIGTERM, and a signal before the first step is lost.
@@ -41,7 +41,7 @@ def join(*words: Any) -> None:
 
 
 def check_devices() -> None:
-    """Raise if JAX cannot start the platform; JAX's own errors are of several types, and one has no message.
+    """Raise a ``ValueError`` if JAX cannot start the platform. JAX itself raises errors of several types.
 
     Raises:
       ValueError: the platform does not start; the message names it.
@@ -61,7 +61,7 @@ def is_main() -> bool:
 
 
 def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
-    """Create arrays that span all processes from equal arrays in each process. A single process leaves this to jit."""
+    """Create arrays that span all processes from equal arrays in each process; with one process, jit does this."""
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)

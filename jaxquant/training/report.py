@@ -50,7 +50,7 @@ class Run:
 
     Attributes:
       name: folder name, or the path if two runs have the same name.
-      config: configuration of its newest checkpoint; its ``config.yml`` if there is no checkpoint.
+      config: configuration of the newest checkpoint, or contents of ``config.yml`` if there is no checkpoint.
       train, held_out: loss by step, in nats per token.
       step_time_s: median step time in seconds, or None if no step was timed.
       summary: contents of ``summary.json``; {} for an unfinished run.
@@ -283,7 +283,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
         "Training loss: smoothed, each step has weight 0.1": curves(loss, smoothed),
-        "Held-out loss: on text that is not trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
+        "Held-out loss: on text that training does not use": curves(loss, [(run, run.held_out, dots) for run in runs]),
     }
     if baseline is not None and len(runs) > 1:
         others = [run for run in runs if run is not baseline]
@@ -300,7 +300,7 @@ def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, fl
 
 
 def health_maps(run: Run) -> dict[str, go.Figure]:
-    """Return the health charts of a run by caption: a map of each statistic and tensor, layers down, steps across.
+    """Return the health charts of a run by caption: one map for each statistic, layers as rows, steps as columns.
 
     Non-finite numbers have no colour; a statistic without numbers has no map.
     """

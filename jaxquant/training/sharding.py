@@ -49,8 +49,8 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
     """Arrange devices as (data, fsdp, tensor).
 
     Args:
-      config: sizes of the mesh, and of the axes that they have to divide.
-      devices: devices of the mesh, possibly of an absent chip; None selects all devices of all processes.
+      config: configuration with the sizes of the mesh and of the sharded axes.
+      devices: devices of the mesh, possibly abstract ones of another chip; None selects all devices of all processes.
 
     Raises:
       ValueError: the product of the sizes is not the number of devices, or a size does not divide the axis that it
@@ -65,12 +65,12 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
     if rest:
         sizes[rest[0]] = len(devices) // max(math.prod(size for size in sizes.values() if size != -1), 1)
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"{mesh_text} does not match the {len(devices)} devices present")
+        raise ValueError(f"{mesh_text} does not match the {len(devices)} devices; change these sizes")
     sequences, shares = config.batch_size // config.gradient_accumulation_steps, sizes["data"] * sizes["fsdp"]
     if sequences % shares:
         raise ValueError(
-            f"batch_size / gradient_accumulation_steps is {sequences}, which {shares} devices (mesh_data x mesh_fsdp) "
-            "do not divide"
+            f"batch_size / gradient_accumulation_steps is {sequences}, which is not a multiple of the {shares} devices "
+            "along mesh_data x mesh_fsdp; change batch_size or the mesh"
         )
     for axis, names in {"fsdp": ("emb_dim",), "tensor": ("num_query_heads", "num_kv_heads", "mlp_dim")}.items():
         for name in names:
@@ -108,7 +108,7 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         return dataclasses.replace(table, fields=fields)
 
     def fitted(spec: Any, leaf: Any) -> NamedSharding:
-        # Values per group of moments are replicated if there are fewer groups than devices.
+        # An axis that the devices do not divide is replicated, such as the axis of a few groups of moments.
         each = zip(spec, leaf.shape, strict=False)
         fits = (axis if axis and n % mesh.shape[axis] == 0 else None for axis, n in each)
         return NamedSharding(mesh, PartitionSpec(*fits))

@@ -22,8 +22,8 @@ _SKIPPED_FOLDERS = frozenset(
     )
 )
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
-# Text files are split at line ends, so that even a single file has documents for train and held-out: parts of at most
-# this many characters, and about this many parts if the file is shorter.
+# A single text file is split at line ends, so that there are documents for the training and the held-out part: each has
+# about _PART_CHARS characters; a shorter file has about _PARTS documents.
 _PART_CHARS = 16384
 _PARTS = 20
 
@@ -140,7 +140,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise ValueError("dataset 'parquet' needs pyarrow, which is not installed; pip install pyarrow") from None
+        raise ValueError("dataset 'parquet' requires pyarrow, which is not installed; pip install pyarrow") from None
     row = 0
     try:
         with parquet.ParquetFile(file) as table:
@@ -151,7 +151,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
                     yield _text(value, f"{file} row {row} column {field!r}"), None
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None
+        raise ValueError(f"{file} is not a Parquet file, or is damaged after row {row}: {reason}") from None
 
 
 def _read_text(file: Path) -> str:

@@ -63,7 +63,7 @@ class Model:
 def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:
     """Build the decoder of a configuration and quantize it.
 
-    With ``checkpoint_is_quantized`` it runs on converted parameters (``jaxquant.convert``) and has no ``init``.
+    With ``checkpoint_is_quantized``, the model uses converted parameters (``jaxquant.convert``) and has no ``init``.
 
     Args:
       config: configuration of the run.
@@ -71,11 +71,11 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
       tokens: example tokens of one micro-batch.
 
     Raises:
-      ValueError, NotImplementedError: the quantization does not fit the model.
+      ValueError, NotImplementedError: the quantization is not valid for the model.
     """
     module = jaxquant.maybe_quantize_model(Decoder(shape), config, tokens)
     backend = config.resolved_backend
-    # Without the stream, the native backend derives its noise from the bits of each gradient.
+    # Without the random stream, the native backend derives its noise from the bits of each gradient.
     streams = (RANDOM_STREAM,) if backend and BACKENDS[backend].needs_random_stream else ()
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -145,7 +145,7 @@ def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array
 
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy of the targets that are not padding, and their number."""
+    """Return the summed cross-entropy over all non-padding targets, and the number of these targets."""
     return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
 
 
@@ -172,8 +172,8 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     """Build the model, quantization, optimizer and mesh of a run on ``devices``, or on all devices.
 
     Raises:
-      ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization does
-        not fit the model.
+      ValueError: the mesh does not match the devices, ``vocab_size`` is smaller than the tokenizer's, or the
+        quantization is not valid for the model.
       NotImplementedError: the backend does not support the model or an option.
     """
     mesh = make_mesh(config, devices)
@@ -267,7 +267,7 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
     Each block of the weight gradient's contraction must be on one device, because integer sums must not be added across
     devices. The number of blocks is therefore the number of devices that share the batch. Qwix splits the sequence
-    instead of the batch and keeps its own meaning, the size of the mesh.
+    instead of the batch; for Qwix, -1 remains the size of the mesh.
     """
     reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
     backend = config.resolved_backend

@@ -49,12 +49,12 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
       ValueError: a file is missing, changed, or has no checksum; the message names the first one.
     """
     if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
-        raise ValueError(f"{folder} has an earlier version's sums.json; jaxquant reads it at commit a87bb9a")
+        raise ValueError(f"{folder} has an earlier version's sums.json; read it with jaxquant at commit a87bb9a")
     some = sorted(sums.read_sums(folder) if names is None else names)[share::shares]
     sums.check_sums(folder, some, late=LATE)
 
 
-# -- the configuration that made it ------------------------------------------------------------------------------------
+# -- configuration of a checkpoint -------------------------------------------------------------------------------------
 
 
 def record(config: TrainConfig) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def config_of(folder: Path) -> TrainConfig:
     """Return the configuration that made a checkpoint.
 
     Raises:
-      ValueError: see ``recorded``; or the configuration has other fields than this version of jaxquant, or a file that
-        it names has changed.
+      ValueError: see ``recorded``; the configuration has other fields than this version of jaxquant, or a file that it
+        names has changed.
     """
     contents = recorded(folder)
     check_files(folder, contents["config"], contents.get("files", {}))
@@ -138,10 +138,10 @@ def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> d
       one: configuration of the checkpoint.
       other: configuration to compare; ``run_dir`` is ignored.
       message: first line of the error.
-      where: source of the second values, for the error.
+      where: place of the second values, for the error message.
 
     Raises:
-      ValueError: a field differs that determines the numerics of a run. The message has a line for each such field.
+      ValueError: fields differ that determine the numerics of a run. The message has a line for each of these fields.
     """
     before, after, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
     skipped = {"run_dir", shards} if -1 in (before[shards], after[shards]) else {"run_dir"}  # -1: not resolved

@@ -272,5 +272,5 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     save_file({f"{Q}.bias": np.ones(4, np.float32)}, folder / "biases.safetensors")
     index["weight_map"][f"{Q}.bias"] = "biases.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="bias', which a Llama with its config lacks"):
+    with pytest.raises(ValueError, match="bias', which is not part of such a Llama"):
         HfFolder(folder)

@@ -94,7 +94,7 @@ def checked(pattern: str, written: str, place: str) -> str:
     """Return a regex after compiling it.
 
     Raises:
-      ValueError: it is not a regex; the message has the original entry and its position.
+      ValueError: the pattern is not a regex; the message has the original entry and its position.
     """
     try:
         full_matcher(pattern)

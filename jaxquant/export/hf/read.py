@@ -11,12 +11,12 @@ from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.tensors import read_tensors
 
 KEYS = ("quantization_config", "compression_config")
-"""Keys of a quantization config; compressed-tensors wrote the second one at first."""
+"""Keys of a quantization config; early versions of compressed-tensors wrote the second key."""
 SECOND_SCALE = "weight_scale_2"
 SIDECAR = "hf_quant_config.json"
 """File next to the config in which ModelOpt writes the quantization config."""
 NO_VALUES = ("quant_method", "version", "producer", "dequantize")
-"""Keys that change no values, or that ``find_section`` has read."""
+"""Keys that do not change values, or that ``find_section`` reads."""
 
 METHODS: dict[str, Callable[[Section], CheckpointQuantization | None]] = {
     "compressed-tensors": compressed_tensors.read,
@@ -41,8 +41,8 @@ def find_section(
 ) -> tuple[Section, str] | None:
     """Return the quantization config and its method, or None for a float checkpoint.
 
-    It is ``quantization_config`` of the config or of its ``text_config``, otherwise ``hf_quant_config.json``, otherwise
-    modelopt's NVFP4 if a tensor is called ``…weight_scale_2``.
+    The quantization config is ``quantization_config`` of the config or of its ``text_config``, otherwise
+    ``hf_quant_config.json``. Without these, a tensor named ``…weight_scale_2`` means modelopt's NVFP4.
 
     Raises:
       ValueError: there are two different quantization configs.
