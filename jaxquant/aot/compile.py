@@ -45,7 +45,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       RuntimeError: the compiler failed for a reason other than lack of memory.
     """
     described = chip(target)
-    require_compiler(described, "flatbuffers")  # jax.export needs a jitted function
+    require_compiler(described, "flatbuffers")  # jax.export imports it
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
