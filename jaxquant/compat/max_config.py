@@ -1,4 +1,4 @@
-"""MAX's QuantConfig (26.3; Float8Config of 25.6): its fields, properties and errors."""
+"""MAX's QuantConfig (26.3; Float8Config of 25.6): with its fields, properties and error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS = {
     QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
     QuantFormat.BLOCKSCALED_FP8: "fp8",
 }
-"""Method of each format whose method differs from its name."""
+"""Name of the quantization method, for formats whose name differs from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class QuantConfig:
 
     @property
     def scales_granularity_mnk(self) -> tuple[int, int, int]:
-        """Elements that share a scale along rows of the input, rows of the weight, and the contraction; -1 is all.
+        """Number of elements that share a scale along input rows, weight rows and the contraction; -1 is all.
 
         Raises:
           ValueError: a matmul does not support the granularity, or the two differ along the contraction.

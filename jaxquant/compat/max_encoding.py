@@ -11,7 +11,7 @@ from jaxquant.formats import BlockParameters, Codec, block_parameters, codec
 
 
 class QuantizationEncoding(enum.Enum):
-    """Byte format of a quantized weight."""
+    """Format of a quantized weight in bytes."""
 
     Q4_0 = "Q4_0"
     Q4_K = "Q4_K"
@@ -26,7 +26,7 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is a format of GGUF files."""
+        """Whether this is a format of GGUF files."""
         return self is not QuantizationEncoding.GPTQ
 
     @property

@@ -37,18 +37,19 @@ def parse_quant_config(
     state_dict_name_prefix: str = "",
     ignored_modules_prefix: str = "model.",
 ) -> QuantConfig | None:
-    """Read a checkpoint's quantization like MAX 26.3. Returns None if it does not apply to this dtype.
+    """Read a checkpoint's quantization like MAX 26.3. Returns None if the quantization does not apply to this dtype.
 
     Args:
       huggingface_config: dict, object with ``to_dict()``, or object with the config's fields as attributes.
       state_dict: names to arrays, ``(shape, dtype)``, or the entries of a safetensors header.
       dtype: dtype of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any dtype.
       state_dict_name_prefix: prefix of the decoder's names in ``state_dict``, such as ``language_model.``.
-      ignored_modules_prefix: prefix of its names in exclusion lists.
+      ignored_modules_prefix: prefix of the decoder's names in exclusion lists.
 
     Raises:
-      ValueError: the wording is MAX's, with the key. Where MAX is silently wrong (``re:`` ignores, ``exclude_modules``,
-        modelopt FP8, group and block strategies, weight-only), the config is read as its authors mean it.
+      ValueError: as in MAX, with MAX's wording and the key. Where MAX is silently wrong (``re:`` ignores,
+        ``exclude_modules``, modelopt FP8, group and block strategies, weight-only), the config is read as its authors
+        mean it.
     """
     config = huggingface_config if isinstance(huggingface_config, Mapping) else _as_dict(huggingface_config)
     tensors, name = read_tensors(state_dict), dtype_name(dtype, "dtype")
@@ -112,7 +113,7 @@ def _is_mxfp4(section: Section, method: str) -> bool:
 
 
 def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise for configs that MAX's kernels reject, although they can be read."""
+    """Raise for configs that can be read, but that MAX's kernels reject."""
     if method == "fp8" and section.has("weight_block_size"):
         if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
             raise ValueError(f"{section.where('activation_scheme')}: activation_scheme must be dynamic")

@@ -1,4 +1,4 @@
-"""MLC's block-scaled float8 on jaxquant: its functions under their names, its presets and its config.
+"""MLC's block-scaled float8 on jaxquant: MLC's functions under their names, its presets and its config.
 
 A weight has MLC's format: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
 multiplies the elements. A single row of activations stays in float, as in MLC's GEMV; several rows are quantized ``1 ×
@@ -38,7 +38,7 @@ from jaxquant.ops.pieces import check_float
 from jaxquant.ops.ragged import ragged_dot
 
 EPSILON = 1e-10
-"""Smallest amax from which MLC computes a scale. DeepSeek and DeepGEMM use 1e-4, which loses gradients below 1e-8."""
+"""Lower bound of the amax in MLC's scales. DeepSeek and DeepGEMM use 1e-4, which loses gradients below 1e-8."""
 
 _ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
 _ROWS = 8  # smallest number of rows that the matmuls of all chips support
@@ -80,7 +80,7 @@ def rowwise_group_quant_fp8(
     """Quantize groups along the last axis by their own amax; the last group may be smaller.
 
     ``scale = max(amax, eps) / max(dtype)`` and ``qvalue = cast(clip(x / scale))``, both divided in float32. With
-    ``eps=None`` the scale is that of training: ``amax · (1 / max(dtype))``, 1 for a group of zeros.
+    ``eps=None`` the scale is computed as in training: ``amax · (1 / max(dtype))``, 1 for a group of zeros.
 
     Args:
       x: activations.
@@ -161,7 +161,7 @@ def block_scale_linear(
       weight, weight_scale_inv: elements, and scales that multiply them; a single scale applies to all.
       block_size: rows and columns of the weight that share a scale.
       bias: bias, which is also added to a single row (MLC omits it there).
-      activation_scale: static scales of the groups of ``x``, or one scale. None uses each group's own amax.
+      activation_scale: static scales of the groups of ``x``, or one scale. None uses the amax of each group.
       quantizes_row: whether a single row is quantized like several rows, so that decoding computes the same as prefill.
         MLC leaves a single row in float.
       out_dtype: dtype of the result, or None for the dtype of ``x``.
@@ -197,9 +197,10 @@ def block_scale_experts(
     """Multiply rows by the weights of their experts.
 
     Args:
-      x: rows sorted by expert. For a single token, one row, which all its experts read, or one row for each of them.
+      x: rows sorted by expert. For a single token, x has one row, which all its experts read, or one row for each
+        expert.
       weight, weight_scale_inv: weights and scales of all experts.
-      indptr: end of the rows of each expert, see ``group_sizes``; or ``[1, k]``, the experts of a single token.
+      indptr: end of the rows of each expert (``group_sizes``), or ``[1, k]``, the indices of a single token's experts.
       block_size: rows and columns of a weight that share a scale.
       quantizes_row: whether a single token is quantized like several tokens, which are summed in another order.
 
@@ -221,7 +222,7 @@ def block_scale_experts(
         # Small integer types cannot hold the number of experts.
         chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
-            raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
+            raise ValueError(f"indptr {indptr.shape} is for one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
         kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))

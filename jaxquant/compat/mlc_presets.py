@@ -32,7 +32,7 @@ class BlockScaleQuantize:
       weight_dtype: dtype of weights and inputs, ``float8_e4m3fn`` or ``float8_e5m2``.
       model_dtype: dtype of everything else, ``float16`` or ``bfloat16``.
       quantize_linear: whether linear layers are quantized.
-      weight_block_size: rows and columns that share a scale, or None for those of the checkpoint.
+      weight_block_size: rows and columns that share a scale; None uses the checkpoint's.
       use_activation_scale: whether the checkpoint has input scales.
     """
 
@@ -101,7 +101,7 @@ def read_mlc_quantization(
     if origin.is_static != scheme.use_activation_scale:
         raise ValueError(
             f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r} and "
-            f"use_activation_scale of {scheme.name!r} is {scheme.use_activation_scale}; choose the preset that fits"
+            f"use_activation_scale of {scheme.name!r} is {scheme.use_activation_scale}; choose the preset that matches"
         )
     stored = section.pair("weight_block_size")
     if stored is None and origin.is_dynamic:

@@ -21,11 +21,11 @@ class ScaleLayout(enum.Enum):
     M_MAJOR = "[G, M padded to a multiple of 4]"
     """DeepGEMM's layout: lead is one axis of all rows, and the scales of each group start at a multiple of 16 bytes."""
     MLC_DYNAMIC = "[G, *lead]"
-    """``rowwise_group_quant_fp8(transpose_scale=True)``, whose docstring shows another shape."""
+    """Layout of ``rowwise_group_quant_fp8(transpose_scale=True)``; MLC's docstring shows another shape."""
     MLC_BMM = "[B, G, *lead[1:]]"
     """``rowwise_group_quant_fp8(transpose_scale=True, keep_first_batch_dim=True)``, for three or more axes."""
     MLC_STATIC = "[*lead[:-1], G, M]"
-    """``broadcast_activation_scale(transpose=True)``."""
+    """Layout of ``broadcast_activation_scale(transpose=True)``."""
 
     @classmethod
     def of_mlc(cls, transpose_scale: bool, keep_first_batch_dim: bool = False) -> ScaleLayout:
@@ -35,7 +35,7 @@ class ScaleLayout(enum.Enum):
         return cls.MLC_BMM if keep_first_batch_dim else cls.MLC_DYNAMIC
 
     def write(self, scale: Float[Array, "*lead G"]) -> Float[Array, "*stored"]:
-        """Convert row-major scales to this layout.
+        """Return row-major scales in this layout.
 
         Raises:
           ValueError: ``MLC_BMM`` needs an activation with at least three axes.

@@ -54,7 +54,7 @@ def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
 
 
 def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
-    """Return a backward matmul; it quantizes from float any operand that the forward matmul quantizes differently."""
+    """Return a backward matmul. Operands that the forward matmul quantizes differently are quantized from float."""
     if part is None:
         return MatmulSpec()
     side: Side = "rhs" if matmul == "dlhs" else "lhs"

@@ -16,7 +16,7 @@ import yaml
 from jaxquant.core.typed import show
 
 MAX_BYTES = 100_000
-"""Largest YAML file, for an error within about a second. The longest config in this repository has 4,000 bytes."""
+"""Size limit of a YAML file in bytes; reading this much takes about a second. Real configs are far smaller."""
 _MAX_JSON_BYTES = 256 * 2**20
 _STRING_TAG = "tag:yaml.org,2002:str"
 
@@ -110,7 +110,7 @@ def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYT
     """
     name = f"{label} {os.fspath(path)!r}" if label else os.fspath(path)
     if "\0" in os.fspath(path):
-        raise ValueError(f"{name!r} contains a null character, which a path cannot; remove it")
+        raise ValueError(f"{name!r} contains a null character, which is not allowed in a path; remove it")
     try:
         check_ordinary(path, label)
         with open(path, "rb") as file:
@@ -125,7 +125,7 @@ def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYT
 
 
 def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
-    """Raise if a path is a device (may be endless), a pipe (can block, is readable only once) or a socket.
+    """Raise if a path is a device (may be endless), a pipe (may block, is readable only once) or a socket.
 
     Args:
       path: path of a file or folder; reading a folder fails with its own error.
@@ -184,7 +184,7 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` words from a command line. If a key is repeated, its last value counts.
+    """Read ``key=value`` arguments of a command line. If a key is repeated, the last value is used.
 
     Args:
       items: words such as ``steps=20``, ``a.b=3`` (nested) or ``quantization=`` (the empty string).
@@ -202,6 +202,6 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ValueError(f"override {show(item)} puts a key under {show(parent)}, which has a value already")
+                raise ValueError(f"override {show(item)} puts a key under {show(parent)}, which already has a value")
         place[last] = parse(text, f"override {show(item)}") if text.strip() else ""
     return result

@@ -23,7 +23,7 @@ class MixedPrecisionEntry(Typed):
 
     Attributes:
       w_bits, a_bits: bits of the weight and of the activation: 4, 8, or None for float.
-      w_scale, a_scale: covered share of absmax; a value below 1 clips.
+      w_scale, a_scale: share of absmax that the scale covers; a value below 1 clips.
       tile_size: number of neighbours along every contraction axis that share a scale; -1 for the complete axis.
     """
 
@@ -39,7 +39,7 @@ class MixedPrecision(NamedTuple):
 
     Attributes:
       entries: pairs of a regex and a recipe (None for float). **The first match wins**: the reversed order of the file.
-      default: recipe of layers that no regex matches; None is float.
+      default: recipe of the layers that no regex matches; None leaves them in float.
     """
 
     entries: tuple[tuple[str, Recipe | None], ...]
@@ -50,7 +50,7 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
     """Read an ``intmp`` file, JSON or YAML by its suffix, and convert it to first-match rules.
 
     An entry inherits missing fields from ``__default__``, which inherits from the built-in defaults. In the file the
-    **last** match wins, as in MaxText, so the entries are returned in reversed order.
+    **last** match wins, as in MaxText, so this function returns the entries in reversed order.
 
     Args:
       path: path of a .json, .yml or .yaml file, relative to the working directory.

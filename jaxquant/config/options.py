@@ -13,9 +13,9 @@ from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
 
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
-"""Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, in AQT's meaning.
+"""Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, as AQT names the operands.
 
-AQT has the output gradient as lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
+In AQT the output gradient is the lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
 ``drhs.rhs`` here, and AQT's drhs_rhs is ``drhs.lhs``.
 """
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
@@ -28,7 +28,7 @@ def _option(group: str, default: Any, least: float | None = None, most: float = 
       group: name of the option's group in ``GROUPS``.
       default: value if a config does not set the option.
       least, most: range of a number; ``least`` is None if the option is not a number.
-      condition: text for errors that replaces "at least …" if that is too short.
+      condition: text for errors, instead of "at least …".
     """
     return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, condition)})
 
@@ -64,7 +64,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Config fields that change a recipe together: the ``Options`` fields that name the group.
+    """Config fields that change a recipe together; each ``Options`` field names its group.
 
     Attributes:
       change: function (recipe, options) -> changed recipe; None if the group does not change numerics.
@@ -129,7 +129,7 @@ def check(options: Options) -> None:
 
 
 def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
-    """Return a recipe with the options applied that it reads.
+    """Return a recipe with the applicable options applied.
 
     Args:
       recipe: recipe of a row, or None.
@@ -206,7 +206,7 @@ def _bounded(recipe: Recipe, options: Options) -> Recipe:
 
 
 def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
-    """Return the recipe with a change applied to those of the given operands that have their own spec."""
+    """Return the recipe with a change applied to the given operands, except operands that reuse the spec of another."""
     for matmul, side in places:
         spec = getattr(getattr(recipe, matmul), side)
         if isinstance(spec, TensorSpec):
@@ -254,7 +254,7 @@ def _shared(recipe: Recipe, options: Options) -> Recipe:
 
 
 def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
-    """Choose 4 or 6 for the amax of each block, for operands that are rounded to nearest."""
+    """Map the amax of each block to 4 or 6, for operands that are rounded to nearest."""
 
     def change(spec: TensorSpec) -> TensorSpec:
         if spec.micro is None or spec.draws:
@@ -312,7 +312,7 @@ GROUPS: dict[str, OptionGroup] = {
     "stored scales": OptionGroup(),
     "file": OptionGroup(),
 }
-"""All groups of options, in the order of checking and applying; rows of ``RECIPES`` name them."""
+"""All groups of options, in the order in which they are checked and applied; rows of ``RECIPES`` name these groups."""
 
 CALIBRATION = tuple(_CALIBRATED)
 """Groups of the calibration strings."""
@@ -333,4 +333,4 @@ PROBE = Options(
     activation_scale_ub=1.0,
     square_weight_blocks=True,
 )
-"""Options with values that make each group change the recipe of every row that reads it."""
+"""For each group, options that change the recipe of every row that reads the group."""

@@ -34,22 +34,25 @@ KV_ELEMENTS: dict[KVCacheName, str] = {"int8": "int8", "int4": "int4", "fp8": "f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantConfig(options.Options):
-    """All settings of jaxquant, under MaxText's names where MaxText has them. Validated at construction.
+    """All settings of jaxquant, under MaxText's names where MaxText has them. The fields are validated at construction.
 
     Attributes:
-      quantization: config string, a key of ``RECIPES``; "" means no quantization. A composition takes each matmul from
-        a string (null is float): the mapping ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, stored as this text.
+      quantization: config string, a key of ``RECIPES``; "" means no quantization. A composition, such as the mapping
+        ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, takes each matmul from a config string (null is float); it
+        is stored as text.
       quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``, except for ``aqt_fp8`` and
-        ``aqt_fp8_full``: there it is ``aqt``, and native runs the contractions that AQT does not support.
+        ``aqt_fp8_full``: for these it is ``aqt``, and native runs the contractions that AQT does not support.
       implementation: implementation of the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
-        if supported, otherwise XLA). null selects by chip and op. The choice affects only block matmuls, by a rounding.
+        if supported, otherwise XLA). null selects by chip and op. Results differ only in block matmuls, by one
+        rounding.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
       strict: whether a training run refuses to start if a matmul does not run in the dtypes of its layer's recipe. In
         your own loop, call ``jaxquant.coverage(step, ...).check()``.
-      rules: ordered rules; the first match wins. Their strings must run on the config's backend. In Python, a rule can
-        hold your own ``Recipe`` if the backend supports it.
-      float_first_blocks, float_last_blocks: number of first and last blocks that stay in float unless a rule decides. A
-        block is the layers below the outermost numbered part of their paths, such as ``layers_3/`` or ``blocks/7/``.
+      rules: ordered rules; the first match wins. The config strings of rules must run on the config's backend. In
+        Python, a rule can hold your own ``Recipe`` if the backend supports it.
+      float_first_blocks, float_last_blocks: number of blocks at the beginning and at the end of the model that stay in
+        float, unless a rule decides. A block consists of the layers that share the outermost numbered part of their
+        paths, such as ``layers_3/`` or ``blocks/7/``.
       quantize_router_proj, quantize_logits_proj, quantize_mtp: whether to quantize routers, output heads, and the
         layers of ``mtp_block`` (MaxText's multi-token prediction) unless a rule decides; by default they stay in float.
       quantization_local_shard_count: number of blocks of the weight gradient's contraction, each with its own scales.
@@ -131,10 +134,10 @@ class QuantConfig(options.Options):
 
     @property
     def resolved_backend(self) -> BackendName | None:
-        """Backend that runs, with ``auto`` resolved; None if nothing is quantized.
+        """Backend that runs the matmuls, with ``auto`` resolved; None if nothing is quantized.
 
         Raises:
-          ValueError: ``auto`` is ambiguous, because the strings of the rules have different backends.
+          ValueError: ``auto`` is ambiguous, because the config strings of the rules have different backends.
         """
         strings = self.strings
         if not self._quantizes:
@@ -155,16 +158,16 @@ class QuantConfig(options.Options):
 
     @property
     def leaves_backend_open(self) -> bool:
-        """Whether the user left the backend open, so that native runs the ops that the selected backend lacks."""
+        """Whether the user did not choose a backend; native then runs ops that the selected backend lacks."""
         return self.quant_backend == "auto" and not self.use_qwix_quantization
 
     @property
     def strings(self) -> list[str]:
-        """Every config string in use: the base string, if any, and the strings of the rules."""
+        """All config strings in use: ``quantization``, if it is set, and the config strings of the rules."""
         return [name for name, _ in self._named_rows()]
 
     def recipe(self) -> Recipe | None:
-        """Return the base recipe with the options applied, or None (``intmp``: the default of its file)."""
+        """Return the recipe of ``quantization`` with the options applied, or None. For ``intmp``: its default."""
         return self._resolver().base.recipe
 
     def resolver(self) -> Resolver | None:
@@ -228,7 +231,7 @@ class QuantConfig(options.Options):
         if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
             string = fields["quantization"] = ""
         if not string and not fields.get("rules"):
-            # A program's config has a value for every option; without quantization no recipe reads them.
+            # A program's config has a value for every option. Without quantization, no recipe reads these values.
             options_of_strings = {*SWITCHES, *(field.name for field in dataclasses.fields(options.Options))}
             fields = {name: value for name, value in fields.items() if name not in options_of_strings}
         elif unread := _unread_fields(obj):
@@ -236,7 +239,7 @@ class QuantConfig(options.Options):
             why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
-            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op here, whose numerics native has
+            fields["quant_backend"] = "native"  # MaxText runs flax's op here, like native
         if string == "fp8" and fields.get("use_qwix_quantization"):
             string = fields["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
         count = fields.get("quantization_local_shard_count")
@@ -263,7 +266,7 @@ class QuantConfig(options.Options):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _named_rows(self) -> list[tuple[str, str]]:
-        """List (string, place) of the base and of every rule that names a recipe by its string."""
+        """List (config string, place) of ``quantization`` and of every rule with a config string."""
         named = [(self.quantization, "quantization")]
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
@@ -313,14 +316,14 @@ class QuantConfig(options.Options):
 
 
 ConfigLike: TypeAlias = QuantConfig | Mapping[str, Any] | str | os.PathLike[str]
-"""What a ``config`` argument may be: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path
+"""Type of a ``config`` argument: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path
 of a YAML or JSON file. Objects with the fields, such as MaxText's config, are accepted too."""
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """Fields of a config without a quantized KV cache."""
 _MISSING: Any = object()
 _NULLS = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.default in ("", ())}
 _NULLS["kv_quant_axis"] = ""
-"""Meaning of null in a field that cannot be None."""
+"""Value that null has in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 
 
@@ -361,7 +364,7 @@ def _unread_fields(program: Any) -> dict[str, Any]:
 def _attribute(obj: Any, name: str) -> Any:
     try:
         return getattr(obj, name)
-    except (AttributeError, KeyError, ValueError):  # MaxText's configs raise any of these for an unknown name
+    except (AttributeError, KeyError, ValueError):  # exceptions that MaxText's configs raise for an unknown name
         return _MISSING
 
 

@@ -1,7 +1,7 @@
 """The table of config strings: the recipe of each, the backends that run it, the options that it reads.
 
-An alias shares the row of another string. A composition takes each of the three matmuls from the row of another string;
-its own string is its mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
+An alias shares the row of another config string. A composition takes each of the three matmuls from the row of a config
+string; its name is the mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class RecipeRow:
     """One config string.
 
     Attributes:
-      recipe: recipe with every option at its default (one shard if the default is the device count); None if there is
-        no recipe (``""``) or it comes from a file (``intmp``).
+      recipe: recipe with every option at its default (one shard if the default is the device count). None for ``""``,
+        which has no recipe, and for ``intmp``, whose recipes come from a file.
       summary: description in one line.
-      libraries: libraries whose backends run the string; our own backends run every string.
+      libraries: libraries that run the config string; our own backends run every config string.
       auto: backend that ``quant_backend: auto`` selects, or "".
-      options: names of the groups in ``GROUPS`` that the string reads.
-      parts: rows of the matmuls of a composition; None is float.
+      options: names of the groups in ``GROUPS`` that the config string reads.
+      parts: rows of the three matmuls of a composition; None leaves a matmul in float.
     """
 
     recipe: Recipe | None
@@ -43,13 +43,13 @@ class RecipeRow:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All backends that run the string, ``auto`` first."""
+        """All backends that run the config string, starting with the one of ``auto``."""
         found = [name for name, row in BACKENDS.items() if not row.package] if self.auto else []
         return tuple(sorted((*found, *self.libraries), key=lambda name: name != self.auto))
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the QuantConfig fields that the string reads."""
+        """Names of the QuantConfig fields that the config string reads."""
         return frozenset(field.name for field in dataclasses.fields(Options) if field.metadata["group"] in self.options)
 
     def apply_options(self, options: Options) -> Recipe | None:
@@ -83,7 +83,7 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
 
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
-    """Return a recipe that quantizes the weight in forward and dlhs; its gradient is straight-through."""
+    """Return a recipe that quantizes the weight in forward and dlhs; the weight's gradient is straight-through."""
     return Recipe(name, fwd=MatmulSpec(None, keep_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
@@ -94,7 +94,7 @@ def _encoded(codec: str, dtype: str) -> RecipeRow:
 
 
 def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
-    """Return a recipe that quantizes all six operands separately and reuses none."""
+    """Return a recipe that quantizes each of the six operands separately, without reuse."""
     grad = MatmulSpec(backward, backward, accumulator)
     return Recipe(name, fwd=MatmulSpec(forward, keep_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
@@ -109,7 +109,7 @@ def _microscaling(name: str, dtype: str) -> Recipe:
     return _everywhere(name, _mx(dtype), _mx(dtype), "float32")
 
 
-# AQT multiplies by 1/scale and rounds only the gradient stochastically.
+# AQT multiplies by 1/scale, and rounds only the gradient stochastically.
 _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
 )
@@ -293,7 +293,7 @@ RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The config strings from which the three matmuls are taken; None is float."""
+    """The config strings of the three matmuls; None leaves a matmul in float."""
 
     fwd: str | None
     dlhs: str | None = None
@@ -323,7 +323,7 @@ def _composition(name: str, place: str) -> RecipeRow:
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} is not possible in a composition; use another or null")
+            raise ValueError(f"{place}.{matmul} {string!r} cannot be part of a composition; use another string or null")
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} leaves fwd, dlhs and drhs in float; set one of them, or leave {place} empty")
@@ -336,7 +336,7 @@ def _composition(name: str, place: str) -> RecipeRow:
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
     """Return whether a group of options affects a composition through a row that reads the group."""
-    if GROUPS[group].change is None:  # stored scales: only the forward weight has any
+    if GROUPS[group].change is None:  # only the forward weight has stored scales
         return parts[0] is not None and group in parts[0].options
     probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
@@ -351,12 +351,12 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
 
     Args:
       name: config string; a composition as ``spell`` writes it.
-      place: field in which the user wrote the string, for errors.
+      place: field in which the user wrote the config string, for errors.
 
     Raises:
       TypeError: the name is not a string.
-      ValueError: the string is unknown (the error names the nearest ones), or a composition quantizes nothing or its
-        rows do not go together.
+      ValueError: the config string is unknown (the error names similar ones), or a composition quantizes nothing or
+        combines rows that contradict each other.
       NotImplementedError: only a backward matmul of a composition has its weight in a tensor format, or only MaxText's
         own module can run the string.
     """

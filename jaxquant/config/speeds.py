@@ -48,7 +48,7 @@ _CHIPS = {
 
 
 def speeds_on(chip: str) -> dict[str, float]:
-    """Return the speed of each string on a chip, or {} if the chip is unknown."""
+    """Return the speed of each config string on a chip, or {} if the chip is unknown."""
     (_, *chips), *rows = (line.split() for line in TABLE.splitlines())
     found = {string: cells[chips.index(chip)] for string, *cells in rows if chip in chips}
     return {string: float(cell) for string, cell in found.items() if cell != "-"}
@@ -71,15 +71,15 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     speed = next((speeds[name] for name in speeds if RECIPES[name] is row), 1.0)
     if speed >= 1 or backend != row.auto:
         return
-    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT's are slower
+    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT is slower
     near = min(faster, key=lambda name: (*_distance(row.recipe, RECIPES[name].recipe), -speeds[name]), default="")
-    hint = f"{near!r} at {speeds[near]} times" if near else "no string in the table is faster than bfloat16 there"
+    hint = f"{near!r} at {speeds[near]} times" if near else "no config string is faster than bfloat16 there"
     about = f"an MLP at {speed} times the speed of bfloat16 on one {kind} (from benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 
 def _distance(one: Any, other: Any) -> tuple[int, int, bool]:
-    """Return the distance of two recipes: in bits of the operands, in dtypes, in delayed scaling."""
+    """Return the distance of two recipes: difference in operand bits, in dtypes, and in delayed scaling."""
     pairs = [
         [getattr(recipe.resolve(name, side), "dtype", "bfloat16") for recipe in (one, other)]
         for name in get_args(Matmul)

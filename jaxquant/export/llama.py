@@ -1,6 +1,6 @@
 """Llama in Hugging Face checkpoints: shape, names and shapes of tensors, config.json.
 
-    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent where tied)
+    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent if tied)
     model.layers.N.self_attn.{q,k,v,o}_proj.weight [out, in]               model.layers.N.input_layernorm.weight [D]
     model.layers.N.mlp.{gate,up,down}_proj.weight [out, in]                …post_attention_layernorm.weight [D]
 
@@ -27,13 +27,14 @@ _MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LlamaShape:
-    """Sizes and numbers of a Llama.
+    """Shape of a Llama.
 
     Attributes:
-      vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
+      vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes of the axes, and numbers of layers and
+        heads.
       rope_theta, norm_epsilon: parameters of the rotary embedding and RMSNorm.
-      tied: whether the output head is the embedding.
-      max_length: number of positions in training.
+      tied: whether the output head shares the weight of the embedding.
+      max_length: maximum number of positions (``max_position_embeddings``).
     """
 
     vocab_size: int
@@ -92,7 +93,7 @@ class LlamaShape:
 
         Args:
           dtype: dtype of unquantized tensors.
-          tokens: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, each a number or None.
+          tokens: token number or None for ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
         """
         return {
             "architectures": [ARCHITECTURE],
@@ -125,7 +126,8 @@ class LlamaShape:
 
         Raises:
           ValueError: a size is missing or impossible; the message names its key.
-          NotImplementedError: the decoder does not support it: another architecture, biases, scaled rotary embedding.
+          NotImplementedError: the decoder does not support the model, for example its architecture, biases or scaled
+            rotary embedding.
         """
         names = config.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) <= {ARCHITECTURE, "MistralForCausalLM"} or not names:
@@ -174,7 +176,7 @@ class LlamaShape:
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """Return a linear layer and the layers that servers fuse with it; they share their per-tensor scales."""
+    """Return a linear layer and the layers that servers fuse with it; all of them must share per-tensor scales."""
     stem, _, last = module.rpartition(".")
     return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))
 

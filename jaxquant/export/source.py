@@ -19,11 +19,12 @@ class Vocabulary:
     """Contents of a tokenizer for writing files.
 
     Attributes:
-      tokens: texts by number, in the spelling of byte-level BPE; shorter than the embedding if the latter is padded.
+      tokens: texts of the tokens in order, spelled as in byte-level BPE; there are fewer tokens than rows of a padded
+        embedding.
       merges: pairs in order, joined by a space.
       kinds: types of the tokens in GGUF files.
       bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
-      tokenizer_json: ``tokenizer.json`` of the tokenizers package.
+      tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, empty if they have none.
       scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
       origin: file or metadata that the tokenizer was read from.
@@ -47,7 +48,7 @@ class Vocabulary:
 
 
 class ScaledElements(NamedTuple):
-    """A quantized weight [out, in]: elements, scale of each block, and outer scale []; 1 if there is none."""
+    """A quantized weight [out, in]: elements, scale of each block, and outer scale [] (1 if there is none)."""
 
     elements: np.ndarray
     scale: np.ndarray
@@ -55,7 +56,7 @@ class ScaledElements(NamedTuple):
 
     @classmethod
     def of(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
-        """Return a tensor [out, in] with a scale for each block of a format, or None if it has other numbers."""
+        """Return a tensor [out, in] with a scale for each block of a format, or None if its dtypes or blocks differ."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
         whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
@@ -79,10 +80,11 @@ class Source:
     Attributes:
       shape: shape of the model.
       read: function from the name of a tensor in ``LlamaShape.tensors`` to its float32 array.
-      vocabulary: tokenizer of the model; None writes no tokenizer files.
+      vocabulary: tokenizer of the model, or None to write no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
-      quantized: function from the name of a linear layer to the ``QTensor`` of its weight as [out, in], as stored or as
-        used in the training forward pass; None for float weights, and for blocks that do not fit [out, in].
+      quantized: function from the name of a linear layer to the ``QTensor`` of its weight [out, in], as stored or as
+        used in the training forward pass. It returns None for float weights, and if the blocks cannot be arranged as
+        [out, in].
     """
 
     shape: LlamaShape
@@ -96,23 +98,23 @@ class Source:
         return self.read(f"{module}.weight")
 
     def finite(self, name: str) -> np.ndarray:
-        """Return a tensor in float32, for an exporter.
+        """Return a tensor in float32, after checking its shape and values.
 
         Raises:
           ValueError: the shape is not the model's, or a value is not finite.
         """
         array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, but the model needs {shape}")
+            raise ValueError(f"{name} has shape {array.shape}, but must have shape {shape}")
         if not is_finite(array):
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array
 
     def scaled_elements(self, module: str, operand: OperandSpec) -> ScaledElements | None:
-        """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
+        """Return the stored elements and scales of a linear layer's weight [out, in], in the blocks of a format.
 
-        The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the layer has
-        other numbers, or a per-tensor scale that the layers that servers fuse with it do not share.
+        The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the dtypes or
+        blocks differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
         """
         elements: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):

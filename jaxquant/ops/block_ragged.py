@@ -19,8 +19,8 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
-from jaxquant.kernels.platforms import module
+from jaxquant.kernels.block_matmul.reference import BLOCK, repeat_per_row
+from jaxquant.kernels.platforms import load_kernel
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.groups import Groups, Rows, Slabs, expand_groups
 from jaxquant.ops.implementation import select_block_matmul
@@ -68,7 +68,7 @@ def multiply(
     x, w, left, right = kernel.operands(lhs, rhs, *_axes(numbers))
     if not numbers.rhs_group_dimensions:
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(groups.sizes).astype(jnp.int32) // BLOCK])
-        return _bind(_DRHS, x[0], w[0], left[0], per_row(right, w.shape[1])[0], starts, out_dtype)
+        return _bind(_DRHS, x[0], w[0], left[0], repeat_per_row(right, w.shape[1])[0], starts, out_dtype)
     slabs = Slabs.of(groups, BLOCK)
     own = jnp.where(slabs.groups.ids < groups.sizes.size, slabs.groups.ids, -1)
     out = _bind(_ROWS, slabs.copy_rows(x[0]), w, slabs.copy_rows(left[0]), right, own, out_dtype)
@@ -108,7 +108,7 @@ def _emulated(*operands: Array, ragged_dot_dimension_numbers: Any, out_dtype: st
 
 
 def _lower(context: Any, *operands: Any, ragged_dot_dimension_numbers: Any, out_dtype: str) -> Any:
-    form = _form(module("block_matmul", "gpu"), ragged_dot_dimension_numbers)
+    form = _form(load_kernel("block_matmul", "gpu"), ragged_dot_dimension_numbers)
     return mlir.lower_fun(form, multiple_results=False)(context, *operands, out_dtype=out_dtype)
 
 

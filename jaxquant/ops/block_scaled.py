@@ -24,7 +24,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.platforms import capability_of, module, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, load_kernel, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import select_block_matmul
@@ -52,7 +52,7 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
             return f"the last contraction axis is not split into blocks of {size}"
-    return sharding_refusal(lhs.qvalue, rhs.qvalue, waits=True)
+    return sharding_refusal(lhs.qvalue, rhs.qvalue, defers=True)
 
 
 def select_matmul(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
@@ -124,7 +124,7 @@ def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
 
 def _lower(context: Any, *operands: Any, out_dtype: str, **_: Any) -> Any:
     if context.avals_in[2].dtype == jnp.float32:
-        matmul = module("block_matmul", "gpu").matmul
+        matmul = load_kernel("block_matmul", "gpu").matmul
         return mlir.lower_fun(matmul, multiple_results=False)(context, *operands, out_dtype=out_dtype)
     kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[out_dtype]
     dims = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": kind}

@@ -18,10 +18,11 @@ RUN_CONTROL = frozenset(
 )
 """Fields that may differ when a run is resumed.
 
-They set the run's length, checks, outputs and devices. All other fields determine the numerics of the run and must
-equal the checkpoint's, except for the fields of ``ADJUSTABLE``; ``quantization_local_shard_count`` is compared as
-resolved for the mesh. An 8-bit optimizer state loads only with the axis that it was saved with. ``steps`` also sets the
-end of the cosine schedule: a run resumed with more steps continues along the longer schedule.
+These fields set the run's length, checks, outputs and devices. All other fields determine the numerics of the run and
+must equal the checkpoint's, except for the fields of ``ADJUSTABLE``; ``quantization_local_shard_count`` is compared
+after it is resolved for the mesh. An 8-bit optimizer state loads only with the ``optimizer_state_axis`` of the
+checkpoint. ``steps`` also sets the end of the cosine schedule: a run resumed with more steps continues along the longer
+schedule.
 """
 
 ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
@@ -61,59 +62,69 @@ class TrainConfig(Shape, QuantConfig):
     """One training run.
 
     Attributes:
-      run_dir: folder of the run; empty is ``runs/NAME`` with NAME from the config file and the quantization.
+      run_dir: folder of the run; if it is empty, ``runs/NAME``, where NAME consists of the config file's name and the
+        quantization.
       framework: Flax API of the decoder; only ``linen`` is supported.
-      seed: seed of the initial parameters and of stochastic rounding.
-      steps: optimizer steps.
+      seed: random seed for the initial parameters and for stochastic rounding.
+      steps: number of optimizer steps.
       vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
       emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
-      num_experts, num_experts_per_tok: experts of ``mlp_dim`` in each layer (0: one MLP for all tokens), and experts
-        per token.
-      shared_experts: experts that every token uses in addition, as one MLP of width ``shared_experts * mlp_dim``.
-      kv_lora_rank, q_lora_rank, rope_head_dim: sizes of latent attention (``model.LatentAttention``): latent of keys
-        and values (0: grouped-query attention), latent of queries (0: no latent), and rotated numbers per head.
+      num_experts, num_experts_per_tok: number of experts of width ``mlp_dim`` in each layer (0: one MLP for all
+        tokens), and number of experts per token.
+      shared_experts: number of additional experts that every token uses, as one MLP of width ``shared_experts *
+        mlp_dim``.
+      kv_lora_rank, q_lora_rank, rope_head_dim: sizes in latent attention: the latent of keys and values (0:
+        grouped-query attention), the latent of queries (0: none), and the rotated part of a head.
       rope_theta: base of the rotary embedding's wavelengths.
       norm_epsilon: value added to the mean square in RMSNorm.
       logits_via_embedding: whether the output head is the transposed embedding (tied).
       scan_layers: whether the layers are traced once and scanned; False gives every layer its own path
         (``layers_0/mlp/wi_0``).
-      remat_policy: values saved for the backward pass. ``none``: everything; ``full``: layer inputs only; ``dots``:
-        results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
+      remat_policy: values that are saved for the backward pass. ``none``: everything; ``full``: layer inputs only;
+        ``dots``: results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
         ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
       saved_activations: format in which inputs of norms and of the MLP's gate are saved for the backward pass: ``full``
-        is their own dtype; ``fp8``, see ``jaxquant.compress_residuals``, needs remat_policy ``none`` or ``quantized``.
+        is their own dtype; ``fp8`` (``jaxquant.compress_residuals``) needs remat_policy ``none`` or ``quantized``.
       attention: attention implementation. ``auto``: cuDNN on NVIDIA GPUs and splash attention on TPUs if they support
-        the shapes, otherwise ``xla``; ``cudnn``, ``splash``: that kernel or an error.
-      head_chunks: number of chunks of a sequence's logits in the loss (0: chosen to keep a chunk under half a gigabyte
-        per sequence).
+        the shapes, otherwise ``xla``; ``cudnn`` and ``splash`` select that kernel or raise an error.
+      head_chunks: number of chunks in which the loss computes a sequence's logits; 0 chooses it so that a chunk has
+        less than half a gigabyte per sequence.
       dtype: dtype of activations and matmuls.
-      dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: options of
-        ``jaxquant.training.data``.
-      sequence_length: tokens of one sequence.
-      batch_size: sequences of one optimizer step, over all devices and micro-batches.
-      gradient_accumulation_steps: micro-batches of one optimizer step.
-      learning_rate: peak, reached after ``warmup_steps_fraction`` of the steps; then a cosine down to
-        ``learning_rate_final_fraction`` of it.
+      dataset: ``stdlib`` (sources of Python's standard library), ``text`` (text files,
+        split into documents at line ends), ``jsonl`` or ``parquet``.
+      dataset_path: file or folder of the dataset.
+      dataset_text_field: JSON key or Parquet column that contains the text.
+      tokenizer_path: Hugging Face ``tokenizer.json``; empty for bytes.
+      data_seed: random seed for the order of the documents.
+      packing: whether a row holds as many documents as fit, instead of one.
+      sequence_length: number of tokens in a sequence.
+      batch_size: number of sequences in an optimizer step, over all devices and micro-batches.
+      gradient_accumulation_steps: number of micro-batches in an optimizer step.
+      learning_rate: peak learning rate. It is reached after the fraction ``warmup_steps_fraction`` of the steps and
+        then decays along a cosine to ``learning_rate_final_fraction`` times the peak.
       optimizer: ``adamw`` or ``muon``. ``muon`` uses Muon for the matrices of the layers (momentum 0.95, learning rates
         of AdamW), and Adam with Nesterov momentum for the rest.
-      adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW; the decay applies only to matrices, with ``muon``
-        only to those that Muon updates.
+      adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW; the decay applies only to matrices, and with
+        ``muon`` only to the matrices that Muon updates.
       optimizer_state: format of the optimizer's moments: a scheme of ``jaxquant.optim.SCHEMES``, or float32.
-      optimizer_state_axis: axis of 8-bit groups: ``last``, ``rows`` (the axis before it, or one with larger groups), or
-        ``auto``, which is ``rows`` on TPUs and otherwise ``last``. A checkpoint has one of them.
+      optimizer_state_axis: axis along which 8-bit moments are grouped: ``last``, ``rows`` (the axis before the last, or
+        an axis with larger groups), or ``auto`` (``rows`` on TPUs, otherwise ``last``). A checkpoint can be loaded only
+        with the same axis.
       weight_dtype: dtype of the parameters; bfloat16 parameters have no float32 copy.
       stochastic_rounding: whether bfloat16 weights are rounded stochastically (``optim.stochastic_round``) instead of
         to nearest.
-      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 turns clipping off.
-      mesh_data, mesh_fsdp, mesh_tensor: devices along the three mesh axes (copies of the model, shards of every
-        parameter, shards of the heads and of ``mlp_dim``); -1 is all remaining devices.
-      log_every: steps between two progress lines (metrics.jsonl has every step).
-      eval_every, eval_batches: steps between two held-out losses (0: only at the end), and batches of each.
-      checkpoint_every, checkpoint_keep: steps between two checkpoints (0: only at the end), and number of checkpoints
-        to keep.
+      gradient_clipping_threshold: largest global norm of the gradient; 0 turns clipping off.
+      mesh_data, mesh_fsdp, mesh_tensor: number of devices along each mesh axis: copies of the model, shards of every
+        parameter, and shards of the heads and of ``mlp_dim``; -1 selects all remaining devices.
+      log_every: number of steps between two progress lines; metrics.jsonl has every step.
+      eval_every, eval_batches: number of steps between two evaluations on held-out text (0: only at the end), and
+        number of batches of each.
+      checkpoint_every, checkpoint_keep: number of steps between two checkpoints (0: only at the end), and number of
+        checkpoints to keep.
       tensorboard: whether to write TensorBoard events.
-      health_every: steps between two rows of health.jsonl, see ``jaxquant.training.health`` (0: off).
-      health_sequences: sequences of the step's batch that health is measured on (0: an eighth, at most a micro-batch).
+      health_every: number of steps between two rows of health.jsonl (0: none).
+      health_sequences: number of sequences of the step's batch on which health is measured (0: an eighth of the batch,
+        at most a micro-batch).
     """
 
     run_dir: str = ""
@@ -186,13 +197,13 @@ class TrainConfig(Shape, QuantConfig):
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "every key/value head serves the same number of query heads"
+                "choose sizes that divide"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
-            raise ValueError("stochastic_rounding needs bfloat16 weights; set weight_dtype: bfloat16")
+            raise ValueError("stochastic_rounding requires bfloat16 weights; set weight_dtype: bfloat16")
         if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
             raise ValueError(
-                f"optimizer_state_axis {self.optimizer_state_axis!r} needs an 8-bit optimizer_state, but "
+                f"optimizer_state_axis {self.optimizer_state_axis!r} requires an 8-bit optimizer_state, but "
                 "optimizer_state is 'float32'; set optimizer_state, or leave optimizer_state_axis out"
             )
         if self.head_dim % 2:
@@ -206,7 +217,7 @@ class TrainConfig(Shape, QuantConfig):
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} equal micro-batches"
+                f"{self.gradient_accumulation_steps} equal micro-batches; change one of them"
             )
 
     def _check_experts(self) -> None:
@@ -219,7 +230,7 @@ class TrainConfig(Shape, QuantConfig):
             )
         if not rank and (self.q_lora_rank or rotated):
             raise ValueError(
-                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} need latent attention, which "
+                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} require latent attention, which "
                 "kv_lora_rank 0 turns off; set kv_lora_rank, too"
             )
         if rank and self.num_kv_heads != heads:
@@ -238,7 +249,7 @@ def _check_range(name: str, value: float, least: float, most: float, other: str 
         raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
 
 
-_SIZE = 2**24  # of an axis, more than fits anywhere
+_SIZE = 2**24  # larger than any real axis
 _STEPS = 2**31 - 1  # steps are counted in int32
 _TINY, _HUGE = 1.2e-38, 3.4e38  # normal float32 numbers; the optimizer runs in float32
 _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
@@ -261,4 +272,4 @@ _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
     (0, 0.9999999): ("adam_b1", "adam_b2"),
 }
-"""Fields by their minimum and maximum; fields of the mesh and of quantization are checked elsewhere."""
+"""(minimum, maximum) -> fields with these limits; mesh and quantization fields are checked elsewhere."""

@@ -173,6 +173,6 @@ def test_overrides():
     for words, message in (
         (["steps"], "override 'steps' is not of the form key=value"),
         (["=3"], "override '=3' is not of the form key=value"),
-        (["a=3", "a.b=4"], "override 'a.b=4' puts a key under 'a', which has a value already"),
+        (["a=3", "a.b=4"], "override 'a.b=4' puts a key under 'a', which already has a value"),
     ):
         assert message in refused(lambda words=words: parse_overrides(words))

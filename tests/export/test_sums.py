@@ -41,7 +41,7 @@ def test_a_file_that_is_gone_is_named_and_one_that_was_added_is_the_users(tmp_pa
     (out / "README.md").write_text("mine")
     check_export(out)
     (out / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"config\.json is gone; copy the folder again"):
+    with pytest.raises(ValueError, match=r"config\.json is missing; copy the folder again"):
         check_export(out)
     (out / NAME).unlink()
     check_export(out)

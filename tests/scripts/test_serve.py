@@ -94,7 +94,7 @@ def test_a_bad_option_and_prompts_that_cannot_be_read_are_named(tmp_path, told, 
             f"--prompts-file {path}/absent cannot be read: No such file or directory",
         ),
         (("--prompts-file", f"{path}/latin"), f"{path}/latin line 2 {latin}"),
-        (("--prompts-file", f"{path}/empty"), f"{path}/empty holds no prompt; write one a line"),
+        (("--prompts-file", f"{path}/empty"), f"{path}/empty contains no prompt; write one prompt per line"),
         (("--prompt", os.fsdecode(b"caf\xe9")), f"prompt 1 {latin}"),
     ):
         assert told(*words).startswith(message)

@@ -1,4 +1,4 @@
-"""configure_quantization: a handle for models, such as MaxText's, that pass quantization to each layer explicitly."""
+"""``configure_quantization``: handle for models, such as MaxText's, that pass quantization to each layer explicitly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxquant.state.watch import STATELESS, require_manual
 
 
 class QuantMode(enum.Enum):
-    """Purpose of a model: training, writing quantized parameters, or running on them."""
+    """Purpose of a model: training, writing quantized parameters, or running on quantized parameters."""
 
     TRAIN = "train"
     CONVERT = "convert"
@@ -71,7 +71,7 @@ class Quantization:
       replicate_scale: whether the stored scales of a sharded kernel are replicated.
       resolver: resolver that returns the recipe of each layer by its path.
       base: recipe of the layers that no rule matches, or None if only a file or rules select recipes.
-      asked: paths of the layers that have run, or been traced, with this handle.
+      asked: paths of the layers that have run, or were traced, with this handle.
       building: operands with which an op without a path was last initialized.
     """
 
@@ -92,7 +92,7 @@ class Quantization:
 
     @property
     def needs_apply_rngs(self) -> bool:
-        """Whether an op draws random numbers when it is applied; otherwise MaxText's layers omit their RNG streams."""
+        """Whether an op draws random numbers when it is applied; if not, MaxText's layers omit their RNG streams."""
         return any(recipe.is_stochastic for recipe in self.resolver.recipes)
 
     @property
@@ -112,7 +112,7 @@ class Quantization:
     def check_used(self) -> None:
         """Raise if a rule matched no layer. Call it once, after ``model.init`` or the first trace.
 
-        Before that, the layers are unknown, because the handle sees each layer only when it runs.
+        Before that, the layers are unknown, because the handle records a layer only when the layer runs.
 
         Raises:
           ValueError: see ``Resolver.check_used``.
@@ -136,7 +136,7 @@ class Quantization:
 
     @property
     def is_left_to_the_trace(self) -> bool:
-        """Whether the ops stay in float, because a model quantized with the same config is being traced."""
+        """Whether the ops stay in float because a model that is quantized with the same config is being traced."""
         if self.quant_mode is not QuantMode.TRAIN:
             return False
         engine = None if traced_face.value is None else traced_face.value.engine
@@ -166,7 +166,7 @@ class _ByPath(nn.Module):
         if not self.path and self.quantization.resolver.patterns:
             if self._is_built(operands):
                 return None  # a trace of the model may apply the rules
-            raise NotImplementedError(  # the op is in an NNX layer, which Linen cannot see
+            raise NotImplementedError(  # the op is in an NNX layer, which Linen does not know
                 f"rule {self.quantization.resolver.patterns[0][0]!r} is not supported by the op of "
                 "jaxquant.compat.maxtext.configure_quantization in an NNX layer, because the op has no layer path; "
                 "call jaxquant.maybe_quantize_model(model, config) instead"

@@ -1,4 +1,4 @@
-"""Op that is passed to a layer: a contraction on any backend, its quant state and its converted kernel.
+"""Op that is passed to a layer: a contraction on any backend, with quant state and converted kernel.
 
 Convert mode runs the training forward pass and writes the quantized kernel to the collection "aqt", at
 ``LAYER/OP/qrhs/frozen``. Serve mode reads it from there and uses only shape and dtype of the kernel that the layer
@@ -105,7 +105,7 @@ class LayerOp(nn.Module):
         return layers_of(state)[""]
 
     def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
-        """Return state that raises if a gradient does not include it."""
+        """Return the state, wrapped so that an error is raised if a gradient does not include it."""
         return watch.LINEN(self.layer, operands, state) if state else state
 
     # -- converted kernels -------------------------------------------------------------------------------------------

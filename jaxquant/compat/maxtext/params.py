@@ -1,7 +1,7 @@
-"""Trees of models that pass quantization to each layer explicitly: parameters next to the collection "aqt".
+"""Parameters of models that pass quantization to each layer explicitly, and their collection "aqt".
 
-The names are MaxText's. Convert mode keeps the float kernels and adds a quantized tensor for each at the layer's path.
-These functions find the parameter that each tensor replaces, and remove these parameters.
+The names are MaxText's. Convert mode keeps the float kernels and adds a quantized tensor for each kernel at the layer's
+path. These functions find the parameter that each tensor replaces, and remove these parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NVIDIA's modelopt: one algorithm for all layers, or one for each layer in a list."""
+"""Reader of NVIDIA modelopt configs: one algorithm for all layers, or an algorithm for each listed layer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ALGORITHMS: dict[str, LayerSpec] = {
     "W4A16_NVFP4": nvfp4_layer("modelopt", with_input=False),
     "MXFP8": mx_layer(_E4M3, "plain"),
 }
-"""Layer spec of each algorithm; its ``group_size`` is the block size."""
+"""Layer spec of each algorithm; the ``group_size`` of a config must equal the spec's block size."""
 MIXED = "MIXED_PRECISION"
 
 
-def read_layer_spec(section: Section, key: str) -> LayerSpec:
+def read_spec(section: Section, key: str) -> LayerSpec:
     """Return the layer spec of the algorithm under a key.
 
     Raises:
       NotImplementedError: the algorithm is not supported; the message names the key.
-      ValueError: the algorithm does not have this ``group_size``.
+      ValueError: ``group_size`` is not the block size of the algorithm.
     """
     name = section.text(key).upper()
     if name not in ALGORITHMS:
         raise NotImplementedError(
-            f"{section.where(key)} {section.get(key)!r} is not supported; supported ones are {', '.join(ALGORITHMS)}"
+            f"{section.where(key)} {section.get(key)!r} is not supported; supported are {', '.join(ALGORITHMS)}"
         )
     size = ALGORITHMS[name].weight.block_size
     if size is not None and section.has("group_size") and section.integer("group_size") != size[1]:
@@ -46,7 +46,7 @@ def read_layer_spec(section: Section, key: str) -> LayerSpec:
 
 
 def normalize_sidecar(sidecar: Section) -> Section:
-    """Return ``hf_quant_config.json`` as a ``quantization_config``: ``exclude_modules`` becomes ``ignore``."""
+    """Convert ``hf_quant_config.json`` to a ``quantization_config``: ``exclude_modules`` becomes ``ignore``."""
     quantization = sidecar.section("quantization")
     data: dict[str, Any] = {key: value for key, value in quantization.data.items() if key != "exclude_modules"}
     producer = sidecar.section("producer")
@@ -61,7 +61,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
 
     Args:
       config: section with ``quant_algo``.
-      is_sniffed: whether the method was inferred from tensor names, without a list of exclusions.
+      is_sniffed: whether the method was inferred from tensor names; such a checkpoint has no list of exclusions.
     """
     algorithm = config.text("quant_algo", "")
     said = [compressed_tensors.kv_cache(config, key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
@@ -72,7 +72,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         return None
     rules = listed(config, ("ignore", "exclude_modules"), modelopt_pattern)
     if algorithm:
-        config.pass_over("config_groups")  # repeats the algorithm in compressed-tensors' words
+        config.pass_over("config_groups")  # repeats the algorithm in the format of compressed-tensors
     if is_sniffed:
         rules += head_and_routers()
     if algorithm.upper() == MIXED or config.has("quantized_layers"):
@@ -81,7 +81,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.read_places))
         rules += groups.rules
     else:
-        rules.append(LayerRule(".*", read_layer_spec(config, "quant_algo"), config.where("quant_algo")))
+        rules.append(LayerRule(".*", read_spec(config, "quant_algo"), config.where("quant_algo")))
     return CheckpointQuantization("modelopt", tuple(rules), kv_cache)
 
 
@@ -94,7 +94,7 @@ def _mixed(config: Section) -> list[LayerRule]:
         if not isinstance(name, str):
             raise TypeError(f"{layers.place} has the key {name!r}, which is not a string")
         entry = layers.section(name)
-        names.setdefault((-name.count("."), read_layer_spec(entry, "quant_algo")), []).append(name)
+        names.setdefault((-name.count("."), read_spec(entry, "quant_algo")), []).append(name)
     # A name also covers the modules below it, and the nearest name decides, so the deepest names come first.
     deepest = sorted(names, key=lambda key: key[0])
     return [rule for key in deepest for rule in named(names[key], key[1], layers.place, covers_children=True)]
