@@ -16,7 +16,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
 from jaxquant.core.scales import scale_of_amax
-from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.formats import codec
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -35,7 +35,7 @@ def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarr
 
 def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.ndarray:
     """Return the scale of each block, computed as in training."""
-    spec = keeping_grid(TensorSpec(dtype))
+    spec = keep_grid(TensorSpec(dtype))
     if spec.has_grid_scale:
         weight = np.where(weight < 0, weight * np.float32(spec.negative_factor), weight)
     amax = jnp.asarray(block_amax(weight, block))
