@@ -1,4 +1,4 @@
-"""Table of chips that an audit compiles for: compiler description, memory, peak rates and achieved shares of peak.
+"""Table of chips that an audit compiles for: compiler description, memory, peak rates, achieved shares of the peaks.
 
 Peak rates are dense (without structured sparsity), from data sheets:
 
@@ -6,17 +6,19 @@ Peak rates are dense (without structured sparsity), from data sheets:
   and 4500), float32 as TF32, NVLink in both directions together.
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
   unit: their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit. Its int8 rate is not published; the bf16 rate is
-  assumed. float32 at default precision is one pass of bf16.
+  assumed. A float32 matmul at default precision is one pass of bf16.
 
 Four-bit floats (``fp4``):
 
-- B200 has a unit for ``fp4``: 9000, from the HGX B200 data sheet. The unit multiplies scaled blocks (nvfp4 and mxfp4);
-  fp4 by fp8 runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
-- H100 and H200 have no unit, and XLA converts such operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS matmul
-  of bf16 (jax 0.10.2). The bf16 rate is used.
-- No TPU here has a unit. The compiler accepts e2m1 operands and converts them inside the matmul, at the bf16 rate: its
-  own estimates of a 4096³ matmul, in thousands of cycles, are 1113 for e2m1 and 1083 for bf16 on v5e, 303 and 302 on
-  v6e, 328 and 316 on v7x, where e4m3 takes 151 (libtpu 0.0.42.1). The bf16 rate is used, also for v7x.
+- B200 has an fp4 unit: 9000 TFLOP/s, from the HGX B200 data sheet. The unit multiplies operands with block scales,
+  nvfp4 and mxfp4. A matmul of fp4 by fp8 runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``,
+  ``mxf4nvf4`` and ``f8f6f4``).
+- H100 and H200 have no fp4 unit, and XLA converts fp4 operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS
+  matmul of bf16 (jax 0.10.2). The bf16 rate is used.
+- No TPU of this table has an fp4 unit. The compiler accepts e2m1 operands and converts them inside the matmul. It
+  estimates about as many cycles for a 4096³ matmul of e2m1 as of bf16: 1113 and 1083 thousand on v5e, 303 and 302 on
+  v6e, 328 and 316 on v7x (libtpu 0.0.42.1). The bf16 rate is therefore used for all of them, also for v7x, where e4m3
+  takes 151 thousand cycles.
 
 Links: the data sheets state NVLink and ICI rates for both directions together; one direction has half of the rate. For
 traffic outside its NVLink domain (the eight GPUs of an HGX board), a GPU has a network card with 400 Gb/s in each
@@ -63,7 +65,7 @@ class Chip:
       peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``fp4``, ``int8``, ``f32``).
       bandwidth: memory bandwidth of the chip, bytes/s.
       memory: memory of the chip, bytes.
-      link: bytes/s of a chip's links to its neighbours, sum of both directions.
+      link: bytes/s of a chip's links to its neighbours, both directions together.
       devices: JAX devices of one chip (v7x: two).
       gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
       clock: cycles per second of a TPU.
@@ -87,7 +89,7 @@ class Chip:
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
-    """Return rates in TFLOP/s by kind of matmul; without a unit for ``fp4``, its rate is the rate of bf16."""
+    """Return operations per second by kind of matmul, from TFLOP/s; the fp4 rate defaults to the bf16 rate."""
     rates = {"bf16": bf16, "fp8": fp8, "fp4": fp4 or bf16, "int8": int8, "f32": f32}
     return {kind: rate * 1e12 for kind, rate in rates.items()}
 

@@ -1,8 +1,8 @@
 """Implementation of the commands ``jaxquant audit`` and ``jaxquant coverage``.
 
-An audit compiles the configured training step, and the same step with ``quantization=``, for a chip that need not be in
-this machine. It prints both results side by side, and writes JSON and markdown. Several config strings share one
-compilation of the unquantized step.
+An audit compiles the configured training step and the unquantized step, for a chip that need not be in this machine.
+It prints both reports side by side, and writes JSON and markdown. For several config strings, the unquantized step is
+compiled once.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
 
 
 def _steps(request: Request, strings: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the name of each step to compile, with the ``key=value`` words that replace fields of the file."""
+    """Return the name of each step to compile, and the ``key=value`` arguments that replace fields of the file."""
     stem = Path(request.config).stem
     given = [word.partition("=")[2] for word in request.overrides if word.startswith("quantization=")]
     steps = [(each, [*request.overrides, f"quantization={each}"]) for each in strings]
@@ -150,7 +150,7 @@ def _print_audit(audit: report.Audit, request: Request) -> int:
 
 
 def print_and_write(text: str, data: str, folder: str, stem: str) -> int:
-    """Print markdown and write it, with its data, to a folder ("" writes no files); returns 0."""
+    """Print markdown; unless ``folder`` is "", also write the markdown and its data there. Returns 0."""
     Console(width=terminal.columns() or 160).print(Markdown(text))
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)

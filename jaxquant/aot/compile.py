@@ -45,7 +45,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       RuntimeError: the compiler failed for a reason other than lack of memory.
     """
     described = chip(target)
-    require_compiler(described, "flatbuffers")  # jax.export needs a jitted function
+    require_compiler(described, "flatbuffers")  # jax.export imports it
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
@@ -83,7 +83,7 @@ _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstr
 
 
 def _placed(leaf: Any, on: Chip) -> Any:
-    """Return a shape on one absent device, so that its type has the device's kind and platform."""
+    """Return a shape on one abstract device of a chip, so that its type has the kind and platform of the device."""
     cores, platform = (on.gpu[0], "gpu") if on.gpu else (1, on.platform)
     device = AbstractDevice(device_kind=on.name, num_cores=cores, platform=platform)
     place = NamedSharding(AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device), PartitionSpec())

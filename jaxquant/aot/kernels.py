@@ -105,7 +105,7 @@ _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
 def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Splash attention, which skips masked blocks. Its mask, which the program does not contain, is assumed causal."""
+    """Describe splash attention, which skips masked blocks. The program has no mask; a causal mask is assumed."""
     found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", path)
     kind = found[1] if found else "fwd"
     query, key = [array for array in operands if array.dtype in ("bf16", "f32", "f16") and len(array.shape) >= 3][:2]
@@ -115,13 +115,13 @@ def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple
 
 
 def _einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our matmul on TPUs. Its work follows from the sizes in any order: B·M·K · B·N·K · B·M·N = B (B·M·N·K)²."""
+    """Describe our TPU matmul in any order of axes: the sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
     lhs, rhs, out = (math.prod(each.shape) for each in (*operands[:2], instruction.arrays[0]))
     return "jaxquant fp8_einsum", operands[0].dtype, 2 * math.isqrt(lhs * rhs * out // operands[0].shape[0])
 
 
 def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our cast. It has no products, so its bytes determine its time."""
+    """Describe our quantization kernel. It has no products; its bytes determine its time."""
     return "jaxquant quantize", operands[0].dtype, 0
 
 
@@ -130,7 +130,7 @@ _CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
 
 
 def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
-    """Our cast in blocks. On TPUs its arithmetic determines its time, on GPUs its bytes do."""
+    """Describe our block quantization kernel; on TPUs its arithmetic determines its time, on GPUs its bytes do."""
     size = math.prod(operands[0].shape)
     found = _CYCLES_OF_RESULT["block_quantize_32" in path]
     written = instruction.arrays if instruction.target == "tpu_custom_call" else []

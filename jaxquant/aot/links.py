@@ -22,7 +22,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def members(attributes: str) -> tuple[int, ...]:
-    """Return the devices of a collective's first group, or () if the collective names no group.
+    """Return the devices of a collective's first group, or () if the attributes list no groups.
 
     For a permutation, return the first pair of devices with the largest distance.
 

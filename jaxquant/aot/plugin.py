@@ -1,4 +1,4 @@
-"""Loader of the function that builds the step of a configuration: the training program's, or the user's own."""
+"""Import of the function that builds the step of a config: a function of the training program, or of the user."""
 
 from __future__ import annotations
 

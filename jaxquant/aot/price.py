@@ -1,9 +1,10 @@
 """Estimated time of a compiled step, from the chip's peak rates and achieved shares.
 
-GPU: a matmul takes the longer of two times, at its peak rate and at the memory's speed. Everything else runs at the
-memory's speed, and all operations run one after another. TPU: the compiler's own ``estimated_cycles`` of every
-instruction, divided by the chip's clock, but at least the time of all HBM traffic. Communication overlaps with the
-rest.
+- On GPUs, instructions run one after another. A matmul takes the time of its operations or of its memory traffic,
+  whichever is longer. Every other instruction takes the time of its memory traffic.
+- On TPUs, an instruction takes the compiler's ``estimated_cycles``, divided by the chip's clock. The step takes at
+  least the time of all HBM traffic.
+- Communication overlaps with everything else.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
     for matmul in program.matmuls:
         size = (matmul.bytes or sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out))) / bandwidth
         memory += matmul.times * size
-        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # operands of two kinds run at the slower rate
+        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # a matmul of two kinds runs at the slower rate
         is_clocked = chip.clock and matmul.cycles
         seconds += matmul.times * (matmul.cycles / chip.clock if is_clocked else max(matmul.flops / rate(*kinds), size))
     for kernel in program.kernels:

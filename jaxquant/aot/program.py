@@ -76,8 +76,8 @@ class Move:
       path: path in the traced program.
       times: number of runs in a step.
       types: types of operands and results.
-      cycles: the TPU compiler's own estimate of one run, or 0 if there is none.
-      is_unknown: whether the move is a custom call that is not in the registry (``kernels``).
+      cycles: the TPU compiler's estimate of one run, or 0 without an estimate.
+      is_unknown: whether it is a custom call that is not in the registry (``kernels``).
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A communication. ``bytes`` is the size of its result on one chip, or of its operand for a reduce-scatter.
+    """A communication between devices.
 
     ``bytes`` is the size of the result on one chip, or of the operand for a reduce-scatter. ``members`` are the devices
     of the first group, or () for all devices.
@@ -151,7 +151,7 @@ class Program:
 def read_program(text: str, is_optimized: bool = True) -> Program:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
 
-    In an unoptimized program the paths of a function are relative to its caller's path; this function joins them.
+    In an unoptimized program, the paths in a called function are relative to the path of the call; both are joined.
 
     Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; values inside
     a fusion stay on the chip. Its bytes are its operands and results in HBM, each counted once. Arrays in VMEM cost no
@@ -195,7 +195,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         path = _join(prefix, instruction.op_name)
         if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             continue
-        if opcode == "while":  # the loop's condition, a comparison of scalars, is not counted
+        if opcode == "while":  # the condition compares scalars and is not counted
             body = next(name for role, name in CALLED.findall(instruction.rest) if role == "body")
             _walk(module, body, times * _trips(module, instruction), prefix, program)
             continue
@@ -260,7 +260,7 @@ def _matmul(computation: Computation, instruction: Instruction, path: str, times
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
     kind = kernels.product(instruction.target, path) or instruction.opcode
-    if kernels.contracts_last(kind):  # with groups, each row of lhs meets one matrix
+    if kernels.contracts_last(kind):  # also with groups, each element of lhs is multiplied with one row of a matrix
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
     flops = 2 * math.prod(out.shape) * _contracted(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)
@@ -339,7 +339,7 @@ def _is_only_sliced(inner: Computation, name: str) -> bool:
 def _collective(
     computation: Computation, instruction: Instruction, path: str, times: int, *, is_fused: bool
 ) -> Collective:
-    """Return a communication. The result of an asynchronous communication is a tuple that begins with its operands.
+    """Return a communication. The result of an asynchronous communication is a tuple that begins with the operands.
 
     An all-reduce counts as a reduce-scatter if the fusion around it keeps only slices.
     """

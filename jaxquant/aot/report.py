@@ -39,7 +39,7 @@ COMMON_ASSUMPTIONS = (
 
 @dataclasses.dataclass(repr=False)
 class Audit:
-    """Report on a step that was compiled for an absent chip. Counts, bytes and times are for one step on one device.
+    """Report on a step that was compiled for a chip. Counts, bytes and times are for one step on one device.
 
     If the compiler refuses the step, figures are None, tables and memory are empty, and the outcome has only the
     requested matmuls.
@@ -136,7 +136,7 @@ def _matmul_rows(program: Program) -> list[Row]:
 
 
 def _totals(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
-    """Sum runs (key, times, size of one run) to (key, times, total size) for each key."""
+    """Add up runs (key, times, size of one run): return (key, times, total size) for each key."""
     times, sizes = collections.Counter[Any](), collections.Counter[Any]()
     for key, n, size in runs:
         times[key] += n

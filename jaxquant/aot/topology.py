@@ -1,7 +1,7 @@
 """Devices of a chip that is not attached, as its compiler describes them.
 
-Use this module only in a separate process with the variables of ``environment``. Otherwise JAX looks for devices of the
-installed plug-in.
+Use this module only in a separate process with the variables of ``environment``. In other processes, JAX searches for
+devices of every installed plug-in.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
 def _assume_cudnn(chip: Chip) -> None:
     """Replace jax's checks for cuDNN attention, so that they answer for the target GPU.
 
-    The checks query the first local device and the loaded library. The change affects only this process, which compiles
-    for the chip.
+    The original checks query the first local device and the loaded library. Only this process is affected, and it does
+    nothing but compile for the target.
     """
     try:
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

@@ -1,4 +1,4 @@
-"""Worker process (``topology.environment``) that compiles one step for an absent chip.
+"""Compilation of one step for a chip that is not attached, in a separate process (``topology.environment``).
 
 ``python -m jaxquant.aot.worker REQUEST.json ANSWER.json``. A request contains a target, a topology and either an
 exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds the step (``program``, ``config``,
@@ -35,7 +35,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer a request. Errors that the user can fix are part of the answer.
+    """Compile the step of a request and write the answer: an audit, or an error that the user can fix.
 
     Args:
       request_path: JSON file to read.
@@ -140,7 +140,7 @@ def _unreadable(target: str) -> str:
 
 
 def _memory(stats: Any, target: Chip) -> dict[str, int]:
-    """Return the bytes of a device. The peak includes arguments, temporaries and outputs with memory of their own."""
+    """Return the bytes of a device. The peak has arguments, temporaries, code, and outputs in separate memory."""
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     code = stats.generated_code_size_in_bytes
     return {

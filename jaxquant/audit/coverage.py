@@ -113,10 +113,10 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 
 
 def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
-    """Return the gradients whose layer no scope and no operand identifies, and whose dtypes some layer needs.
+    """Return the gradients whose layer is unknown, but whose dtypes match the recipe of a layer to quantize.
 
-    Rematerialized ops of other libraries or of the user have such gradients, because their activations are recomputed.
-    The scopes of jaxquant's own layers contain the layer's name.
+    Rematerialized ops of other libraries or of the user have such gradients: their activations are recomputed, so
+    neither a scope nor an operand identifies the layer. The scopes of jaxquant's own layers contain the layer's name.
     """
     foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
     pairs = [found.wanted[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]

@@ -69,9 +69,9 @@ class Place:
 
     Attributes:
       scopes: parts of the name scopes, outermost first.
-      is_backward: whether it is part of a backward pass.
-      times: number of executions in one call of the function, over all shards of a ``shard_map`` and programs of a
-        kernel; the body of a ``while`` and every branch of a ``cond`` count once.
+      is_backward: whether the equation is part of a backward pass.
+      times: number of executions in one call of the function, over all shards of a ``shard_map`` and over the grid of a
+        kernel. The body of a ``while`` and each branch of a ``cond`` count as one execution.
       context: index of the equation on each level of nesting, as in ``trace.analysis``.
       kernel: primitive of the enclosing kernel, or "".
       decided: decisions for the layers of the enclosing quantized model, or None.
@@ -113,9 +113,9 @@ class Contraction:
       place: location in the program.
       flops: multiplications and additions of one execution.
       is_outer: whether the contraction is an outer product, without a contracted axis.
-      source: file, line and function that called it.
-      is_read: whether an output or a side effect needs it. A function that returns only gradients may not need the
-        result of a forward matmul.
+      source: file, line and function of the caller.
+      is_read: whether an output or a side effect needs the result. A function that returns only gradients may not need
+        the result of a forward matmul.
     """
 
     operation: str
@@ -231,7 +231,8 @@ class Graph:
     def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
         """Record the contractions of nested programs whose operands have unknown origins, such as kernels.
 
-        The contractions are needed if the results are needed. A kernel multiplies block by block.
+        These contractions are needed if the results of the equation are needed. In a kernel, each contraction
+        multiplies blocks, once for each program of the grid.
         """
         if eqn.primitive.name == "pallas_call":
             place = place.repeated(_programs_of(eqn), "pallas_call")
@@ -293,10 +294,10 @@ class Graph:
 
 
 def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """Return the branches of a cond that may run, each with its number; of platform branches, this process's.
+    """Return the branches of a cond that may run, each with its number.
 
-    For jaxquant's kernels, the branch of all other platforms is returned: the reference, which multiplies complete
-    operands.
+    If the branches depend on the platform, only the branch for this process's platform is returned. If this branch
+    contains a kernel of jaxquant, the branch for other platforms is returned: the same matmul of complete operands.
     """
     platforms = params.get("branches_platforms")
     if platforms is None:

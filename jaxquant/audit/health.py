@@ -8,8 +8,8 @@ Data flow of one call of a health monitor:
 
 A probe is a zero vector next to the quant state of a layer. Its leading axes are those of the state: the scans that
 slice the weight, and the batch axes of the weight. The engine evaluates the traced program with taps, also in float
-layers. The tensors are those of the running model. Their statistics come from ``core.quantize`` with the parameters of
-the recipe and, for delayed scaling, with this step's scale from the quant state.
+layers. The measured tensors are the tensors of the running model. Their statistics come from ``core.quantize`` with the
+parameters of the recipe and, for delayed scaling, with this step's scale from the quant state.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
 def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any) -> Monitor:
     engine = function.engine
     if engine.resolver is None:
-        raise ValueError("quantization is off, so there are no statistics to measure")
+        raise ValueError("quantization is off, so there is nothing to measure; set quantization to a config string")
 
     def run(params: Any, quant_state: Any, *args: Any) -> Array:
         return loss(function(params, quant_state, *args), *args)
@@ -238,7 +238,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-    """Return one row per layer, also for stacked layers, and the index of each row in stacked order."""
+    """Return the index of each row among the records, and one row per layer; a stack of layers has several rows."""
     found, block, previous = [], -1, None
     for position, site in enumerate(sites):
         stack = contract.leading_axes(site)
@@ -366,7 +366,7 @@ class _Tap:
 
 
 def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    """Record activation and weight, and return the values that the quantization of the output gradient reads."""
+    """Record the activation and the weight, and tap the output with the values that measure its gradient."""
     dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
     left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
     right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)

@@ -179,7 +179,7 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return 0 if one can be a gradient of the other and the shared operand has the same dtype, 1 if the dtype differs.
+    """Return how well a backward contraction matches a forward contraction, from 0 (best) to 3.
 
     - 0: they share an operand, with the same dtype, and the gradient has the size of the other operand.
     - 1: the same, but the dtypes of the shared operand differ.

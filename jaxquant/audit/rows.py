@@ -39,7 +39,7 @@ class Row:
       wanted: operand dtypes that the config selects, () for float or without a config.
       reason: reason for these dtypes.
       fault: difference from the expected dtypes, or "".
-      source: file, line and function that called it.
+      source: file, line and function of the caller.
       has_parameter: whether the contraction multiplies a parameter, or is the gradient of such a matmul.
     """
 
