@@ -108,11 +108,11 @@ ENTRIES = (
 
 
 def step(entry: Setup, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
-    """Return the measured function of an entry and the shapes of its arguments.
+    """Return the measured function of an entry, and the shapes of the arguments.
 
     Args:
       entry: entry of the table.
-      tokens, width, hidden: rows of x, features of x and y, features between the layers.
+      tokens, width, hidden: number of rows of x, of features of x and y, and of features between the layers.
     """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     model: Any = Mlp(hidden, width, entry.op)
@@ -139,7 +139,7 @@ def step(entry: Setup, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 def measure(
     entry: Setup, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 ) -> tuple[Program, int]:
-    """Compile an entry for an absent chip; return the compiled program and the bytes of its temporaries.
+    """Compile an entry for a chip; return the compiled program and the bytes of its temporaries.
 
     Args:
       entry: entry to compile.
@@ -189,12 +189,12 @@ def difference_from_peer(row: dict[str, Any], peer: dict[str, Any] | None) -> st
 
 
 def matmuls(program: Program) -> str:
-    """Return the matmuls of a compiled program by the dtypes of their operands, as ``6 s8``."""
+    """Return the matmuls of a compiled program by the dtypes of their operands, such as ``6 s8``."""
     return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
 
 
 def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str, Any]:
-    """Return the table row of a program with some bytes of temporaries; ``price.estimate`` computes the time."""
+    """Return the table row of a program. ``temporaries`` are bytes; ``price.estimate`` computes the time."""
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
     casts = [kernel for kernel in program.kernels if not kernel.flops]

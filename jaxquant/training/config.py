@@ -19,8 +19,8 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 These fields set the run's length, checks, outputs and devices. All other fields determine the numerics of the run and
-must equal the checkpoint's, except for the fields of ``ADJUSTABLE``; ``quantization_local_shard_count`` is compared
-after it is resolved for the mesh. An 8-bit optimizer state loads only with the ``optimizer_state_axis`` of the
+must be equal to the fields of the checkpoint, except for those in ``ADJUSTABLE``; ``quantization_local_shard_count`` is
+compared after it is resolved for the mesh. An 8-bit optimizer state loads only with the ``optimizer_state_axis`` of the
 checkpoint. ``steps`` also sets the end of the cosine schedule: a run resumed with more steps continues along the longer
 schedule.
 """
@@ -67,14 +67,14 @@ class TrainConfig(DecoderOptions, QuantConfig):
       framework: Flax API of the decoder; only ``linen`` is supported.
       seed: random seed for the initial parameters and for stochastic rounding.
       steps: number of optimizer steps.
-      vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
+      vocab_size: rows of the embedding; 0 selects the tokenizer's vocabulary size, rounded up to a multiple of 64.
       emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
       num_experts, num_experts_per_tok: number of experts of width ``mlp_dim`` in each layer (0: one MLP for all
         tokens), and number of experts per token.
       shared_experts: number of additional experts that every token uses, as one MLP of width ``shared_experts *
         mlp_dim``.
-      kv_lora_rank, q_lora_rank, rope_head_dim: sizes in latent attention: the latent of keys and values (0:
-        grouped-query attention), the latent of queries (0: none), and the rotated part of a head.
+      kv_lora_rank, q_lora_rank, rope_head_dim: sizes in latent attention: size of the latent of keys and
+        values (0: grouped-query attention), of the latent of queries (0: no latent), and of the rotated part of a head.
       rope_theta: base of the rotary embedding's wavelengths.
       norm_epsilon: value added to the mean square in RMSNorm.
       logits_via_embedding: whether the output head is the transposed embedding (tied).
@@ -82,13 +82,14 @@ class TrainConfig(DecoderOptions, QuantConfig):
         (``layers_0/mlp/wi_0``).
       remat_policy: values that are saved for the backward pass. ``none``: everything; ``full``: layer inputs only;
         ``dots``: results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
-        ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
+        ``jaxquant.save_matmuls``; ``quantized``: only the named residuals of
+        quantized matmuls.
       saved_activations: format in which inputs of norms and of the MLP's gate are saved for the backward pass: ``full``
-        is their own dtype; ``fp8`` (``jaxquant.compress_residuals``) needs remat_policy ``none`` or ``quantized``.
+        keeps their dtype; ``fp8`` (``jaxquant.compress_residuals``) requires remat_policy ``none`` or ``quantized``.
       attention: attention implementation. ``auto``: cuDNN on NVIDIA GPUs and splash attention on TPUs if they support
         the shapes, otherwise ``xla``; ``cudnn`` and ``splash`` select that kernel or raise an error.
-      head_chunks: number of chunks in which the loss computes a sequence's logits; 0 chooses it so that a chunk has
-        less than half a gigabyte per sequence.
+      head_chunks: number of chunks in which the loss computes a sequence's logits; 0 selects the number so that a chunk
+        has at most half a gigabyte per sequence.
       dtype: dtype of activations and matmuls.
       dataset: ``stdlib`` (sources of Python's standard library), ``text`` (text files,
         split into documents at line ends), ``jsonl`` or ``parquet``.
@@ -100,16 +101,16 @@ class TrainConfig(DecoderOptions, QuantConfig):
       sequence_length: number of tokens in a sequence.
       batch_size: number of sequences in an optimizer step, over all devices and micro-batches.
       gradient_accumulation_steps: number of micro-batches in an optimizer step.
-      learning_rate: peak learning rate. It is reached after the fraction ``warmup_steps_fraction`` of the steps and
-        then decays along a cosine to ``learning_rate_final_fraction`` times the peak.
+      learning_rate: peak learning rate. The rate reaches the peak after the fraction ``warmup_steps_fraction`` of the
+        steps and then decays along a cosine to ``learning_rate_final_fraction`` times the peak.
       optimizer: ``adamw`` or ``muon``. ``muon`` uses Muon for the matrices of the layers (momentum 0.95, learning rates
-        of AdamW), and Adam with Nesterov momentum for the rest.
+        of AdamW), and Adam with Nesterov momentum for all other parameters.
       adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW; the decay applies only to matrices, and with
         ``muon`` only to the matrices that Muon updates.
       optimizer_state: format of the optimizer's moments: a scheme of ``jaxquant.optim.SCHEMES``, or float32.
       optimizer_state_axis: axis along which 8-bit moments are grouped: ``last``, ``rows`` (the axis before the last, or
-        an axis with larger groups), or ``auto`` (``rows`` on TPUs, otherwise ``last``). A checkpoint can be loaded only
-        with the same axis.
+        an axis with larger groups), or ``auto`` (``rows`` on TPUs, otherwise ``last``). A checkpoint loads only with
+        the axis that it was saved with.
       weight_dtype: dtype of the parameters; bfloat16 parameters have no float32 copy.
       stochastic_rounding: whether bfloat16 weights are rounded stochastically (``optim.stochastic_round``) instead of
         to nearest.
@@ -197,7 +198,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "choose sizes that divide"
+                "change one of them"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
             raise ValueError("stochastic_rounding requires bfloat16 weights; set weight_dtype: bfloat16")
