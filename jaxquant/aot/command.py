@@ -76,6 +76,7 @@ def print_coverage(config: str, overrides: Sequence[str], step: str, check: bool
     try:
         if check:
             found.check()
+            print("check passed", file=sys.stderr)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
