@@ -368,6 +368,6 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
         suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
-        fix = 'write null (in Python: "") for float' if name.lower() in _FLOAT else suggestion
+        fix = "write null (in Python: None) for float" if name.lower() in _FLOAT else suggestion
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]
