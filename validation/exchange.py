@@ -33,7 +33,7 @@ from jaxquant.core.typed import build
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
-from jaxquant.training import needed
+from jaxquant.training import report_missing_library
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.data import make_iterators
 from jaxquant.training.exporting import open_source, places
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     try:
         config = _config(words.run)
-        with needed():
+        with report_missing_library():
             batch = next(make_iterators(config, max(words.texts, 1)).held_out())
         texts = [np.asarray(row)[:LENGTH] for row in batch["inputs"]][: words.texts]
         source = open_source(words.run, measures=True)

@@ -30,7 +30,7 @@ ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_thre
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class DecoderOptions:
     """Shape and numerics of the decoder; ``TrainConfig`` documents the fields."""
 
     vocab_size: int = 0
@@ -58,7 +58,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(Shape, QuantConfig):
+class TrainConfig(DecoderOptions, QuantConfig):
     """One training run.
 
     Attributes:

@@ -135,7 +135,7 @@ def load_run(folder: Path, name: str) -> Run:
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
     # The configuration of a checkpoint is covered by its checksums.
     made_with = (
-        sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
+        sums.read_record(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
     )
     return Run(name, made_with, train, held_out, median, summary, coverage, tuple(health))
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxquant
 from jaxquant.audit.coverage import coverage
-from jaxquant.training.attention import attend, visibility
+from jaxquant.training.attention import attend, make_mask
 from tests.lowering import equations
 
 OPTIMIZED = False
@@ -78,7 +78,7 @@ def test_other_policies_run_again_what_the_gate_needs(policy):
 
 def test_a_splash_attention_runs_once_forward():
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 128, n, 128)) for i, n in enumerate((2, 1, 1)))
-    visible = visibility("splash", jnp.zeros((1, 128), jnp.int32), None)
+    visible = make_mask("splash", jnp.zeros((1, 128), jnp.int32), None)
 
     def kernels(policy):
         mix = functools.partial(attend, visible=visible, kind="splash", interpret=True)

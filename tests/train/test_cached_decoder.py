@@ -26,7 +26,7 @@ SCHEMES = [
 IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unscanned'}" for fields, shape in SCHEMES]
 
 
-class Cached:
+class LayerCache:
     """A decoder, its parameters, and a jitted step through its cache."""
 
     def __init__(self, fields, shape):
@@ -65,7 +65,7 @@ ONCE, CHUNKED, DECODED = (12,), (4, 8, 12), (4, *range(5, 13))
 
 @pytest.mark.parametrize(("fields", "shape"), SCHEMES, ids=IDS)
 def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
-    decoder = Cached(fields, shape)
+    decoder = LayerCache(fields, shape)
     whole = decoder.whole()
     bound = CACHED_LOGITS[fields["quantization"]] * jnp.abs(whole).max()
     for cuts in (ONCE, CHUNKED, DECODED):

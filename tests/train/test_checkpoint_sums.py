@@ -165,12 +165,12 @@ def test_what_may_differ_is_told_or_changes_with_the_next_checkpoint(run: Path):
 
 def test_what_a_branch_that_is_gone_wrote_goes_with_it(tmp_path: Path):
     with Metrics(tmp_path, TrainConfig(tensorboard=False, health_every=1), 4) as metrics:
-        metrics.changed(2, {"weight_decay": (0.1, 0.2)})
-        metrics.health({"step": 4}, {"lowest": 1.0})
-        metrics.changed(4, {"learning_rate": (1e-3, 5e-4)})
-        metrics.health({"step": 5}, {"lowest": 2.0})
+        metrics.record_changes(2, {"weight_decay": (0.1, 0.2)})
+        metrics.record_health({"step": 4}, {"lowest": 1.0})
+        metrics.record_changes(4, {"learning_rate": (1e-3, 5e-4)})
+        metrics.record_health({"step": 5}, {"lowest": 2.0})
     with Metrics(tmp_path, TrainConfig(tensorboard=False), 4) as metrics:
-        metrics.changed(4, {})
+        metrics.record_changes(4, {})
     kept = [{"step": 2, "changed": {"weight_decay": [0.1, 0.2]}}, {"step": 4, "health/lowest": 1.0}]
     assert read_lines(tmp_path) == kept
     assert [json.loads(line) for line in (tmp_path / "health.jsonl").open("rb")] == [{"step": 4}]

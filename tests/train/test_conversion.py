@@ -27,8 +27,8 @@ from jaxquant.core.typed import build, to_mapping
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import Conversion, convert_run, converted_shapes, served_config
 from jaxquant.training.model import Decoder
-from jaxquant.training.serving import Served, contenders, open_served
-from jaxquant.training.sums import DATA, seal, write_checkpoint_sums
+from jaxquant.training.serving import Served, open_contenders, open_served
+from jaxquant.training.sums import DATA, add_late_sums, write_checkpoint_sums
 from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
 
@@ -74,7 +74,7 @@ def configured(run: Path, folder: Path, **fields: Any) -> Path:
         data = checkpoint / DATA
         data.write_text(json.dumps(json.loads(data.read_text()) | {"config": made_with}))
         write_checkpoint_sums(checkpoint)
-        seal(checkpoint)
+        add_late_sums(checkpoint)
     return folder
 
 
@@ -108,7 +108,7 @@ def test_what_is_served_from_disk_is_what_was_trained(name: str, runs: Any, conv
     assert served.step == trained.step == made.step
     assert served.quant_state == {}
     np.testing.assert_array_equal(logits(trained), logits(served))
-    off = contenders(runs(name), [])["float"]
+    off = open_contenders(runs(name), [])["float"]
     assert (logits(off) != logits(served)).any()  # so it is the quantized model that both are
     # The tree is that of jaxquant.convert.
     variables = quantization_state.merge(trained.params, trained.quant_state)

@@ -85,13 +85,13 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
 
 
 def test_a_folder_that_is_gone_is_told(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
-    write = Metrics.held_out
+    write = Metrics.record_held_out
 
     def vanish(self: Metrics, step: int, loss: float) -> None:
         write(self, step, loss)
         shutil.rmtree(copy)
 
-    monkeypatch.setattr(Metrics, "held_out", vanish)
+    monkeypatch.setattr(Metrics, "record_held_out", vanish)
     with pytest.raises(Halted, match=r"run .* cannot be written \(.* is gone\); no checkpoint is kept"):
         train(tiny, copy, steps=STEPS + 1)
 

@@ -109,7 +109,7 @@ class _Said:
     def say(self, text):
         self.lines.append(text)
 
-    def health(self, row, values):
+    def record_health(self, row, values):
         self.rows.append((row, values))
 
 
@@ -133,7 +133,7 @@ def test_an_infinite_number_is_null_in_the_files(tiny, tmp_path):
     values: Any = table(sqnr=dict.fromkeys(places, math.inf), amax={(1, 0): math.inf}, nonfinite={(1, 0): 0.5})
     with Metrics(tmp_path, dataclasses.replace(tiny, health_every=1), 0) as metrics:
         HealthLog(Health(ROWS, 1, lambda state, batch: {}), metrics).write(1, (values, {}))
-        metrics.held_out(1, math.nan)
+        metrics.record_held_out(1, math.nan)
     (row,) = rows_of(tmp_path)
     assert (row["kernel"]["sqnr"], row["input"]["amax"], row["input"]["nonfinite"]) == ([None] * 2, [1, None], [0, 0.5])
     assert "NaN" not in (text := (tmp_path / "metrics.jsonl").read_text())

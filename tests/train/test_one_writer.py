@@ -79,13 +79,13 @@ def test_a_writer_on_another_host_is_believed_by_its_heartbeat(tmp_path: Path, m
 
 
 def test_a_run_saves_nothing_beside_its_successor(tiny: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write, run = Metrics.held_out, tmp_path / "run"
+    write, run = Metrics.record_held_out, tmp_path / "run"
 
     def stand_still(self: Metrics, step: int, loss: float) -> None:
         write(self, step, loss)
         _left_elsewhere(run)
 
-    monkeypatch.setattr(Metrics, "held_out", stand_still)
+    monkeypatch.setattr(Metrics, "record_held_out", stand_still)
     with pytest.raises(Halted, match=r"taken over by process 17 on elsewhere .* was suspended; this run stops writing"):
         train(tiny, run, steps=1)
     assert not list((run / "checkpoints").glob("[0-9]*"))

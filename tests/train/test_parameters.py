@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxquant.core.paths import leaves_by_path
-from jaxquant.training.checkpoint import CHUNK_BYTES, Checkpoints, save_args
+from jaxquant.training.checkpoint import CHUNK_BYTES, Checkpoints, make_save_args
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import open_parameters
 from jaxquant.training.step import build
@@ -51,5 +51,5 @@ def test_reading_a_part_changes_nothing_and_a_leaf_that_cannot_be_read_is_named(
 
 def test_large_arrays_are_cut_along_leading_axes():
     for shape, axes in (((32, 256, 512), ()), ((32, 4096, 14336), (0,)), ((32, 8, 4096, 14336), (0, 1))):
-        args = save_args(jax.ShapeDtypeStruct(shape, np.dtype("float32")))
+        args = make_save_args(jax.ShapeDtypeStruct(shape, np.dtype("float32")))
         assert (args.shard_axes, args.chunk_byte_size) == (axes, CHUNK_BYTES)
