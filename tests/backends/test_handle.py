@@ -64,7 +64,7 @@ def quantize(config, mode="train"):
 
 def test_modes():
     assert [get_quant_mode(mode) for mode in MODES] == [QuantMode.TRAIN, QuantMode.CONVERT, QuantMode.SERVE]
-    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; known ones are 'train', 'convert', 's"):
+    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; use one of 'train', 'convert', 's"):
         get_quant_mode("eval")
     for mode in MODES:
         quant = configure_quantization({"quantization": "int8"}, mode)
