@@ -1,6 +1,6 @@
-"""Audit of a training step for a chip that is not present: coverage of the traced step, audit of the compiled step.
+"""Audit a training step without its chip: coverage of the traced step, then an audit of the compiled step.
 
-pip install -e '.[audit-gpu,audit-tpu]'     # the compilers, 1 GB; no accelerator is needed
+pip install -e '.[audit-gpu,audit-tpu]'     # the compilers (1 GB); no accelerator is needed
 python examples/audit.py h200 v6e
 """
 

@@ -1,4 +1,4 @@
-"""FSDP over eight devices (simulated on a CPU): each holds an eighth of every kernel, quantized before the all-gather.
+"""FSDP over eight simulated CPU devices: each device quantizes its shard of every kernel before the all-gather.
 
 python examples/fsdp.py
 """
@@ -28,7 +28,7 @@ def train(devices: int, steps: int, width: int, quantization: str) -> list[float
         apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-3)
     )
 
-    def sharding(leaf):  # kernels are sharded by rows, everything else is replicated
+    def sharding(leaf):  # shards kernels by rows, replicates other arrays
         is_kernel = leaf.ndim == 2 and leaf.shape[0] % devices == 0
         return NamedSharding(mesh, PartitionSpec("fsdp") if is_kernel else PartitionSpec())
 
@@ -51,7 +51,7 @@ def train(devices: int, steps: int, width: int, quantization: str) -> list[float
 
 def main(steps: int = 50, width: int = 64, quantization: str = "fp8") -> float:
     one, eight = (train(devices, steps, width, quantization) for devices in (1, 8))
-    print(f"largest difference of a loss: {max(abs(a - b) for a, b in zip(one, eight, strict=True)):.2e}")
+    print(f"largest difference between the losses: {max(abs(a - b) for a, b in zip(one, eight, strict=True)):.2e}")
     assert jnp.isfinite(eight[-1]), f"the loss is {eight[-1]}"
     return eight[-1]
 

@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks and a head, which stays in float because of its name."""
+    """Two blocks and a head that stays in float because of its name."""
 
     width: int
 

@@ -1,4 +1,4 @@
-"""LoRA on a quantized base: the base layers run in int8 and are frozen, the low-rank factors train in float.
+"""LoRA on a quantized base: the base layers run in int8 and are frozen, and the low-rank factors train in float.
 
 python examples/lora_on_quantized.py
 """
@@ -47,7 +47,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "int8") -> float
             print(f"step {i}: loss {value:.4f}")
     after = nnx.state(model.wi.base_module, nnx.Param)
     same = all(jax.tree.leaves(jax.tree.map(jnp.array_equal, before, after)))
-    print(f"the base is as it was: {same}")
+    print(f"the base is unchanged: {same}")
     assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 

@@ -15,7 +15,7 @@ from jaxquant.compat import maxtext
 
 
 class DenseGeneral(nn.Module):
-    """A layer with the handle as a field."""
+    """A linear layer with the quantization handle as a field."""
 
     features: int
     quant: Any = None
@@ -32,7 +32,7 @@ class DenseGeneral(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers."""
+    """Two ``DenseGeneral`` layers."""
 
     quant: Any = None
 

@@ -1,4 +1,4 @@
-"""Training loop of a Flax NNX model with nnx.Optimizer, which also updates quant state; both are stored together.
+"""Training loop of a Flax NNX model with nnx.Optimizer, which also updates quant state.
 
 python examples/nnx_loop.py
 """
@@ -36,7 +36,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
     @nnx.jit
     def step(model, optimizer, x, labels):
         value, grads = jaxquant.state.value_and_grad(loss)(model, x, labels)
-        norm = optax.global_norm(grads.params)  # only the parameters' gradients
+        norm = optax.global_norm(grads.params)  # only gradients of parameters
         jaxquant.state.apply_gradients(model, optimizer, grads)
         return value, norm
 
@@ -45,7 +45,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
         if i % 50 == 0 or i == steps - 1:
             print(f"step {i}: loss {value:.4f}, gradient norm {norm:.3f}")
 
-    # What to store: parameters and quant state, which is a separate Variable type.
+    # A checkpoint must store the parameters and the quant state, which is a separate Variable type.
     params, quant_state = nnx.state(model, nnx.Param), nnx.state(model, jaxquant.state.QuantState)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params, quant_state)]
     print(f"{sizes[0]} parameters, {sizes[1]} numbers of quant state")

@@ -1,4 +1,4 @@
-"""A function of a tree of parameters, without a framework: its layers are stacked and scanned.
+"""Quantize a function of a parameter tree, without a framework; the function scans stacked layers.
 
 python examples/pure_jax.py
 """

@@ -1,19 +1,20 @@
-"""Run jaxquant with the newest MaxText and Keras, in a new environment that also has Tunix and Tokamax.
+"""Run jaxquant with the newest releases of MaxText and Keras, in an environment that also has Tunix and Tokamax.
 
     python3.12 validation/ecosystem.py [--parts fields,keras,dense,...] [--cases REGEX]
 
-The environment is created in ``build/ecosystem`` if it does not exist. The report is ``validation/ecosystem.md``, which
-keeps its tables of parts that are not named. The parts:
+The environment is created in ``build/ecosystem`` if it does not exist. The results are written to
+``validation/ecosystem.md``; tables of parts that are not selected stay unchanged. The parts:
 
-- ``fields``: the attributes that MaxText reads from the handle; every string of MaxText's enum; every field of its
-  config that is about quantization, set to a value other than its default.
-- ``keras``: a Keras model, trained through ``stateless_call``.
-- ``dense``, ``experts``: MaxText's models at tiny shapes on synthetic data, with its own pre-training, with its own
-  quantization and with jaxquant instead of the functions in ``NAMES``.
-- ``models``: other decoders of MaxText under int8, with jaxquant.
+- ``fields``: check that the handle has the attributes that MaxText reads, for every string of MaxText's enum, and set
+  every quantization field of MaxText's config to a value other than the default.
+- ``keras``: train a Keras model through ``stateless_call``.
+- ``dense``, ``experts``: train tiny MaxText models on synthetic data with MaxText's pre-training loop, once with
+  MaxText's own quantization and once with jaxquant instead of the functions in ``NAMES``.
+- ``models``: train other decoders of MaxText with jaxquant's int8.
 
-A row of the last three has the loss of the first and the last step, the matmuls with parameters that the traced step
-runs in 8 bits or fewer, and the amax histories that have an entry for every step.
+A row of the last three parts has the loss of the first and of the last step, and the number of matmuls with parameters
+that the traced step runs in 8 bits or fewer. A row of ``dense`` or ``experts`` also has the number of amax histories
+with an entry for every step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ NAMES = (
     "maybe_quantize_model",
     "remove_quantized_params",
 )
-"""Functions of MaxText that are replaced by functions of jaxquant with the same name."""
+"""Functions of MaxText that this script replaces by functions of jaxquant with the same names."""
 TINY = {
     "run_name": "tiny",
     "dataset_type": "synthetic",
@@ -86,10 +87,10 @@ TINY = {
 }
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
 RAGGED = {"sparse_matmul": True, "megablox": False}
-"""``jax.lax.ragged_dot``; megablox has no kernel on a CPU."""
+"""Config that selects ``jax.lax.ragged_dot``, because megablox has no kernel for CPUs."""
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS | RAGGED}
 STRINGS = ("", "int8", "fp8", "te_fp8_currentscaling")
-"""Strings for every kind of model; the last is MaxText's name of ``fp8_current``."""
+"""Config strings for every kind of model; the last is MaxText's name for ``fp8_current``."""
 SMALL = {"override_model_config": True, "base_moe_mlp_dim": 64, "sliding_window_size": 8, **RAGGED}
 FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
 DECODERS: dict[str, dict[str, Any]] = {
@@ -115,16 +116,16 @@ DECODERS: dict[str, dict[str, Any]] = {
         "gdn_chunk_size": 8,
     },
 }
-"""MaxText's model names, at test sizes."""
+"""MaxText's model name -> fields that reduce the model to test size."""
 VALUES = {"kv_quant_axis": "dkv", "kv_quant_dtype": "int4", "weight_dtype": "float8_e4m3fn", "weight_block_size": 128}
-"""Values that ``fields`` sets, for fields whose type does not determine one."""
+"""Values that the part ``fields`` sets, for config fields whose type does not determine a value."""
 NEEDED = {"kv_quant": "quantize_kvcache", "logits_proj": "quantize_logits_proj"}
-"""Switch that a field needs to have an effect, by the beginning of the field's name."""
+"""Beginning of a field's name -> switch without which the field has no effect."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """Results of a run; only ``error`` if it raised.
+    """Results of a run; if the run raised an exception, only ``error`` is set.
 
     Attributes:
       losses: loss of every step, from MaxText's metrics.
@@ -139,7 +140,7 @@ class Outcome:
     error: str = ""
 
     def cells(self) -> list[str]:
-        """Return loss, matmuls and histories, or the error."""
+        """Return the table cells for loss, matmuls and histories, or for the error."""
         if self.error:
             return [self.error.splitlines()[0][:200].replace("|", "/"), "", ""]
         low = sum(bool(re.search(r"int[48]\b|float[48]|[eE]\dm\d", dtypes)) for dtypes in self.matmuls)
@@ -149,7 +150,7 @@ class Outcome:
 
 
 def table(head: str, rows: list[list[str]]) -> str:
-    """Return rows in Markdown; ``head`` has the cells of the heading, separated by ``|``."""
+    """Return a Markdown table; ``head`` has the cells of the header row, separated by ``|``."""
     lines = [[cell.strip() for cell in head.split("|")]]
     lines += [["---"] * len(lines[0]), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -160,7 +161,7 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 @contextlib.contextmanager
 def shimmed() -> Iterator[None]:
-    """Replace MaxText's functions with jaxquant's in a context."""
+    """Replace MaxText's functions in ``NAMES`` with jaxquant's functions while the context is active."""
     from maxtext.layers import quantizations
 
     from jaxquant.compat import maxtext as ours
@@ -180,7 +181,7 @@ class Watched:
 
     Args:
       jitted: result of ``jit_train_and_eval_step``.
-      seen: outcome to record them in.
+      seen: outcome that receives the dtypes.
     """
 
     def __init__(self, jitted: Any, seen: Outcome) -> None:
@@ -190,7 +191,7 @@ class Watched:
         return self.jitted(*args)
 
     def lower(self, *args: Any) -> Any:
-        """Lower the step, with the signature of a jitted function."""
+        """Record the matmuls of the step and lower it, like the ``lower`` method of a jitted function."""
         from jaxquant.audit.coverage import of_trace
 
         rows = of_trace(self.jitted.trace(*args)).rows
@@ -200,7 +201,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched_step(seen: Outcome) -> Iterator[None]:
-    """Record the matmuls of the train step of ``train_loop``."""
+    """Record the matmuls of ``train_loop``'s train step while the context is active."""
     from maxtext.utils import train_utils
 
     make = train_utils.jit_train_and_eval_step
@@ -217,7 +218,7 @@ def watched_step(seen: Outcome) -> Iterator[None]:
 
 
 def histories(state: Any, steps: int) -> tuple[int, int]:
-    """Return the number of amax histories with an entry for every step, and of all histories, one per stacked layer."""
+    """Return the number of amax histories with an entry for every step, and of all; stacked layers count separately."""
     import jax
     import numpy as np
 
@@ -228,7 +229,7 @@ def histories(state: Any, steps: int) -> tuple[int, int]:
 
 
 def run(fields: dict[str, Any], steps: int) -> Outcome:
-    """Train MaxText's model with its train loop and the current functions of its quantization module."""
+    """Train a MaxText model with MaxText's train loop; ``shimmed`` selects whose quantization functions run."""
     import maxtext
     from maxtext.trainers.pre_train import train
 
@@ -241,7 +242,7 @@ def run(fields: dict[str, Any], steps: int) -> Outcome:
         try:
             with watched_step(seen):
                 state = train.train_loop(*train.initialize(argv))
-        except (Exception, SystemExit) as error:  # refusals and failures are results of this script
+        except (Exception, SystemExit) as error:  # an error is a result of this script
             traceback.print_exc()
             error = error.__context__ or error if isinstance(error, SystemExit) else error
             return Outcome(error=f"{type(error).__name__}: {error}")
@@ -251,7 +252,7 @@ def run(fields: dict[str, Any], steps: int) -> Outcome:
 
 
 def trained(kind: str, asked: argparse.Namespace) -> str:
-    """Train a kind of model under every string, with MaxText and with jaxquant."""
+    """Train one kind of model with every config string, quantized by MaxText and by jaxquant; return the table."""
     rows = []
     for string in STRINGS:
         for by, shim in (("MaxText", contextlib.nullcontext), ("jaxquant", shimmed)):
@@ -265,7 +266,7 @@ def trained(kind: str, asked: argparse.Namespace) -> str:
 
 
 def decoders(asked: argparse.Namespace) -> str:
-    """Train other decoders under int8, with jaxquant."""
+    """Train other decoders with jaxquant's int8; return the table."""
     rows = []
     for name, fields in DECODERS.items():
         if re.search(asked.cases, name):
@@ -280,7 +281,7 @@ def decoders(asked: argparse.Namespace) -> str:
 
 
 def verdict(read: Callable[..., Any], name: str, kept: dict[str, Any], value: Any) -> str:
-    """Return the effect of setting a field: honoured, refused, named in a warning, or SILENT."""
+    """Return the effect of setting a field: honoured, refused, named in a warning, or SILENT (no effect)."""
     default = read(**kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -294,7 +295,7 @@ def verdict(read: Callable[..., Any], name: str, kept: dict[str, Any], value: An
 
 
 def fields_of_config(asked: argparse.Namespace) -> str:
-    """Check the handle, the strings, and every field whose name is about quantization."""
+    """Check the handle of every string, and every config field whose name is about quantization; return the tables."""
     from maxtext.configs import types as theirs
     from maxtext.layers import quantizations
 
@@ -341,7 +342,7 @@ def fields_of_config(asked: argparse.Namespace) -> str:
 
 
 def keras_model(asked: argparse.Namespace) -> str:
-    """Quantize a Keras model through ``stateless_call``, train it, and count its matmuls in 8 bits."""
+    """Quantize and train a Keras model through ``stateless_call``, and count its 8-bit matmuls; return the table."""
     os.environ["KERAS_BACKEND"] = "jax"
     import jax
     import jax.numpy as jnp
@@ -390,7 +391,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
 
 
 def make_environment(folder: pathlib.Path) -> pathlib.Path:
-    """Return the Python of an environment with the newest releases and this checkout, after creating it if needed."""
+    """Return the Python of the environment with the newest releases and this checkout; create it if needed."""
     python = folder / "bin/python"
     if not python.exists():
         if sys.version_info < (3, 12):
@@ -402,7 +403,7 @@ def make_environment(folder: pathlib.Path) -> pathlib.Path:
 
 
 def write_report(name: str, made: str, command: str) -> None:
-    """Write a part of the report; other parts, and rows of this part that ``--cases`` excludes, are kept."""
+    """Write one part of the report; keep other parts, and rows of this part that ``--cases`` excludes."""
     text = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
     found = dict(re.findall(r"^## (.+)\n\n((?:(?!^## )[\s\S])*)", text, re.MULTILINE))
     versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in SHOWN)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Load exported checkpoints with the libraries of their formats, and compare logits, weights, text and perplexity.
+"""Load exported checkpoints with the libraries of their formats, and compare logits, weights and perplexity.
 
-The libraries are transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. They are in the
-extra ``exchange`` (``pip install -e '.[exchange]'``: torch, and a compiler for llama.cpp); the test suite does not run
-this. Figures are written to benchmarks/results/exchange.md.
+The libraries are transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. The extra
+``exchange`` installs them (``pip install -e '.[exchange]'``; it also installs torch, and llama.cpp needs a C++
+compiler). The test suite does not run this script. Results are written to benchmarks/results/exchange.md.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ Inputs = Callable[[str, jax.Array], jax.Array]
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 128
 LOGIT_BOUND = 2e-3
-"""Bound on |Δ| over the logits' root mean square, with float32 on both sides."""
+"""Bound on |Δ logit| relative to the root mean square of the logits, if both sides compute in float32."""
 F16_BOUND = 2e-2
-"""The same if llama.cpp rounds activations to float16."""
+"""Bound on the same ratio if llama.cpp rounds activations to float16."""
 PERPLEXITY_BOUND = 0.005
 PACKAGES = ("jax", "torch", "transformers", "compressed-tensors", "llama-cpp-python")
 
 
 def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
-    """Return a function from tokens [n] to logits [n, V]: our decoder with a model's decoded weights, in float32.
+    """Return a function from tokens [n] to logits [n, V], computed by our decoder with decoded weights in float32.
 
     Args:
       source: model to run.
-      inputs: function from the name of a linear layer in the checkpoint and its input [..., K] to the input to use;
-        None leaves inputs unchanged.
+      inputs: function that replaces the input of a linear layer, of (name of the layer in the checkpoint, input
+        [..., K]); None leaves inputs unchanged.
     """
     config = imported_config(source.shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
     decoder = Decoder(model_config(config, source.shape.vocab_size))
@@ -93,10 +93,10 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
 
 
 def rounded_inputs(folder: HfFolder) -> Inputs | None:
-    """Return compressed-tensors' rounding of inputs for a folder: ``scale · round(x / scale)``; None if there is none.
+    """Return the function with which compressed-tensors rounds inputs, ``scale · round(x / scale)``, or None.
 
-    The scale is the stored one, ``amax / largest`` of each token, or of each 16 neighbours rounded to e4m3 below the
-    stored scale of the tensor.
+    The config of the folder selects the scale: the stored scale; ``amax / largest`` of each token; or the same of each
+    16 neighbours, rounded to e4m3 relative to the stored scale of the tensor.
 
     Source: ``calculate_qparams`` and ``_quantize_dequantize`` of compressed-tensors.
     """
@@ -132,9 +132,10 @@ def rounded_inputs(folder: HfFolder) -> Inputs | None:
 
 
 def load_transformers(folder: Path) -> tuple[Logits, Callable[[str], np.ndarray]]:
-    """Return transformers' logits function, which decompresses a quantized folder and quantizes inputs by its config.
+    """Load a quantized folder with transformers, which decompresses weights and quantizes inputs by the config.
 
-    The second function returns the weight of a linear layer after decompression.
+    Returns:
+      A function from tokens to logits, and a function from the name of a linear layer to its decompressed weight.
     """
     import torch
     import transformers
@@ -170,7 +171,7 @@ def llama_cpp_logits(path: Path) -> Logits:
 
 
 def perplexity(logits: Logits, texts: Sequence[np.ndarray]) -> float:
-    """Return exp of the mean negative log likelihood of each next token."""
+    """Return the perplexity: exp of the mean negative log-likelihood of the next tokens."""
     total = count = 0.0
     for tokens in texts:
         scores = logits(tokens[:-1]).astype(np.float64)
@@ -186,11 +187,11 @@ def relative(theirs: np.ndarray, ours: np.ndarray) -> float:
 
 
 def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
-    """Return the number of weights in a library that are not bit-equal to the training forward pass, as text.
+    """Compare a library's weights with the weights of the training forward pass; return the number of differences.
 
     Args:
-      source: run, quantized as it was trained.
-      weight: function from the name of a linear layer to the library's weight.
+      source: training run.
+      weight: function from the name of a linear layer to the weight in the library.
     """
     total, differ = 0, {"float32": 0, "bfloat16": 0}
     for module in source.shape.linears():
@@ -205,7 +206,7 @@ def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
 
 
 def quantizers() -> list[str]:
-    """Compare elements and scales of N(0, 1) with those of compressed-tensors, for all weight formats."""
+    """Quantize N(0, 1) samples with jaxquant and compressed-tensors in all weight formats; return the table rows."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
@@ -248,7 +249,7 @@ def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.n
     files, (theirs, weight) = HfFolder(folder), load_transformers(folder)
     inputs = rounded_inputs(files) if name.startswith("ct_") else None
     decoded = files.source()
-    if name.startswith("ct_nvfp4"):  # compressed-tensors decompresses it to bfloat16
+    if name.startswith("ct_nvfp4"):  # compressed-tensors decompresses nvfp4 to bfloat16
         decoded = dataclasses.replace(decoded, read=lambda tensor: _bfloat16(files.source(), tensor))
     ours = our_logits(decoded, inputs)
     delta = max(relative(theirs(text), ours(text)) for text in texts)
@@ -283,10 +284,10 @@ def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; return 0 if every format is within its bound, 1 if not, 2 if nothing could be compared."""
+    """Compare the formats; return 0 if every format is within its bound, 1 if not, 2 on an error."""
     parser = argparse.ArgumentParser(prog="validation/exchange.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="folder of a run whose contraction sizes are multiples of 256")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are installed")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all formats with a loader")
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")
     parser.add_argument("--quantizers", action="store_true", help="also compare quantizers with compressed-tensors")
     words = parser.parse_args(arguments)

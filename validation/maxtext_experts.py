@@ -2,13 +2,16 @@
 
     python validation/maxtext_experts.py CHECKOUT
 
-This runs MaxText's own ``RoutedMoE`` with ``sparse_matmul`` and ``jax.lax.ragged_dot``, on eight simulated CPU devices:
-experts over four with rows exchanged (its default) or gathered (``use_ring_of_experts``, which needs its megablox,
-registered here with an equivalent function), and weights over eight (FSDP). XLA has no ``ragged_all_to_all`` on CPUs;
-an equivalent program with ``all_gather`` replaces it. A row has the number of the experts' nine matmuls, forward and
-backward, that are in low precision, and the largest difference in norm of output, quant state of the next step and
-gradients (of parameters and input) from one device, and of one device's gradients from float. The requirements are
-those of ``maxtext_tests.py``.
+This runs MaxText's own ``RoutedMoE`` with ``sparse_matmul`` and ``jax.lax.ragged_dot``, on eight simulated CPU devices.
+``MESHES`` has the variants: experts over four devices, with rows exchanged (MaxText's default) or gathered
+(``use_ring_of_experts``), weights over eight devices (FSDP), or both experts and weights sharded. The gathered variant
+needs MaxText's megablox; an equivalent function is registered for it. XLA has no ``ragged_all_to_all`` on CPUs; an
+equivalent function with ``all_gather`` replaces it.
+
+Each row of the table has the number of low-precision matmuls among the experts' nine, forward and backward. The next
+three columns have the largest relative difference between eight devices and one: of the output, of the next step's
+quant state, and of the gradients of parameters and input. The last column compares one device's gradients with the
+float gradients. The requirements are the same as for ``maxtext_tests.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def exchange(operand: Any, output: Any, starts: Any, sizes: Any, places: Any, re
 
 
 def gmm_name() -> str:
-    """Return the report's name of the function with a custom derivative around MaxText's grouped kernel."""
+    """Return the name under which reports list MaxText's grouped kernel, a function with a custom derivative."""
     from maxtext.kernels.megablox import ops
 
     lines, first = inspect.getsourcelines(ops.gmm)
@@ -68,7 +71,7 @@ def gmm_name() -> str:
 
 
 def grouped(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Any:
-    """Return the equivalent matmul: over the groups whose weights are on this device, from the first row on."""
+    """Compute the matmul of MaxText's grouped kernel: only the groups whose weights are on this device."""
     import jax
 
     return jax.lax.ragged_dot(lhs, rhs, jax.lax.dynamic_slice_in_dim(sizes, offset, rhs.shape[0]))
@@ -120,7 +123,7 @@ def step(config: Any, mesh: Any, string: str) -> tuple[dict[str, Any], int]:
 def main() -> int:
     """Run every string on every mesh."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=pathlib.Path, help="of MaxText")
+    parser.add_argument("checkout", type=pathlib.Path, help="checkout of MaxText")
     checkout = parser.parse_args().checkout.resolve()
     terminal.accept_all_characters()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

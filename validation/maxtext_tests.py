@@ -1,11 +1,12 @@
-"""Run MaxText's own quantization tests, and read every YAML that it ships, with jaxquant instead of its module.
+"""Run MaxText's own quantization tests and read all of MaxText's YAML files, with jaxquant instead of its module.
 
     python validation/maxtext_tests.py CHECKOUT [pytest arguments]
 
-The checkout is not changed. The shim only replaces names: exports of ``maxtext.layers.quantizations`` that jaxquant has
-under the same name. It needs Python 3.12 and the packages that MaxText imports: jax, flax, aqtp, qwix, pydantic,
-omegaconf, jinja2, tensorflow-cpu, transformers, pillow, sympy, tokamax, sentencepiece, tiktoken, datasets, grain,
-pathwaysutils, drjax, gcsfs, google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboardX, pytest.
+The checkout is not changed: while the tests run, functions of ``maxtext.layers.quantizations`` are replaced by
+jaxquant's functions with the same names. This script needs Python 3.12 and the packages that MaxText imports: jax,
+flax, aqtp, qwix, pydantic, omegaconf, jinja2, tensorflow-cpu, transformers, pillow, sympy, tokamax, sentencepiece,
+tiktoken, datasets, grain, pathwaysutils, drjax, gcsfs, google-cloud-storage, cloud-tpu-diagnostics,
+ml-goodput-measurement, tensorboardX, pytest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TESTS = "tests/unit/quantizations_test.py"
 
 
 def read_yamls(checkout: pathlib.Path) -> int:
-    """Read every shipped YAML as MaxText merges it, over its base configs; print the refused ones."""
+    """Read every YAML file of MaxText, merged over its base configs as MaxText does; print the files with errors."""
     import yaml
 
     import jaxquant
@@ -49,7 +50,7 @@ def read_yamls(checkout: pathlib.Path) -> int:
         count += 1
         try:
             jaxquant.QuantConfig.from_any(types.SimpleNamespace(**(everything | own)))
-        except Exception as error:  # refusals are results of this script
+        except Exception as error:  # an error is a result of this script
             refused += 1
             print(f"refused {path.relative_to(checkout)}: {type(error).__name__}: {error}")
     print(f"{count - refused} of {count} YAMLs are read")
@@ -59,7 +60,7 @@ def read_yamls(checkout: pathlib.Path) -> int:
 def main() -> int:
     """Read the YAMLs, then run the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=pathlib.Path, help="of MaxText")
+    parser.add_argument("checkout", type=pathlib.Path, help="checkout of MaxText")
     given, others = parser.parse_known_args()
     terminal.accept_all_characters()
     checkout = given.checkout.resolve()
@@ -71,7 +72,7 @@ def main() -> int:
     from absl import flags
 
     flags.FLAGS(sys.argv[:1])
-    # MaxText's conftest skips tests by chip; they also run on CPUs.
+    # MaxText's conftest skips tests without the right chip, but they also run on CPUs.
     options = f"--noconftest -c {os.devnull} --rootdir {checkout} -p no:cacheprovider -q -rA --tb=line".split()
     with shimmed():
         return pytest.main([*options, *others, TESTS]) or refused

@@ -2,16 +2,16 @@
 
     python validation/public_models.py [--models lm1b,...] [--out FILE.md] NAME=FOLDER...
 
-NAME=FOLDER are checkouts: flax, nanodo, big_vision, vmoe, vision_transformer, bonsai. A model without its checkout is
-skipped. The environment needs the models' imports: dm-haiku, equinox, einops, ml_collections, clu, absl-py, scipy,
-tensorflow-cpu, pillow, tqdm, qwix; ``hf_bert`` and ``hf_gpt2`` need transformers 4.46.3. Every model runs in a
-subprocess (``validation/public/run.py``).
+NAME=FOLDER are checkouts: flax, nanodo, big_vision, vmoe, vision_transformer, bonsai. A model whose checkout is not
+passed is skipped. The environment needs the packages that the models import: dm-haiku, equinox, einops, ml_collections,
+clu, absl-py, scipy, tensorflow-cpu, pillow, tqdm, qwix; ``hf_bert`` and ``hf_gpt2`` need transformers 4.46.3. Every
+model runs in a subprocess (``validation/public/run.py``).
 
-A row of the first table is for ``jaxquant.quantize(loss, ...)``: the number of quantized matmuls with parameters, the
-share of the step's FLOPs with 8-bit operands, and the reasons for the other matmuls; the final loss next to the float
-model's, on the same batches; whether every amax history has changed; the result of ``Coverage.check``; whether
-converted parameters give the same bits. The second table is for the model that ``maybe_quantize_model`` returns, in its
-framework's own training loop.
+The first table is for ``jaxquant.quantize(loss, ...)``. Its columns are the number of quantized matmuls with
+parameters, the share of the step's FLOPs with 8-bit operands, the reasons for float matmuls, the final losses of the
+quantized and the float model on the same batches, how many amax histories changed, the result of ``Coverage.check``,
+and whether converted parameters compute the same bits. The second table is for the model that ``maybe_quantize_model``
+returns, in the training loop of the model's framework.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MODELS: dict[str, tuple[str, ...]] = {
     "equinox_mlp": (),
     "qwix_lora": (),
 }
-"""Public models by the name of their function in ``validation/public/models.py``, and the checkouts that they need."""
+"""Name of a model's function in ``validation/public/models.py`` -> checkouts that the model needs."""
 
 
 def rows_of(name: str, checkouts: list[str]) -> Iterator[dict[str, Any]]:
-    """Run a model; yield its rows as they arrive, or one row with the reason for a failure."""
+    """Run a model and yield its table rows as soon as they arrive, or one row with an error message."""
     errors: list[str] = []
     command = [sys.executable, "-m", "validation.public.run", name, *checkouts]
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ
@@ -79,7 +79,7 @@ def rows_of(name: str, checkouts: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def write_functions(rows: list[dict[str, Any]]) -> str:
-    """Return the table of ``jaxquant.quantize``."""
+    """Return the table for ``jaxquant.quantize`` in Markdown."""
     lines = [
         "| model | recipe | matmuls quantized | FLOPs | float, and why | loss (float) | state | check() | served |"
     ]
@@ -101,7 +101,7 @@ def write_functions(rows: list[dict[str, Any]]) -> str:
 
 
 def write_faces(rows: list[dict[str, Any]]) -> str:
-    """Return the table of ``maybe_quantize_model``."""
+    """Return the table for ``maybe_quantize_model`` in Markdown."""
     lines = ["| model | recipe | matmuls quantized | FLOPs | float | loss | check() |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:

@@ -1,4 +1,4 @@
-"""Audit of a step for an absent chip: compile it with the chip's compiler, read the program, estimate its time."""
+"""Audit of a step for a chip that is not attached: compile the step, read the compiled program, estimate its time."""
 
 from jaxquant.aot.compile import audit, audit_program
 

@@ -1,37 +1,50 @@
-"""Table of chips that an audit compiles for: compiler description, memory, peak rates and achieved shares of them.
+"""Table of chips that an audit compiles for: compiler description, memory, peak rates, achieved shares of the peaks.
 
 Peak rates are dense (without structured sparsity), from data sheets:
 
 - H100 SXM, H200, B200: NVIDIA's data sheets (H100 and H200: 989 TFLOP/s bf16, 1979 fp8 and int8; HGX B200 per GPU: 2250
   and 4500), float32 as TF32, NVLink in both directions together.
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
-  unit: their fp8 matmuls run at the rate of bf16. v7x has one, and no published int8 rate; the bf16 rate is assumed.
-  float32 at default precision is one pass of bf16.
+  unit: their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit. Its int8 rate is not published; the bf16 rate is
+  assumed. A float32 matmul at default precision is one pass of bf16.
 
 Four-bit floats (``fp4``):
 
-- B200 has a unit for them: 9000, from the HGX B200 data sheet. It multiplies scaled blocks, nvfp4 and mxfp4; fp4 by fp8
-  runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
-- H100 and H200 have no unit, and XLA converts such operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS matmul
-  of bf16 (jax 0.10.2). The bf16 rate is used.
-- No TPU here has a unit. The compiler accepts e2m1 operands and converts them inside the matmul, at the bf16 rate: its
-  own estimates of a 4096³ matmul, in thousands of cycles, are 1113 for e2m1 and 1083 for bf16 on v5e, 303 and 302 on
-  v6e, 328 and 316 on v7x, where e4m3 takes 151 (libtpu 0.0.42.1). The bf16 rate is used, also for v7x.
+- B200 has an fp4 unit: 9000 TFLOP/s, from the HGX B200 data sheet. The unit multiplies operands with block scales,
+  nvfp4 and mxfp4. A matmul of fp4 by fp8 runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``,
+  ``mxf4nvf4`` and ``f8f6f4``).
+- H100 and H200 have no fp4 unit, and XLA converts fp4 operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS
+  matmul of bf16 (jax 0.10.2). The bf16 rate is used.
+- No TPU of this table has an fp4 unit. The compiler accepts e2m1 operands and converts them inside the matmul. It
+  estimates about as many cycles for a 4096³ matmul of e2m1 as of bf16: 1113 and 1083 thousand on v5e, 303 and 302 on
+  v6e, 328 and 316 on v7x (libtpu 0.0.42.1). The bf16 rate is therefore used for all of them, also for v7x, where e4m3
+  takes 151 thousand cycles.
 
-Links: the data sheets give NVLink and ICI rates for both directions together; one direction has half. Beyond an NVLink
-domain (the eight GPUs of an HGX board) a GPU has a network card of 400 Gb/s each way, as in DGX H100 and B200.
+Links: the data sheets state NVLink and ICI rates for both directions together; one direction has half of the rate. For
+traffic outside its NVLink domain (the eight GPUs of an HGX board), a GPU has a network card with 400 Gb/s in each
+direction, as in DGX H100 and B200.
 
-Clocks of TPUs are not published. They follow from the peak rate: v5e has 4 matrix units of 128 by 128 and v5p 8, v6e 4
-of 256 by 256 and v7x 8, each with two operations per cell and cycle: 1.5, 1.75, 1.75 and 2.2 GHz.
+TPU clocks are not published. They are computed from the peak rate and the matrix units, with two operations per cell
+and cycle:
 
-Shares of peak (``shares``) are fitted to one measurement, TransformerEngine's layer GEMM set on an H200 NVL (forward
-and both gradients, 15872 tokens; docs/examples/gemm_profiling): bf16 in 32.014 ms is 599 TFLOP/s of 835; fp8 with
-operands that are quantized before, 16.785 ms, is 1142 of 1671; quantizing takes 2.19 ms with delayed scaling and 3.50
-ms with current scaling, which read and write 4 and 6 bytes an element of 1.241e9: 2.20 of 4.8 TB/s. They are used for
-every GPU: the fp8 share also for int8 and fp4, the bf16 share also for f32. TPUs use the compiler's cycles instead.
+- v5e: 4 units of 128 by 128, 1.5 GHz.
+- v5p: 8 units of 128 by 128, 1.75 GHz.
+- v6e: 4 units of 256 by 256, 1.75 GHz.
+- v7x: 8 units of 256 by 256, 2.2 GHz.
 
-Four-bit integers run at the rate of int8: on TPUs by the same estimates (v5e 541 and 542, v6e 224 and 227), on GPUs
-because no rate is published.
+Shares of peak (``shares``) are fitted to one measurement: TransformerEngine's layer GEMM set on an H200 NVL (forward
+and both gradients, 15872 tokens; docs/examples/gemm_profiling).
+
+- bf16: 32.014 ms, which is 599 of 835 TFLOP/s.
+- fp8, with operands that are already quantized: 16.785 ms, which is 1142 of 1671 TFLOP/s.
+- Quantization of 1.241e9 elements: 2.19 ms with delayed scaling, which reads and writes 4 bytes an element, and 3.50 ms
+  with current scaling, which reads and writes 6. Both together are 2.20 of 4.8 TB/s.
+
+These shares are used for every GPU: the fp8 share also for int8 and fp4, the bf16 share also for f32. For TPUs, the
+compiler's cycles are used instead.
+
+Four-bit integers run at the rate of int8. On TPUs, the compiler's estimates for int4 and int8 agree (541 and 542
+thousand cycles on v5e, 224 and 227 on v6e). For GPUs, no int4 rate is published.
 """
 
 from __future__ import annotations
@@ -52,12 +65,12 @@ class Chip:
       peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``fp4``, ``int8``, ``f32``).
       bandwidth: memory bandwidth of the chip, bytes/s.
       memory: memory of the chip, bytes.
-      link: bytes/s that a chip sends to and receives from its neighbours, together.
+      link: bytes/s of a chip's links to its neighbours, both directions together.
       devices: JAX devices of one chip (v7x: two).
       gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
       clock: cycles per second of a TPU.
-      domain: chips that NVLink connects, or 0 if all links are of one kind.
-      network: bytes/s that a chip sends one way beyond its domain.
+      domain: number of chips that NVLink connects, or 0 if all links are of one kind.
+      network: bytes/s that a chip can send to chips outside its domain.
       shares: achieved shares of peak rates (``memory``: of the bandwidth); 1 by default.
     """
 
@@ -76,7 +89,7 @@ class Chip:
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
-    """Return rates in TFLOP/s by kind of matmul; without an ``fp4`` unit its rate is the rate of bf16."""
+    """Return operations per second by kind of matmul, from TFLOP/s; the fp4 rate defaults to the bf16 rate."""
     rates = {"bf16": bf16, "fp8": fp8, "fp4": fp4 or bf16, "int8": int8, "f32": f32}
     return {kind: rate * 1e12 for kind, rate in rates.items()}
 
@@ -101,7 +114,7 @@ CHIPS: dict[str, Chip] = {
     "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9, clock=1.75e9),
     "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2, clock=2.2e9),
 }
-"""Targets by their names in commands."""
+"""Chips by the name of the target in commands."""
 
 
 def chip(target: str) -> Chip:
@@ -111,7 +124,7 @@ def chip(target: str) -> Chip:
       ValueError: the target is not in ``CHIPS``.
     """
     if target not in CHIPS:
-        raise ValueError(f"target {target!r} is not a known chip; known chips are {', '.join(CHIPS)}")
+        raise ValueError(f"target {target!r} is not a known chip; use one of {', '.join(CHIPS)}")
     return CHIPS[target]
 
 

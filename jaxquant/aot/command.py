@@ -1,8 +1,8 @@
-"""The work of ``jaxquant audit`` and ``jaxquant coverage``.
+"""Implementation of the commands ``jaxquant audit`` and ``jaxquant coverage``.
 
-An audit compiles the training step as configured and with ``quantization=`` added, for a chip that need not be in this
-machine. It prints the two side by side, and writes JSON and markdown. Several config strings share one compilation of
-the unquantized step.
+An audit compiles the configured training step and the unquantized step, for a chip that need not be in this machine.
+It prints both reports side by side, and writes JSON and markdown. For several config strings, the unquantized step is
+compiled once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to audit.
+    """Options of an audit.
 
     Attributes:
       config: path of a YAML file.
@@ -83,19 +83,19 @@ def print_coverage(config: str, overrides: Sequence[str], step: str, check: bool
 
 
 def print_audits(request: Request, strings: Sequence[str]) -> int:
-    """Audit a step, or one step for each config string; every report is printed.
+    """Audit the configured step, or the step with each config string, and print every report.
 
     Returns:
-      0 on success, 1 if an 8-bit matmul fell back or a step does not fit.
+      0 on success, 1 if an 8-bit matmul was compiled in a wider dtype, or a step does not fit the chip's memory.
     """
     return max(_print_audit(audit, request) for audit in _audits(request, strings))
 
 
 def print_largest_batches(request: Request, strings: Sequence[str], unit: int) -> int:
-    """Find the largest batch size that fits, a multiple of ``unit``.
+    """Print the largest batch size with which each step fits the chip's memory; a multiple of ``unit``.
 
     Returns:
-      0 on success, 1 if no batch fits.
+      0 on success, 1 if a step does not fit even with ``unit``.
     """
     return max([_print_largest(*step, request, unit) for step in _steps(request, strings)])
 
@@ -118,7 +118,7 @@ def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
 
 
 def _steps(request: Request, strings: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the name of each step to compile and the words that replace fields of the file."""
+    """Return the name of each step to compile, and the ``key=value`` arguments that replace fields of the file."""
     stem = Path(request.config).stem
     given = [word.partition("=")[2] for word in request.overrides if word.startswith("quantization=")]
     steps = [(each, [*request.overrides, f"quantization={each}"]) for each in strings]
@@ -150,7 +150,7 @@ def _print_audit(audit: report.Audit, request: Request) -> int:
 
 
 def print_and_write(text: str, data: str, folder: str, stem: str) -> int:
-    """Print markdown, and write it and its data to a folder, "" for none; returns 0."""
+    """Print markdown; unless ``folder`` is "", also write the markdown and its data there. Returns 0."""
     Console(width=terminal.columns() or 160).print(Markdown(text))
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Audit of a step on an absent chip: export here, compilation in a separate process."""
+"""Audit of a step for a chip that is not attached: export in this process, compilation in a separate process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundEr
 
 
 def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
-    """Compile a step with the real compiler of an absent chip and report the compiled program.
+    """Compile a step with the real compiler of a chip that is not attached, and report the compiled program.
 
     The step is exported (``jax.export``) here and compiled in a separate process. ``outcome.compare`` matches its 8-bit
     matmuls with the compiled ones; ``program.read_program`` describes what is counted.
 
     Args:
-      step: function or jitted function. Arguments that the jitted function donates are donated.
+      step: function or jitted function. Donated arguments of the jitted function stay donated.
       shapes: pytrees of ``jax.ShapeDtypeStruct`` (or arrays). For several devices, pass shardings over a
         ``jax.sharding.AbstractMesh`` of as many devices.
       target: name of the chip: h100, h200, b200, v5e, v5p, v6e or v7x.
@@ -40,12 +40,12 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       name: title of the report; empty is the step's own name.
 
     Raises:
-      ValueError: the target is unknown, or the topology does not fit the target or the shapes.
+      ValueError: the target is unknown, or the topology is not valid for the target or has too few devices.
       ModuleNotFoundError: the chip's compiler is not installed.
       RuntimeError: the compiler failed for a reason other than lack of memory.
     """
     described = chip(target)
-    require_compiler(described, "flatbuffers")  # jax.export needs it
+    require_compiler(described, "flatbuffers")  # jax.export imports it
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
@@ -83,7 +83,7 @@ _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstr
 
 
 def _placed(leaf: Any, on: Chip) -> Any:
-    """Return a shape on one absent device; its type then has the device's kind and platform."""
+    """Return a shape on one abstract device of a chip, so that its type has the kind and platform of the device."""
     cores, platform = (on.gpu[0], "gpu") if on.gpu else (1, on.platform)
     device = AbstractDevice(device_kind=on.name, num_cores=cores, platform=platform)
     place = NamedSharding(AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device), PartitionSpec())
@@ -121,7 +121,7 @@ def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
         answer = json.loads(answer_path.read_text()) if answer_path.is_file() else None
     if done.returncode or answer is None:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's own stack trace follows
+        errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's stack trace comes after the error
         raise RuntimeError(
             f"compiling {request['name']!r} for {request['target']} ended with status {done.returncode}: "
             f"{(errors or lines or ['no message'])[-1]}"

@@ -1,4 +1,4 @@
-"""hlo: parser of a compiler's program (HLO text) into computations of instructions."""
+"""Parser of a compiler's program (HLO text) into computations of instructions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**62
-"""The compiler for v7x writes about 2⁶³ cycles if it has no estimate."""
+"""Limit of an estimate: the compiler for v7x writes about 2⁶³ cycles if it has no estimate."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -29,7 +29,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 class Array:
     """The type of an array: HLO dtype, shape, and whether it is in HBM.
 
-    TPU compilers write the memory space into the layout: ``S(1)`` is VMEM, no space is HBM.
+    TPU compilers write the memory space into the layout: ``S(1)`` means VMEM, and a layout without ``S`` means HBM.
     """
 
     dtype: str
@@ -81,7 +81,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The TPU compiler's own estimate of one run, or 0 if it has no estimate."""
+        """Cycles of one run, as the TPU compiler estimates them, or 0 without an estimate."""
         cycles = int(self._attribute(_CYCLES) or 0)
         return cycles if cycles < _NO_ESTIMATE else 0
 
@@ -170,7 +170,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
-    """Return the operands of text that writes names without a percent sign."""
+    """Return the operands of an instruction whose names have no percent sign."""
     if opcode in ("parameter", "constant"):
         return ()
     return tuple(part.split()[-1] for part in arguments.split(", ") if part.strip())

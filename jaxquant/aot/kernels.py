@@ -1,7 +1,7 @@
-"""Registry of custom calls: kernels that multiply, calls that only move data, and calls that do neither.
+"""Registry of custom calls: kernels that multiply, calls that only move data, and calls that cost nothing.
 
 A compiler cannot count the operations of a hand-written kernel, so the registry counts them for each known kernel. The
-report names unknown kernels, and counts them as moves of their operands and results.
+report lists unknown kernels by name, and counts each as a move of its operands and results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", 
 """Library calls that are one matrix product; ``program.read_program`` reads their contracted dimensions."""
 
 BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
-"""Matrix products of scaled blocks, as requested and as compiled; they contract the last axes."""
+"""Calls that multiply operands with block scales, before and after compilation; they contract the last axes."""
 
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
 """Names of our GPU kernels that are matrix products; they contract the last axes."""
@@ -90,7 +90,7 @@ def kernel(instruction: Instruction, operands: list[Array], moved: int, path: st
 
 
 def _cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """cuDNN's attention: two matmuls over the scores forward, five backward; half of the work with a causal mask."""
+    """Describe cuDNN attention: two matmuls over the scores forward, five backward; a causal mask halves the work."""
     found = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.rest)
     scores = math.prod(int(size.strip(' "')) for size in found[1].split(",")) if found else 0
     is_causal = bool(re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', instruction.rest))
@@ -105,7 +105,7 @@ _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
 def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Splash attention, which skips masked blocks. The program does not contain the mask; a causal one is assumed."""
+    """Describe splash attention, which skips masked blocks. The program has no mask; a causal mask is assumed."""
     found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", path)
     kind = found[1] if found else "fwd"
     query, key = [array for array in operands if array.dtype in ("bf16", "f32", "f16") and len(array.shape) >= 3][:2]
@@ -115,22 +115,22 @@ def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple
 
 
 def _einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our matmul on TPUs, for any order of axes: sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
+    """Describe our TPU matmul in any order of axes: the sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
     lhs, rhs, out = (math.prod(each.shape) for each in (*operands[:2], instruction.arrays[0]))
     return "jaxquant fp8_einsum", operands[0].dtype, 2 * math.isqrt(lhs * rhs * out // operands[0].shape[0])
 
 
 def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Our cast: no products, so that its bytes determine its time."""
+    """Describe our quantization kernel. It has no products; its bytes determine its time."""
     return "jaxquant quantize", operands[0].dtype, 0
 
 
 _CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
-"""Cycles per element and per value of the block cast, in large and in small blocks, on v6e: kernels-tpu.md."""
+"""Whether blocks are small -> cycles per quantized and per bf16 element of block quantization on v6e."""
 
 
 def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
-    """Our cast in blocks: on TPUs its arithmetic takes longer than its bytes, on GPUs its bytes determine its time."""
+    """Describe our block quantization kernel; on TPUs its arithmetic determines its time, on GPUs its bytes do."""
     size = math.prod(operands[0].shape)
     found = _CYCLES_OF_RESULT["block_quantize_32" in path]
     written = instruction.arrays if instruction.target == "tpu_custom_call" else []

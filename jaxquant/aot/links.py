@@ -2,7 +2,7 @@
 
 For S bytes over n chips, a ring sends (n − 1)/n · S for an all-gather, a reduce-scatter or an all-to-all, twice that
 for an all-reduce, and S for a permutation. Over several NVLink domains (``Chip.domain`` chips each) a collective has
-two levels that run in parallel: each chip fetches its share of the other domains' data over its own network card, and
+two levels that run in parallel: each chip receives its share of the other domains' data over its own network card, and
 the chips of a domain exchange all data over NVLink.
 """
 
@@ -22,7 +22,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def members(attributes: str) -> tuple[int, ...]:
-    """Return the devices of a collective's first group, or () if it names no group.
+    """Return the devices of a collective's first group, or () if the attributes list no groups.
 
     For a permutation, return the first pair of devices with the largest distance.
 
@@ -47,7 +47,7 @@ def seconds(chip: Chip, collective: Any, devices: int) -> float:
     Args:
       chip: chip with the links.
       collective: ``program.Collective`` to estimate.
-      devices: number of devices of the program, for a collective that names no group.
+      devices: number of devices of the program, for a collective whose attributes list no groups.
     """
     group = collective.members or tuple(range(devices))
     size = len(group)

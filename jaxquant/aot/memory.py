@@ -38,12 +38,13 @@ def part_names(step: Any, shapes: Sequence[Any]) -> list[str]:
 
 
 def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
-    """Return the bytes of a device by part and dtype, with bytes a parameter if there are parameters.
+    """Return the bytes on one device by part and dtype; if there are parameters, also the bytes per parameter.
 
     Args:
       names: part of each leaf, from ``part_names``.
       shapes: arguments of the step, with their shardings.
-      devices: number of devices over which parameters are counted: a device's bytes are divided by its share of them.
+      devices: number of devices of the step. Bytes per parameter are a device's bytes divided by the number of
+        parameters per device.
     """
     sizes: dict[tuple[str, str], int] = {}
     count = 0
@@ -58,20 +59,21 @@ def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
 
 
 def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, list[Row]]:
-    """Find the largest multiple of a batch size with which a step fits, by compiling a few sizes.
+    """Find the largest batch size with which a step fits the memory, by compiling the step with a few sizes.
 
-    The first two sizes are ``unit`` and twice ``unit``. Each of the next is where a line through the smallest and the
-    largest size that fit meets the capacity, between sizes known to fit and not to fit. Progress goes to stderr.
+    The first two sizes are ``unit`` and twice ``unit``. Each further size is extrapolated: a line through the peaks of
+    the smallest and the largest fitting size reaches the capacity there. It is kept between the largest size known to
+    fit and the smallest size known not to fit. Progress is printed to stderr.
 
     Args:
-      compiled: function of a batch size that returns the step's audit.
-      unit: number of sequences that the batch size is a multiple of.
+      compiled: function from a batch size to the audit of the step.
+      unit: number of sequences. The batch size is a multiple of this number.
 
     Returns:
       The batch size, or 0 if not even ``unit`` fits, and a row for each compiled size.
 
     Raises:
-      ValueError: the step needs the same memory with twice the batch.
+      ValueError: the step needs the same memory with twice the batch, so its batch size is fixed.
     """
     fits: dict[int, int] = {}
     rows: list[Row] = []
@@ -86,12 +88,12 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
             continue
         fits[n] = found.memory["peak"]
         if len(fits) == 2 and len(set(fits.values())) == 1:
-            raise ValueError(f"--largest-batch: the step needs as much with batch_size {n * unit} as with half of it")
+            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; use the option in --program")
     return max(fits, default=0) * unit, rows
 
 
 def _next_multiple(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
-    """Return the multiple to compile next."""
+    """Return the next multiple of ``unit`` to compile the step with."""
     low = max(fits, default=0)
     if len(fits) < 2:
         return max(2 * low, 1)

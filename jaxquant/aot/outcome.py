@@ -17,7 +17,7 @@ _NOISE = re.compile(
 
 
 def layer(path: str) -> tuple[str, str]:
-    """Return a matmul path's layer and pass: forward, recomputed or backward."""
+    """Return the layer of a matmul's path, and its pass: "forward", "recomputed" or "backward"."""
     words = [word for word in path.split("/") if not _NOISE.match(word)]
     backward = "recomputed" if "rematted_computation" in path else "backward"
     return "/".join(words) or "(no path)", backward if "transpose(" in path else "forward"
@@ -29,10 +29,10 @@ class Outcome:
 
     Attributes:
       asked: number of 8-bit matmuls in the traced step, by path.
-      fell_back: matmuls that were compiled in more than 8 bits, or that are missing while the compiled step has a wider
-        matmul that no traced one explains.
+      fell_back: matmuls that were compiled in more than 8 bits. It also lists a missing matmul if the compiled step has
+        a wider matmul that no traced matmul explains.
       merged: matmuls that were compiled as part of another 8-bit matmul with a common operand.
-      removed: matmuls whose result is unused, or equals another.
+      removed: matmuls that the compiler removed, because their result is unused or equals another result.
     """
 
     asked: dict[str, int]
@@ -48,10 +48,16 @@ TOLERANCE = 1.01
 def compare(requested: Program, emitted: Program, devices: int = 1) -> Outcome:
     """Compare a traced step with its compiled program.
 
-    Matmuls are matched by path, which a compiler may lose. A missing matmul was merged if an 8-bit matmul of the same
-    pass does more work than its own path requests, by at least the missing work. Otherwise it fell back if there is a
-    wider matmul of at least its work that no traced one explains, by path or by work; otherwise it was removed. The
-    traced work is of all ``devices``, the compiled work of one.
+    Matmuls are matched by path, which a compiler may lose. Each missing matmul is assigned to the first case that
+    applies:
+
+    - Merged: an 8-bit matmul of the same pass does more work than the traced step requests for its path, by at least
+      the work of the missing matmul.
+    - Fell back: a compiled matmul of more than 8 bits has at least the work of the missing matmul, and no traced matmul
+      explains it, neither by path nor by work.
+    - Removed: otherwise.
+
+    The traced work is the work of all ``devices``; the compiled work is the work of one device.
 
     Args:
       requested: traced step.
@@ -88,7 +94,7 @@ def compare(requested: Program, emitted: Program, devices: int = 1) -> Outcome:
 
 
 def _missing_works(works: list[int], made: int) -> list[int]:
-    """Return the works of a path's matmuls that are missing in the compiled work of the path, largest first."""
+    """Return the work of each matmul of a path that the compiled work of the path does not include, largest first."""
     missing, gone = sum(works) - made, []
     for work in sorted(works, reverse=True):
         if work <= missing * TOLERANCE:

@@ -1,4 +1,4 @@
-"""The function that builds the step of a configuration: the training program's, or the user's own."""
+"""Import of the function that builds the step of a config: a function of the training program, or of the user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
     """
     module, _, function = program.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # an installed command does not look in the current folder
+        sys.path.append(os.getcwd())  # the installed command does not search the current folder
     build = getattr(importlib.import_module(module), function, None)
     if build is None:
         raise ValueError(

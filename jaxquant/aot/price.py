@@ -1,8 +1,10 @@
 """Estimated time of a compiled step, from the chip's peak rates and achieved shares.
 
-GPU: each matmul takes the longer of its time at its rate and at the memory's speed; everything else runs at the
-memory's speed; all run one after another. TPU: the compiler's own ``estimated_cycles`` of every instruction, divided by
-the chip's clock, but at least the time of all HBM traffic. Communication overlaps with the rest.
+- On GPUs, instructions run one after another. A matmul takes the time of its operations or of its memory traffic,
+  whichever is longer. Every other instruction takes the time of its memory traffic.
+- On TPUs, an instruction takes the compiler's ``estimated_cycles``, divided by the chip's clock. The step takes at
+  least the time of all HBM traffic.
+- Communication overlaps with everything else.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jaxquant.aot.program import Program
 def kind(dtype: str) -> str:
     """Return the kind of peak rate for a matmul with this operand dtype: fp4, fp8, int8, bf16 or f32.
 
-    There is no unit for integers of more than 8 bits; they are estimated as f32.
+    Chips have no unit for integers of more than 8 bits; these are estimated as f32.
 
     Args:
       dtype: HLO dtype.
@@ -70,7 +72,7 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
     for matmul in program.matmuls:
         size = (matmul.bytes or sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out))) / bandwidth
         memory += matmul.times * size
-        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # two kinds run at the slower rate
+        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # a matmul of two kinds runs at the slower rate
         is_clocked = chip.clock and matmul.cycles
         seconds += matmul.times * (matmul.cycles / chip.clock if is_clocked else max(matmul.flops / rate(*kinds), size))
     for kernel in program.kernels:
@@ -85,7 +87,7 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
         moves += move.times * move.cycles / chip.clock if chip.clock and move.cycles else size
         memory += size
     communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
-    n = chip.devices  # devices of a chip share its rates; the compiler's cycles are for one device
+    n = chip.devices  # the devices of a chip share its rates; the compiler's cycles are the cycles of one device
     return Roofline(seconds, moves, communication * n, 0.0 if chip.platform == "cuda" else memory * n)
 
 

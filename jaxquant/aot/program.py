@@ -27,7 +27,7 @@ _FREE = frozenset(
     {"parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier"}
     | {"after-all", "add-dependency", "domain", "partition-id", "replica-id", "rng-get-and-update-state"}
 )
-"""Instructions that move nothing: they rename arrays, or end a move that is already counted."""
+"""Instructions that move no data: they rename arrays, or end a move that is already counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Matmul:
       path: path in the traced program (``op_name``).
       times: number of runs in a step (loop trips).
       flops: floating (or integer) operations of one run: 2 · M · N · K · batch.
-      cycles: the TPU compiler's own estimate of one run, with fused instructions, or 0 if there is none.
+      cycles: the TPU compiler's estimate of one run, with fused instructions, or 0 without an estimate.
       bytes: HBM traffic of one run, with fused instructions.
     """
 
@@ -76,7 +76,7 @@ class Move:
       path: path in the traced program.
       times: number of runs in a step.
       types: types of operands and results.
-      cycles: the TPU compiler's own estimate of one run, or 0 if there is none.
+      cycles: the TPU compiler's estimate of one run, or 0 without an estimate.
       is_unknown: whether it is a custom call that is not in the registry (``kernels``).
     """
 
@@ -91,9 +91,10 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A communication. ``bytes`` is the size of its result on one chip (of its operand for a reduce-scatter).
+    """A communication between devices.
 
-    ``members`` are the devices of its first group, or () for all devices if it names no group.
+    ``bytes`` is the size of the result on one chip, or of the operand for a reduce-scatter. ``members`` are the devices
+    of the first group, or () for all devices.
     """
 
     kind: str
@@ -106,11 +107,11 @@ class Collective:
 
 @dataclasses.dataclass
 class Program:
-    """Matmuls, moves and collectives of a step.
+    """Matmuls, moves and collectives of a step, read from HLO text.
 
     Attributes:
       kernels: custom calls that multiply.
-      prefetched: bytes that are copied into or out of the chip's small memory ahead of their use.
+      prefetched: bytes that asynchronous copies move between HBM and the chip's small memory.
     """
 
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
@@ -138,7 +139,7 @@ class Program:
 
     @property
     def cycles(self) -> tuple[int, int]:
-        """The TPU compiler's estimates for a step: of matmuls with fused instructions, and of everything else."""
+        """Cycles of a step, as the TPU compiler estimates them: of matmuls with fused instructions, and of moves."""
         return tuple(sum(each.cycles * each.times for each in some) for some in (self.matmuls, self.moves))  # type: ignore[return-value]
 
     @property
@@ -150,16 +151,16 @@ class Program:
 def read_program(text: str, is_optimized: bool = True) -> Program:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
 
-    In an unoptimized program the paths of a function are relative to its caller's path; here they are joined.
+    In an unoptimized program, the paths in a called function are relative to the path of the call; both are joined.
 
     Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; values inside
     a fusion stay on the chip. Its bytes are its operands and results in HBM, each counted once. Arrays in VMEM cost no
     traffic, and an asynchronous copy between the two memories is a prefetch, not a move. Loops over stacked layers have
     two exceptions: an operand that a fusion only slices counts as the slice, and a result updated in place counts as
-    the update. A loop body is multiplied by its trip count: the compiler's, or the constant that the loop's counter is
-    compared with, or 1 if there is neither (``while_loop``). Each branch of a conditional counts once. A fusion around
+    the update. A loop body is multiplied by its trip count: the compiler's, otherwise the constant with which the
+    loop's counter is compared, otherwise 1 (``while_loop``). Each branch of a conditional counts once. A fusion around
     a matmul or a collective counts as that operation, not as a move. A fusion that contains an all-reduce and keeps
-    only a slice of it, as TPU compilers write it, is a reduce-scatter.
+    only a slice of the result is a reduce-scatter; TPU compilers write it so.
 
     Args:
       text: HLO text.
@@ -194,7 +195,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         path = _join(prefix, instruction.op_name)
         if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             continue
-        if opcode == "while":  # its condition, a comparison of scalars, is not counted
+        if opcode == "while":  # the condition compares scalars and is not counted
             body = next(name for role, name in CALLED.findall(instruction.rest) if role == "body")
             _walk(module, body, times * _trips(module, instruction), prefix, program)
             continue
@@ -227,7 +228,7 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
 
 
 def _prefetched(computation: Computation, instruction: Instruction) -> int:
-    """Return the HBM bytes of an asynchronous copy between memories: one copy for each end in HBM."""
+    """Return the HBM bytes of an asynchronous copy between memories: its size for each end that is in HBM."""
     if instruction.opcode == "copy-start":  # destination, source, context
         return sum(array.bytes for array in instruction.arrays[:2] if array.in_hbm)
     ends = [array for array in instruction.arrays if array.shape]
@@ -242,7 +243,7 @@ def _join(prefix: str | None, name: str) -> str:
 def _with_fused(
     module: Module, computation: Computation, instruction: Instruction, path: str
 ) -> Iterator[tuple[Computation, Instruction, str]]:
-    """Yield an instruction with its computation and path, and for a fusion also all instructions in it."""
+    """Yield an instruction with its computation and path; for a fusion, also yield all instructions in it."""
     yield computation, instruction, path
     for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
@@ -259,7 +260,7 @@ def _matmul(computation: Computation, instruction: Instruction, path: str, times
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
     kind = kernels.product(instruction.target, path) or instruction.opcode
-    if kernels.contracts_last(kind):  # each element of lhs, in groups too, is multiplied with the columns of one matrix
+    if kernels.contracts_last(kind):  # also with groups, each element of lhs is multiplied with one row of a matrix
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
     flops = 2 * math.prod(out.shape) * _contracted(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)
@@ -273,8 +274,8 @@ def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     if not labels:
         raise ValueError(f"matmul {instruction.name} has no contracting dimensions: {instruction.rest[:120]!r}")
-    # TPU compilers write a matmul as a convolution. Its other batch, free and contracting axes are window axes; those
-    # whose output has a single element are contracted.
+    # TPU compilers write a matmul as a convolution. Further batch, free and contracting axes become window axes. A
+    # window axis is a contracting axis if the output has size 1 there.
     out = dict(zip(labels[3], instruction.arrays[0].shape, strict=True))
     sizes = zip(labels[2], rhs.shape, strict=True)
     return math.prod(size for label, size in sizes if label == "i" or (label != "o" and out[label] == 1))
@@ -302,7 +303,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
-    """Return the bytes of an operand that a fusion reads: only its slices if it slices, 0 if it updates in place."""
+    """Return the bytes that a fusion reads of an operand: its slices if it is sliced, 0 if it is updated in place."""
     total, names = 0, [parameter.name]
     while names:
         name = names.pop()
@@ -317,7 +318,7 @@ def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
 
 
 def _part_written(inner: Computation, result: Instruction) -> int:
-    """Return the bytes of a result that a fusion writes: only the update if it updates in place."""
+    """Return the bytes of a result that a fusion writes: the update if the fusion updates an operand in place."""
     while result.opcode == "bitcast":
         result = inner[result.operands[0]]
     if result.opcode in ("dynamic-update-slice", "scatter"):
@@ -338,7 +339,7 @@ def _is_only_sliced(inner: Computation, name: str) -> bool:
 def _collective(
     computation: Computation, instruction: Instruction, path: str, times: int, *, is_fused: bool
 ) -> Collective:
-    """Return a communication. The result of an asynchronous one is a tuple that begins with its operands.
+    """Return a communication. The result of an asynchronous communication is a tuple that begins with the operands.
 
     An all-reduce counts as a reduce-scatter if the fusion around it keeps only slices.
     """

@@ -1,4 +1,4 @@
-"""The result of an audit: as a value, as tables and as JSON."""
+"""Result of an audit, with its text as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -39,25 +39,29 @@ COMMON_ASSUMPTIONS = (
 
 @dataclasses.dataclass(repr=False)
 class Audit:
-    """What a compiler made of a step for an absent chip. Counts, bytes and times are for one step on one device.
+    """Report on a step that was compiled for a chip. Counts, bytes and times are for one step on one device.
 
     If the compiler refuses the step, figures are None, tables and memory are empty, and the outcome has only the
     requested matmuls.
 
     Attributes:
-      target, topology, devices: chip, requested slice, number of devices of the program.
+      target: name of the chip.
+      topology: requested number of GPUs or TPU slice.
+      devices: number of devices of the program.
       fits: whether the step fits the device's memory.
       refusal: the compiler's message if the step does not compile, otherwise "".
       memory: bytes of arguments, outputs (without those that share memory with arguments), temporaries, peak, capacity.
       matmuls: one row per matmul: layer, pass, dtypes, operands, times, flops.
       counts: number of matmuls of a step by operand dtypes.
       outcome: comparison of the 8-bit matmuls.
-      moved, big_moves, moves: bytes, number over 1 MB and number of moves (see ``program.read_program``).
+      moved: bytes of all moves; see ``program.read_program``.
+      big_moves: number of moves over 1 MB.
+      moves: number of moves.
       largest_moves: the ten moves with the most bytes in a step.
       collectives: one row per kind and dtype: times, bytes.
       roofline: estimated time of the step, from ``price.estimate``.
       kernels: one row per custom call that multiplies: name, times, flops.
-      choices: one row for each piece of an op: its implementation and the reason.
+      choices: one row for each part of a quantized op: the selected implementation and the reason.
       unknown: names of custom calls with an unknown number of operations, counted as moves.
       parts: one row per part and dtype of the arguments: bytes, and bytes a parameter if there are parameters.
       unquantized: audit of the same step without quantization, if there is one.
@@ -88,7 +92,7 @@ class Audit:
     parts: list[Row] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return everything, including the unquantized step's audit, as JSON; ``core.typed.build`` reads it."""
+        """Return the audit and the audit of the unquantized step as JSON, which ``core.typed.build`` reads."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
@@ -106,7 +110,7 @@ class Audit:
 
 
 def figures(program: Program) -> Row:
-    """Return the fields of an audit that describe a compiled program."""
+    """Return the fields of an ``Audit`` that describe a compiled program."""
     return {
         "matmuls": _matmul_rows(program),
         "counts": program.count(),
@@ -132,7 +136,7 @@ def _matmul_rows(program: Program) -> list[Row]:
 
 
 def _totals(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
-    """Return (key, times, total size) for each key of runs (key, times, size of one)."""
+    """Add up runs (key, times, size of one run): return (key, times, total size) for each key."""
     times, sizes = collections.Counter[Any](), collections.Counter[Any]()
     for key, n, size in runs:
         times[key] += n
@@ -229,7 +233,7 @@ _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
 
 
 def summary_rows(audit: Audit) -> list[Row]:
-    """Return the figures of an audit and of the unquantized step, or "–" where a refused step has none."""
+    """Return the figures of an audit and of the unquantized step; "–" for unknown figures of a refused step."""
     columns = {"quantized": audit, "unquantized": audit.unquantized} if audit.unquantized else {"step": audit}
 
     def cell(each: Audit, name: str) -> str:
@@ -266,7 +270,7 @@ def verdict(audit: Audit) -> str:
 
 
 def speedup(audit: Audit) -> str:
-    """Return a sentence that compares the step with the unquantized step, or "" without one."""
+    """Return a sentence that compares the step with the unquantized step, or "" if a figure is missing."""
     plain: Any = audit.unquantized
     if not plain or audit.refusal or plain.refusal:
         return ""

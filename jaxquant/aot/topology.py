@@ -1,7 +1,7 @@
-"""Devices of an absent chip, from the chip's own compiler.
+"""Devices of a chip that is not attached, as its compiler describes them.
 
-Use it only in a separate process with the variables of ``environment``: with a plug-in installed, JAX looks for its
-devices.
+Use this module only in a separate process with the variables of ``environment``. In other processes, JAX searches for
+devices of every installed plug-in.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
-"""Platform -> the extra that installs its compiler, and a module that is present if it is installed."""
+"""Platform -> extra that installs the platform's compiler, and a module by which an installation is recognized."""
 
 TIED_TO_JAXLIB = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
-"""Packages of the GPU compiler that need jaxlib of the same version; libtpu has separate versions."""
+"""Packages of the GPU compiler, which must have jaxlib's version; libtpu has its own versions."""
 
 DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 """Smallest slice of each TPU that its compiler supports."""
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables of a process that compiles for absent chips.
+    """Return the environment variables of a process that compiles for chips that are not attached.
 
-    They disable autotuning, because tilings of Triton's matmuls are timed on a device.
+    They disable autotuning, which times the tilings of Triton's matmuls on a device.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     return os.environ | {
@@ -66,7 +66,7 @@ def require_compiler(chip: Chip, *more: str) -> None:
             if found.version != wanted:
                 raise RuntimeError(
                     f"target {_name(chip)!r} needs {package} of the same version as jaxlib, which is {wanted}, got "
-                    f"{found.version}; pip install {package}=={wanted}"
+                    f"{found.version}; run pip install {package}=={wanted}"
                 )
 
 
@@ -80,14 +80,14 @@ def _name(chip: Chip) -> str:
 
 
 def devices(chip: Chip, topology: str = "") -> list[Any]:
-    """Return the devices of a slice of absent chips.
+    """Return the devices of a slice of chips that are not attached.
 
     Args:
-      chip: absent chip.
+      chip: chip, which need not be attached.
       topology: number of GPUs ("8", "64") or TPU slice ("8x8", "4x4x4"); empty is one GPU, or the smallest TPU slice.
 
     Raises:
-      ValueError: the topology has another form, or the compiler does not support it.
+      ValueError: the topology is not valid for the chip, or its compiler does not support the topology.
     """
     from jax.experimental import topologies
 
@@ -110,9 +110,10 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
 
 
 def _assume_cudnn(chip: Chip) -> None:
-    """Make jax's checks before cuDNN's attention pass for the absent GPU.
+    """Replace jax's checks for cuDNN attention, so that they answer for the target GPU.
 
-    These functions query the first local device and the loaded library. Only this process compiles for the chip.
+    The original checks query the first local device and the loaded library. Only this process is affected, and it does
+    nothing but compile for the target.
     """
     try:
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

@@ -1,4 +1,4 @@
-"""worker: compilation of one step for an absent chip, in a separate process (``topology.environment``).
+"""Compilation of one step for a chip that is not attached, in a separate process (``topology.environment``).
 
 ``python -m jaxquant.aot.worker REQUEST.json ANSWER.json``. A request contains a target, a topology and either an
 exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds the step (``program``, ``config``,
@@ -35,7 +35,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer a request; the answer contains errors that the user can fix.
+    """Compile the step of a request and write the answer: an audit, or an error that the user can fix.
 
     Args:
       request_path: JSON file to read.
@@ -62,7 +62,7 @@ def _answer(request: dict[str, Any]) -> report.Audit:
 
 
 def _exported(request: dict[str, Any], absent: list[Any]) -> tuple[Any, Any, list[Any]]:
-    """Return an exported function and its shapes on absent devices. Its inputs are one flat tuple."""
+    """Return an exported function of flat arguments, their shapes on the target's devices, and these devices."""
     exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
     count = exported.nr_devices
     if count > len(absent):
@@ -89,7 +89,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
       shapes: arguments of the function, on devices of the target.
       target: chip of the compiler.
       count: number of devices.
-      request: ``name``, ``target`` and ``topology`` for the report, and ``parts``, the names of the memory's parts.
+      request: ``name``, ``target`` and ``topology`` for the report, and ``parts``, the part of each argument's leaf.
 
     Raises:
       NotImplementedError: the installed libtpu compiles programs that this jax cannot read.
@@ -134,13 +134,13 @@ def _unreadable(target: str) -> str:
     jax_version, libtpu = (importlib.metadata.version(name) for name in ("jax", "libtpu"))
     wanted = next((each.split(";")[0] for each in importlib.metadata.requires("jax") or () if "libtpu" in each), "")
     return (
-        f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled, which is made "
-        f"for {wanted or 'another version'}; pip install 'jax[tpu]=={jax_version}'"
+        f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled; this jax is "
+        f"made for {wanted or 'another version'}; run pip install 'jax[tpu]=={jax_version}'"
     )
 
 
 def _memory(stats: Any, target: Chip) -> dict[str, int]:
-    """Return the bytes of a device; the peak is arguments, temporaries, and outputs without an argument's memory."""
+    """Return the bytes of a device. The peak has arguments, temporaries, code, and outputs in separate memory."""
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     code = stats.generated_code_size_in_bytes
     return {

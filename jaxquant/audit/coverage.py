@@ -1,4 +1,4 @@
-"""Coverage: every contraction that a function runs, with its actual dtypes and the reason for float."""
+"""Coverage: every contraction that a function runs, with its actual dtypes, and the reason if it stays in float."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
     """Return every contraction that a function runs, forward and backward, without running it.
 
     The function is traced, including all that it calls: jitted functions, scans, branches, rematerialized blocks,
-    shards, Pallas kernels. The rows describe the traced program, without operations that no output and no side effect
-    needs; a compiler may still use another dtype. Arguments that the function changes, such as an NNX model or a
-    dictionary, count as outputs.
+    shards, Pallas kernels. The rows describe the traced program, without operations that neither an output nor a side
+    effect needs. The compiled program may still use another dtype. Arguments that the function changes, such as an NNX
+    model or a dictionary, count as outputs.
 
     Args:
       fn: any function of arrays, such as a training step; jitted or not, quantized by any library. NNX models and
-        optimizers are arguments of it, or it is itself an NNX model.
+        optimizers are passed as arguments; ``fn`` can also be an NNX model itself.
       args, kwargs: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
-      config: any value that ``QuantConfig.from_any`` accepts, to get reasons and ``Coverage.check`` for a function that
-        another library quantized, or to compare a quantized model with another config. Without a config, each layer
-        that jaxquant quantized is compared with its decision at trace time, and ``check`` raises if all matmuls are
-        float.
+      config: any value that ``QuantConfig.from_any`` accepts. If a config is passed, the rows and ``Coverage.check``
+        compare the function with it. This is useful if another library quantized the function, or if a model is
+        quantized with a different config. Without a config, each layer that jaxquant quantized is compared with its
+        decision at trace time, and ``check`` raises if all matmuls are float.
 
     Raises:
       TypeError: fn is not callable, or is a Linen model that is not bound.
       TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     if not callable(fn) or (isinstance(fn, nn.Module) and fn.scope is None):
-        raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}; pass model.apply")
+        raise TypeError(f"coverage needs a function and its arguments, got {type(fn).__name__}; pass model.apply")
     traced, names = whole.trace(fn, args, kwargs)
     return _of_jaxpr(traced.jaxpr, names, config, may_be_float=config is not None)
 
 
 def of_trace(traced: Any) -> Coverage:
-    """Return the contractions of a traced function, which may be float; otherwise like ``coverage``.
+    """Return the coverage of a traced function, as ``coverage`` does without a config; all matmuls may be float.
 
     Args:
       traced: result of ``jax.jit(fn).trace(*args)``.
@@ -79,7 +79,7 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: boo
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
-    """Collect the forward contractions with the parameters of each layer."""
+    """Return the forward contractions of each layer, with its parameters."""
     sites: dict[str, list[Site]] = {}
     for each in dict.fromkeys(each.forward for each in labeled):
         if each is not None and each.site is not None and each.site.side is not None:
@@ -92,14 +92,14 @@ def _nothing_seen(rows: Sequence[Row], decide: _Decider, may_be_float: bool) -> 
     if any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
         return
     if decide.resolver is not None:
-        what = "no matmul belongs to a layer to quantize" if rows else "it has no matmul"
+        what = "no matmul belongs to a layer to quantize" if rows else "the function has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
     elif rows and not may_be_float:
         yield "no matmul of this function is quantized; pass the quantized function"
 
 
 _Layers = dict[str, list[LabeledContraction]]
-"""Contractions of every layer to quantize, forward and backward, by its path."""
+"""Path of each layer to quantize -> its contractions, forward and backward."""
 
 
 def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
@@ -113,10 +113,10 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 
 
 def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
-    """Return the gradients with dtypes that a layer needs, if no scope and no operand identifies their layer.
+    """Return the gradients whose layer is unknown, but whose dtypes match the recipe of a layer to quantize.
 
-    A rematerialized op of another library or of the user has such gradients, because its activations are recomputed.
-    The scopes of jaxquant's own layers contain the layer's name.
+    Rematerialized ops of other libraries or of the user have such gradients: their activations are recomputed, so
+    neither a scope nor an operand identifies the layer. The scopes of jaxquant's own layers contain the layer's name.
     """
     foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
     pairs = [found.wanted[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]
@@ -131,8 +131,9 @@ def _missing(
 
     Args:
       layers, labeled: contractions of the layers to quantize, and all contractions.
-      unnamed: number of gradients without a layer; each may be one that a layer lacks.
-      observed: observations of quant state, through which operands do not count as dependent on another layer.
+      unnamed: number of gradients without a layer; each may be a missing gradient of a layer.
+      observed: observations of quant state. A dependence through an observation does not count as a dependence on
+        another layer.
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -149,7 +150,7 @@ def _missing(
 
 
 def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
-    """Return the gradients that a layer needs; the input gradient only if the input is computed from ``results``."""
+    """Return the gradients that a layer needs. The input gradient is included if the input depends on ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     made_of = ancestors((each.operands[0][0] for each in forward), observed.__contains__)
     is_wanted = not results.isdisjoint(made_of)
@@ -167,7 +168,7 @@ class _Decision:
 
 @dataclasses.dataclass(frozen=True)
 class _Decider:
-    """Function that returns the decision for a contraction: from the rules of a config, or else from its trace."""
+    """Function that returns the decision for a contraction, from the rules of a config, otherwise from its trace."""
 
     resolver: Resolver | None
     has_config: bool
@@ -198,8 +199,8 @@ class _Decider:
         if recipe is not None and decision.rule is None:
             excluded = self.floats.get(each.path, "")
             if not excluded and not forward.dtypes.rhs.is_quantized:
-                # It may have been quantized in a smaller trace than the whole step, in which it counted as a normal
-                # layer.
+                # A layer that is already quantized stays so: in a trace of only a part of the step, the reason for
+                # an exclusion can be absent.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)
         wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
@@ -219,7 +220,7 @@ def _reason(recipe: str | None, reason: str) -> str:
 
 
 def _is_layer(forward: LabeledContraction) -> bool:
-    """Whether rules apply to a forward contraction: its operands are float, and one is computed from parameters."""
+    """Whether rules apply to a forward contraction: both operands are float, and one is computed from parameters."""
     if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
@@ -272,16 +273,16 @@ def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> t
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether operands have the expected dtypes; a wider integer holds the values of a narrower one."""
+    """Whether operands have the expected dtypes. A wider integer type is accepted, because it holds the same values."""
     if not wanted or not found:
         return not wanted and not found
     return all(map(_holds, found, wanted))
 
 
 def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str, ...], str]:
-    """Return the original dtypes and the reason if both operands are held in a wider type, else () and "".
+    """Return the original dtypes and the reason if both operands are stored in a wider dtype, else () and "".
 
-    Convolutions need operands of one type (``ops.conv``), and tiles are dequantized (``ops.contract``).
+    ``ops.conv`` converts both operands to a common dtype, and ``ops.contract`` dequantizes tiles.
     """
     left, right = dtypes.lhs.rounded_to, dtypes.rhs.rounded_to
     if not left or not right:
@@ -289,7 +290,7 @@ def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str,
     held = " and ".join(sorted({left, right}))
     if each.contraction.operation == "conv_general_dilated":
         is_wide = {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right
-        why = f"a convolution multiplies {held} as bfloat16, because its operands must have one type"
+        why = f"a convolution multiplies {held} as bfloat16, because its operands must have the same dtype"
     else:
         is_wide = any(origin.is_emulated for origin in each.origins)
         why = f"tiles of {held} are dequantized, because no matmul supports their scales"
@@ -316,4 +317,4 @@ def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
         return "no parameter: activation × activation"
     if decide.has_config:
         return "quantization is off" if decide.resolver is None else "not a linear layer of the model"
-    return "float operands: no quantization reached it"
+    return "float operands: quantization did not reach this matmul"

@@ -1,8 +1,8 @@
-"""Graph of values of a traced function, in which every nested function, loop and branch is opened.
+"""Graph of the values of a traced function, including the values in nested functions, loops and branches.
 
 An operand of a matmul may come from values (a parameter, a division by a scale, a reduction) outside its jitted
 function, scan or rematerialized block. In the graph, each variable of each jaxpr becomes a ``Value`` that refers to the
-values it was computed from, and each contraction becomes a ``Contraction`` with its place.
+values it was computed from, and each contraction becomes a ``Contraction`` that records where it is in the program.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class Value:
 
     Attributes:
       operation: name of the primitive that computed it, or "argument" or "constant". Loops add "scan_slice" (one step's
-        part of an input), "scan_carry" (computed from the initial value and the last step's value) and "scan_stack"
-        (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
+        part of an input), "scan_carry" (computed from the initial value and the last step's value), "scan_stack" (one
+        step's results, stacked) and "scan_result" (the last step's carry). ``shard_map`` adds "shard" and "unshard",
+        ``cond`` adds "branch", and the inputs of a kernel are "unknown".
       inputs: values that it was computed from.
       shape, dtype: shape, and dtype name.
-      position: index among the results of the primitive, or among the arguments.
+      position: index of the value in the results of the primitive, or in the arguments.
       name: path in the arguments' tree, for an argument.
       params: params of the primitive.
-      conditions: values that select it (branch index, loop test), and contractions inside the primitive that computed
-        it if the dependence on them is unknown. They are not ``inputs``, because no operand comes from them.
+      conditions: values that select this value (branch index, loop test), and contractions inside its primitive if the
+        dependence on them is unknown. Conditions are not ``inputs``, because no operand is computed from them.
     """
 
     operation: str
@@ -64,16 +65,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a program.
+    """Position of an equation in a program.
 
     Attributes:
       scopes: parts of the name scopes, outermost first.
-      is_backward: whether it is part of a backward pass.
-      times: number of executions in one call of the function, over all shards of a ``shard_map`` and programs of a
-        kernel; the body of a ``while`` and every branch of a ``cond`` count once.
-      context: index of the equation at each level of nesting, as in ``trace.analysis``.
+      is_backward: whether the equation is part of a backward pass.
+      times: number of executions in one call of the function, over all shards of a ``shard_map`` and over the grid of a
+        kernel. The body of a ``while`` and each branch of a ``cond`` count as one execution.
+      context: index of the equation on each level of nesting, as in ``trace.analysis``.
       kernel: primitive of the enclosing kernel, or "".
-      decided: decisions about the layers of the enclosing quantized model, or None.
+      decided: decisions for the layers of the enclosing quantized model, or None.
     """
 
     scopes: tuple[str, ...] = ()
@@ -108,13 +109,13 @@ class Contraction:
 
     Attributes:
       operation: primitive, one of ``CONTRACTIONS``, or "pallas_call" inside a kernel.
-      lhs, rhs, out: operands and result; blocks of them inside a kernel.
-      place: place in the program.
+      lhs, rhs, out: operands and result; inside a kernel, blocks of the operands and of the result.
+      place: location in the program.
       flops: multiplications and additions of one execution.
-      is_outer: whether it contracts no axis.
-      source: file, line and function that called it.
-      is_read: whether an output or a side effect needs it. A function that returns only gradients may not need the
-        result of a forward matmul.
+      is_outer: whether the contraction is an outer product, without a contracted axis.
+      source: file, line and function of the caller.
+      is_read: whether an output or a side effect needs the result. A function that returns only gradients may not need
+        the result of a forward matmul.
     """
 
     operation: str
@@ -135,8 +136,8 @@ def ancestors(
 
     Args:
       values: start of the search.
-      stop: predicate; the search does not continue past a value for which it is true.
-      with_conditions: whether to follow ``conditions``, too.
+      stop: predicate; the search stops at values for which it is true.
+      with_conditions: whether to follow ``conditions`` in addition to ``inputs``.
 
     Returns:
       All values that were reached, including the start, in the order of the search.
@@ -160,7 +161,7 @@ def _value(operation: str, inputs: tuple[Value, ...], aval: Any, position: int =
 
 
 def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    """Return the results of an operation that maps each value separately."""
+    """Return the results of an operation that has one result for each value."""
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
@@ -228,9 +229,10 @@ class Graph:
         return outs
 
     def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
-        """Record the contractions of nested programs whose operands have unknown origins, as in a kernel.
+        """Record the contractions of nested programs whose operands have unknown origins, such as kernels.
 
-        They are needed if the results are needed. A kernel multiplies block by block.
+        These contractions are needed if the results of the equation are needed. In a kernel, each contraction
+        multiplies blocks, once for each program of the grid.
         """
         if eqn.primitive.name == "pallas_call":
             place = place.repeated(_programs_of(eqn), "pallas_call")
@@ -238,7 +240,7 @@ class Graph:
         for program in inner:
             avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
             self._run(program, [_value("unknown", (), aval) for aval in avals], place)
-        del self._read_by_effects[effects:]  # the effects of the equation itself decide
+        del self._read_by_effects[effects:]  # only effects of the equation itself count
         for out in outs:
             out.conditions = tuple(each.out for each in self.contractions[count:])
 
@@ -292,10 +294,10 @@ class Graph:
 
 
 def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """Return the branches of a cond that may run, each with its number; of platform branches, only this process's.
+    """Return the branches of a cond that may run, each with its number.
 
-    For jaxquant's own kernels this is the reference, the branch of all other platforms: the same matmul of whole
-    operands.
+    If the branches depend on the platform, only the branch for this process's platform is returned. If this branch
+    contains a kernel of jaxquant, the branch for other platforms is returned: the same matmul of complete operands.
     """
     platforms = params.get("branches_platforms")
     if platforms is None:
@@ -317,7 +319,7 @@ def _has_own_kernel(jaxpr: Any) -> bool:
 
 
 def _asked_at(eqn: Any) -> str:
-    """Return the file, line and function that called an operation, outside of jax and of this package."""
+    """Return the file, line and function of the innermost caller outside of jax and of this package."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith(_HIDDEN):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({frame.function_name})"

@@ -1,4 +1,4 @@
-"""Health: the effect of quantization on the input, kernel and output gradient of every linear layer.
+"""Health: effect of quantization on the input, kernel and output gradient of every linear layer.
 
 Data flow of one call of a health monitor:
 
@@ -7,9 +7,9 @@ Data flow of one call of a health monitor:
     its gradient ── quantized by the layer's recipe ──► record ─────────┴──► cotangent of the layer's probe
 
 A probe is a zero vector next to the quant state of a layer. Its leading axes are those of the state: the scans that
-slice the weight, and the batch axes of the weight. The engine evaluates the traced program with the taps, for float
-layers too. The tensors are those of the running model. Their statistics come from ``core.quantize`` with the parameters
-of the recipe and, for delayed scaling, with this step's scale from the quant state.
+slice the weight, and the batch axes of the weight. The engine evaluates the traced program with taps, also in float
+layers. The measured tensors are the tensors of the running model. Their statistics come from ``core.quantize`` with the
+parameters of the recipe and, for delayed scaling, with this step's scale from the quant state.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Array = jax.Array
 _READ = (SCALE, HISTORY)
 """Fields of a tensor's quant state that determine its scale."""
 _FORMATS = {"sqnr": "{:.1f}"} | dict.fromkeys(("saturated", "flushed", "nonfinite"), "{:.2%}")
-"""Formats of printed statistics; the others have ``{:.4g}``."""
+"""Formats of printed statistics; other statistics are printed with ``{:.4g}``."""
 _FLOAT = Recipe("float", fwd=MatmulSpec())
 """Recipe of float layers during a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthRow:
-    """One linear layer, or one of the layers that a scan or a batch axis stacks.
+    """One linear layer, or one layer of a stack (scan or batch axis).
 
     Attributes:
       path: "/"-joined path of the layer.
@@ -102,7 +102,7 @@ class Health(Tabular, dict[str, Array]):
         return lines
 
     def summary(self) -> str:
-        """Describe in one line how many layers there are and which tensor has the lowest SQNR."""
+        """Return one line with the number of layers and the tensor with the lowest SQNR."""
         sqnr = np.asarray(self["sqnr"])
         if np.isnan(sqnr).all():
             return f"{len(self.rows)} layers"
@@ -110,7 +110,7 @@ class Health(Tabular, dict[str, Array]):
         where = f"{self.rows[row].name or 'the root layer'}, {[*TENSORS][tensor]}"
         return f"{len(self.rows)} layers; lowest SQNR {sqnr[row, tensor]:.1f} dB ({where})"
 
-    def __repr__(self) -> str:  # also of values that a trace does not know
+    def __repr__(self) -> str:  # also works for traced values
         return f"<Health: {len(self.rows)} layers>"
 
 
@@ -132,8 +132,8 @@ class Monitor:
     matmul of the activation's gradient quantizes. If the recipe first multiplies the output gradient by the kernel's
     per-channel scale, all statistics except its amax describe the product. A recipe with stochastic rounding is
     measured with one draw of noise, which differs from the noise of the step. All uses of a layer count together. For
-    float layers, ragged matmuls and convolutions, only amax and nonfinite are known; a layer that no gradient reaches
-    has NaN.
+    float layers, ragged matmuls and convolutions, only amax and nonfinite are known. All statistics of a layer that no
+    gradient reaches are NaN.
 
     Attributes:
       rows: layers, in the order of the forward pass.
@@ -145,7 +145,8 @@ class Monitor:
             engine.decide(analysis)
         self._sites: dict[Key, Contraction] = {}
         for site in analysis.plan.contractions():
-            if site.is_replaceable and not any(leaf.index in analysis.looked_up for leaf in site.leaves):  # no table
+            # A table of embeddings has no linear layer's statistics.
+            if site.is_replaceable and not any(leaf.index in analysis.looked_up for leaf in site.leaves):
                 self._sites.setdefault(site.key, site)
         self._order, self.rows = _make_rows(list(self._sites.values()))
 
@@ -169,37 +170,37 @@ class Monitor:
 
     @property
     def shards(self) -> int:
-        """Number of shards into which recipes split a batch; the size of a partial batch must be a multiple of it."""
+        """Number of shards into which recipes split a batch. The size of a partial batch must be a multiple of it."""
         return math.lcm(*(site.recipe.drhs.shards for site in self._sites.values() if site.recipe))
 
 
 def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **kwargs: Any) -> Monitor:
-    """Return a monitor of the layers of a Linen model or of a quantized function; nothing is computed.
+    """Return a monitor of the layers of a Linen model or of a quantized function, without running it.
 
     ``health(model, loss, *example_inputs)`` returns a monitor that is called as ``monitor(params, *args)`` with the
-    arguments of ``loss(params, *args) -> scalar``. ``health(function, loss, params, *args)`` returns one that is called
-    as ``monitor(params, quant_state, *args)``, like the quantized function, and ``loss(output, *args)`` is a scalar of
-    its output.
+    arguments of ``loss(params, *args) -> scalar``. ``health(function, loss, params, *args)`` returns a monitor that is
+    called like the quantized function, as ``monitor(params, quant_state, *args)``. Here ``loss(output, *args)`` maps
+    the function's output to a scalar.
 
-    An NNX model is a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
+    Pass an NNX model as a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
     ``lambda params, rest, x: nnx.merge(graph, params, rest)(x)``.
 
     Args:
       model_or_function: quantized Linen model that ``loss`` applies, float Linen model, or function of
         ``jaxquant.quantize``.
-      loss: loss to differentiate; the quant state of a Linen model is one of its further arguments.
+      loss: loss to differentiate. If a Linen model has quant state, pass it to the loss as another argument.
       args, kwargs: arguments of the model's ``__call__``, or of the function; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
-      TypeError: neither a Linen module nor a quantized function.
-      ValueError: a model without a linear layer, or a function of which the config quantizes nothing.
+      TypeError: the first argument is neither a Linen module nor a quantized function.
+      ValueError: the model has no linear layer, or the function's config quantizes nothing.
     """
     if isinstance(model_or_function, nn.Module):
         return _of_model(model_or_function, loss, *args, **kwargs)
     if not isinstance(model_or_function, QuantizedFunction):
         raise TypeError(
-            f"health takes a Linen module or a function of jaxquant.quantize, got {type(model_or_function).__name__}; "
-            "quantize an NNX model as a function of its parameters"
+            f"health needs a Linen module or a result of jaxquant.quantize, got {type(model_or_function).__name__}; "
+            "to measure an NNX model, quantize it as a function of its parameters"
         )
     return _of_function(model_or_function, loss, *args, **kwargs)
 
@@ -207,7 +208,7 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
 def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any) -> Monitor:
     engine = function.engine
     if engine.resolver is None:
-        raise ValueError("quantization is off, so there is no health to measure")
+        raise ValueError("quantization is off, so there is nothing to measure; set quantization to a config string")
 
     def run(params: Any, quant_state: Any, *args: Any) -> Array:
         return loss(function(params, quant_state, *args), *args)
@@ -223,7 +224,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
     def run(params: Any, *args: Any) -> Array:
         if not is_float:
             return loss(params, *args)
-        program = jax.make_jaxpr(loss)(params, *args)  # what it closes over is data, too
+        program = jax.make_jaxpr(loss)(params, *args)  # arrays that the loss closes over are data, too
 
         def function(params: Any, consts: list[Any], *args: Any) -> Array:
             return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((params, args)))[0]
@@ -237,7 +238,7 @@ def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-    """Return the rows, layer by layer if layers are stacked, and each row's index in stacked order."""
+    """Return the index of each row among the records, and one row per layer; a stack of layers has several rows."""
     found, block, previous = [], -1, None
     for position, site in enumerate(sites):
         stack = contract.leading_axes(site)
@@ -262,7 +263,7 @@ def _specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Taps:
-    """Evaluator that replaces the quantized program: the same program with a tap after every layer."""
+    """Evaluator of the quantized program with a tap after every layer."""
 
     engine: Engine
     probes: Mapping[Key, Array]
@@ -278,7 +279,7 @@ class _Taps:
             if site.is_replaceable and site.recipe is None and site.key in self.probes:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
-            raise ValueError(f"{layer_name(absent[0])} did not run in the example call of the health monitor")
+            raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs that reach it")
         states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
@@ -296,7 +297,7 @@ def _contract(
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
         out = contract.contract(backend, site, eqn, operands, own, *rest)
-    # Only magnitudes: all groups share the record of the whole tensor.
+    # Only magnitudes are measured: all groups share the record of the complete tensor.
     return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 
 
@@ -365,11 +366,11 @@ class _Tap:
 
 
 def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    """Record activation and weight, and pass on the values that the output gradient's quantization reads."""
+    """Record the activation and the weight, and tap the output with the values that measure its gradient."""
     dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
     left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
     right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
-    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # for its scale; XLA removes the unused parts
+    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # read for its scale; XLA removes the unused parts
     state = {name: state[name] for name in state if name == "output_grad"}
     return _tap(static, out, probe, jnp.concatenate([left, right]), (kept, state))
 

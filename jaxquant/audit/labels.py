@@ -1,4 +1,4 @@
-"""Labels of contractions: the layer that each one belongs to, and its matmul (fwd, dlhs or drhs)."""
+"""Labels of contractions: layer and matmul (fwd, dlhs or drhs) of each contraction."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ class LabeledContraction:
 
     Attributes:
       contraction: contraction in the graph.
-      origins: origins of its operands, in executed order.
+      origins: origins of the operands, in executed order.
       site: the contraction in ``trace.analysis``, or None if it multiplies no parameter.
       scopes: enclosing module scopes and einsum equations, without scopes of transformations and quantized ops.
       op_label: "dlhs" or "drhs" if the scopes of the quantized op contain it, else "".
-      is_backward, is_recomputed: whether it is in the backward pass; whether it is a forward matmul recomputed there.
+      is_backward: whether it is part of the backward pass, except for recomputed forward matmuls.
+      is_recomputed: whether it is a forward matmul that the backward pass recomputes.
       path: "/"-joined module path.
-      matmul: "fwd", "dlhs", "drhs", "bwd" if it is unknown which of the two, or "update" in an optimizer.
-      swapped: whether its operands are in another order than activation · weight, grad · weight, activation · grad.
-      forward: forward contraction of a backward one, if it was found; a forward contraction itself.
+      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul that is either of the two, or "update" in an optimizer.
+      swapped: whether the operands are in another order than activation · weight, grad · weight, activation · grad.
+      forward: for a backward contraction, its forward contraction, or None if it was not found; a forward contraction
+        refers to itself.
     """
 
     contraction: Contraction
@@ -54,12 +56,12 @@ class LabeledContraction:
 
     @property
     def given(self) -> list[int]:
-        """Indices of the operands that are an argument or an array captured by the function."""
+        """Indices of the operands that come from an argument or from an array that the function captures."""
         return [side for side, found in enumerate(self.origins) if found.source.operation in ("argument", "constant")]
 
     @property
     def weight_side(self) -> int | None:
-        """Index of the operand of a forward contraction that is a parameter or ``given``, or None."""
+        """Index of a forward contraction's operand that is a parameter, or else the last one in ``given``, or None."""
         if self.site is not None and self.site.side is not None:
             return self.site.side
         return self.given[-1] if self.given else None
@@ -76,31 +78,31 @@ class LabeledContraction:
 
     @property
     def layers(self) -> Mapping[str, LayerRow]:
-        """Layers by path of the quantized model that it is part of."""
+        """Layers, by path, of the quantized model that contains the contraction."""
         decided = self.contraction.place.decided or (self.forward and self.forward.contraction.place.decided)
         return decided.layers if decided else {}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Scopes that are modules: without einsum equations and without method names."""
+        """Scopes that are modules, without einsum equations and method names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
 def label_contractions(
     closed: Any, names: Sequence[Name], found: Iterable[Contraction]
 ) -> tuple[list[LabeledContraction], Reading]:
-    """Label the contractions that are read with the path of their layer and with their matmul.
+    """Label each contraction whose result is needed: find the path of its layer, and its matmul.
 
     A contraction with a parameter gets the parameter's path, as in ``jaxquant.quantize``, or the path of the known
-    layer that the parameter belongs to. Another forward contraction gets the path of its name scopes, and another
-    backward contraction the path of its forward contraction. The scopes of the op, or else the shared operand, show
-    which gradient it is.
+    layer that contains the parameter. A forward contraction without a parameter gets the path of its name scopes. A
+    backward contraction without a parameter gets the path of its forward contraction. Whether a gradient is dlhs or
+    drhs follows from the op's scopes, or else from the operand that the gradient shares with its forward contraction.
 
     Args:
       closed: jaxpr of the program.
       names: paths of its inputs.
-      found: its contractions, including those that are not read; a gradient may belong to a forward one that is not
-        read.
+      found: contractions of the program, including contractions whose result is not needed: a gradient may belong to
+        such a forward contraction.
     """
     labeled = [_open(each) for each in found if SCOPE not in each.place.scopes]  # Hadamard rotations are not layers
     read = [each for each in labeled if each.contraction.is_read]
@@ -134,7 +136,7 @@ def _name(path: str) -> Name:
 
 
 def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Mark the float contractions of an optimizer such as Muon: from gradients, without their own gradients."""
+    """Mark the float contractions of an optimizer such as Muon: computed from gradients, without gradients."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
         is_layer = each.site is not None or each.dtypes.is_low or each.path in each.layers
@@ -145,13 +147,14 @@ def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Set the forward contraction of every backward one, found by its path, else its scopes, else its operands.
+    """Set the forward contraction of every backward contraction; found by path, then by scopes, then by operands.
 
-    If the quantized op labels it as the weight's gradient, its parameter comes from the output's gradient, for example
-    of a sum, so its scopes decide before its path does. Scopes also decide if no layer has its path.
+    Scopes are used before the path if the quantized op labels a contraction as the weight's gradient: a parameter among
+    its operands then comes from the output's gradient, for example of a sum. Scopes are also used if no layer has the
+    path.
 
-    Among several, the order of preference is: a shared operand of the same dtype, an operand of the same size, the same
-    line of the user's program, and no gradient of this kind yet.
+    If there are several candidates, the order of preference is: a shared operand of the same dtype, an operand of the
+    same size, the same line of the user's program, and a candidate without a gradient of this kind.
     """
     taken: set[tuple[LabeledContraction, str]] = set()
 
@@ -176,9 +179,12 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
 
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return 0 if one can be a gradient of the other and the shared operand has the same dtype; 1 if the dtype differs.
+    """Return how well a backward contraction matches a forward contraction, from 0 (best) to 3.
 
-    Otherwise 2 if the gradient has the size of one of the operands, and 3 if not.
+    - 0: they share an operand, with the same dtype, and the gradient has the size of the other operand.
+    - 1: the same, but the dtypes of the shared operand differ.
+    - 2: they share no such operand, but the gradient has the size of an operand.
+    - 3: none of these.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
     shared = [pair for pair in _same_source(backward, forward) if sizes[1 - pair[1]] == out]
@@ -187,9 +193,11 @@ def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
 
 
 def _difference(backward: LabeledContraction, forward: LabeledContraction) -> int:
-    """Return 0 if the kept operand of a backward contraction has the size of its candidate in the forward one.
+    """Compare the operand that a backward contraction saved from the forward pass with the forward operand.
 
-    Otherwise 1 if both have the same number of columns (rows fill up blocks), and 2 if not.
+    Returns:
+      0 if both have the same size, 1 if both have the same number of columns (the rows may be padded to full blocks),
+      otherwise 2.
     """
     pair = forward.contraction.lhs, forward.contraction.rhs
     matmul = "drhs" if backward.contraction.out.size == pair[1].size else "dlhs"
@@ -199,7 +207,7 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
 
 
 def _path(each: LabeledContraction, own: str) -> str:
-    """Return the known layer that contains the parameter path or else a scope, else the parameter path or scopes."""
+    """Return the path of the layer that has the parameter or a scope, otherwise the parameter's path or the scopes."""
     known = list(map(_name, each.layers))
     if known == [("",)]:  # the model is itself a layer
         return ""
@@ -243,8 +251,8 @@ def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[
 def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContraction | None) -> int:
     """Return the index of the operand that the forward pass saved: by its dtype, else by its size.
 
-    If neither decides, the gradient comes first, as in jax and the quantization libraries, but second in the weight's
-    gradient of a grouped matmul or a convolution.
+    If dtypes and sizes are equal, the output's gradient is taken to be the first operand, as in jax and the
+    quantization libraries. In the weight's gradient of a grouped matmul or a convolution, it is the second operand.
     """
     mine = (each.contraction.lhs, each.contraction.rhs)
     if forward is not None and matmul in ("dlhs", "drhs"):
@@ -259,20 +267,20 @@ def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContractio
 
 
 def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
-    """Return the matmul and the index of the operand from the forward pass; the activation is lhs, the weight rhs.
+    """Return the matmul of a gradient, and the index of the operand that the forward pass saved.
 
-    If the index is ambiguous, it is ``_kept_side``.
+    The activation is lhs and the weight is rhs. ``_kept_side`` determines the index if the shared operands do not.
     """
-    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the shared operand of the forward
+    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # from the shared operand
     shared = _same_source(each, forward)
     side, operand = shared[0] if len(shared) == 1 else (None, None)
-    if each.op_label:  # the op's lhs and rhs are the operands of the executed forward matmul
+    if each.op_label:  # lhs and rhs are in the order in which the forward matmul ran
         matmul = names[0 if each.op_label == "drhs" else 1]
     elif operand is not None:
         matmul = names[operand]
     elif each.site is not None and each.site.side is not None:
         return "dlhs", each.site.side
-    else:  # it does not read the weight, so it is not the gradient of the activation
+    else:  # without the weight as an operand, it is not the activation's gradient
         is_layer = each.site is None and forward.site is not None and forward.site.side is not None
         matmul = "drhs" if is_layer else "bwd"
     return matmul, _kept_side(each, matmul, forward) if side is None else side

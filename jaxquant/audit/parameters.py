@@ -1,7 +1,7 @@
-"""Parameters: inputs of a traced function that are parameters, and the ``trace.analysis`` that follows.
+"""Parameters: find the inputs of a traced function that are parameters, and analyse the function with them.
 
 ``jaxquant.quantize`` receives the parameters as an argument. A training step has them among its arguments, next to
-optimizer state, quant state and a batch; here they are inferred from the operands of contractions.
+optimizer state, quant state and a batch; this module infers them from the operands of contractions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxquant.trace.paths import GENERIC, Name, leaf_names
 from jaxquant.trace.plan import Contraction as Site
 
 COLLECTIONS = frozenset({"params", "state", "model"})
-"""Names of trees that hold a model's parameters; they are not part of a path."""
+"""Names of trees that contain a model's parameters; these names are not part of a path."""
 _Operands = Iterable[tuple[Origin, Origin]]
 """Origins of the operands of contractions."""
 _QVALUE = "qvalue"
@@ -34,8 +34,8 @@ class Reading(Analysis):
 
     Args:
       closed: jaxpr of the function.
-      names: paths of its inputs.
-      forward: origins of the operands of its forward contractions.
+      names: paths of the function's inputs.
+      forward: origins of the operands of the function's forward contractions.
       known: paths of known layers.
     """
 
@@ -53,7 +53,7 @@ class Reading(Analysis):
         super().__init__(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
 
     def site(self, context: tuple[int, ...]) -> Site | None:
-        """Return the contraction of an equation, or None if it multiplies no parameter."""
+        """Return the contraction of an equation, or None if the equation multiplies no parameter."""
         site = self.found.get(context)
         return site if site is not None and site.leaves else None
 
@@ -92,17 +92,17 @@ def _choose(
 ) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
 
-    An input is a parameter if an operand is a multiple of it and the other operand is computed; the other leaves of its
-    tree are then parameters, too. An input that is multiplied by a parameter is data, unless it is in the same tree. If
-    both operands are arguments and nothing else is known, the parameter is the one in a tree or with a name such as
-    "kernel", else the second one.
+    An input is a parameter if one operand of a contraction is a multiple of this input and the other operand is
+    computed. The other leaves of the parameter's tree are then parameters, too. An input that is multiplied by a
+    parameter is data, unless both are in the same tree. If both operands are arguments and nothing else is known, the
+    parameter is the argument in a tree or with a name such as "kernel", else the second operand.
 
     Returns:
       Indices of the parameters, and the number of leading names of each argument that are not part of a path.
     """
     sure, pairs = _meetings(names, forward)
     sure |= {i for i, name in enumerate(names) if any(any(each) and contains(name[1:-1], each) for each in known)}
-    if any(len(names[i]) > 1 for i in sure):  # a single array is a batch if there is a tree
+    if any(len(names[i]) > 1 for i in sure):  # if there is a tree of parameters, a single array is data
         sure = {i for i in sure if len(names[i]) > 1}
     roots, data = {names[i][0] for i in sure}, set[Name]()
 
@@ -124,13 +124,13 @@ def _choose(
 
 
 def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
-    """Return the inputs that multiply a computed value or a sibling leaf (low-rank factors), and other input pairs."""
+    """Return inputs that multiply a computed value or a leaf of their own tree, and the other pairs of inputs."""
     sure, pairs = set[int](), []
     for each in forward:
         sources = [argument(operand.source) for operand in each]
         given = [value.position for value in sources if value is not None and value.operation == "argument"]
         given = [index for index in given if not _is_cache(names[index])]
-        if sum(value is not None for value in sources) > len(given):  # multiplied by a captured array
+        if sum(value is not None for value in sources) > len(given):  # one operand is a captured array
             given = [index for index in given if len(names[index]) > 1]
         are_siblings = len({names[index][:-1] for index in given}) == 1 and len(names[given[0]]) > 1
         if len(given) == 2 and not are_siblings:
@@ -147,7 +147,7 @@ def _can_be(dtype: Any, is_sure: bool) -> bool:
 
 
 def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
-    """Return the number of leading names of an argument that locate the parameters ``here``, for example in a tuple."""
+    """Return how many leading names of an argument are not part of the parameters' paths, such as a tuple index."""
     prefix = 1
     for lead, *others in zip(*(name[1:-1] for name in here), strict=False):
         beside = {name[prefix] for name in names if name[0] == root and len(name) > prefix}

@@ -27,9 +27,9 @@ class Row:
         for a parameter that is a whole argument.
       matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of unknown side, or "update" in an optimizer such as
         Muon.
-      operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
+      operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for a matmul in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
-      dtypes: dtypes of both operands; ``str`` of it has the spelling of ``trace.report.Row``.
+      dtypes: dtypes of both operands; ``str(dtypes)`` is spelled as in ``trace.report.Row``.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
         itself, delayed: from quant state, static: a constant) of a quantized operand, else "".
@@ -39,8 +39,8 @@ class Row:
       wanted: operand dtypes that the config selects, () for float or without a config.
       reason: reason for these dtypes.
       fault: difference from the expected dtypes, or "".
-      source: file, line and function that called it.
-      has_parameter: whether it multiplies a parameter, or is the gradient of such a matmul.
+      source: file, line and function of the caller.
+      has_parameter: whether the contraction multiplies a parameter, or is the gradient of such a matmul.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def is_low(self) -> bool:
-        """Whether it multiplies low-precision operands."""
+        """Whether the operands have low precision."""
         return self.dtypes.is_low
 
     @property
@@ -84,8 +84,8 @@ class Coverage(Tabular):
 
     Attributes:
       rows: every contraction, in the order of the program.
-      missing: backward matmuls of layers to quantize without a contraction, such as "mlp/wi drhs"; only of models that
-        the function differentiates.
+      missing: backward matmuls that layers to quantize should have but that the program does not contain, such as
+        "mlp/wi drhs". Only models that the function differentiates are checked.
       faults: faults of the function as a whole.
       state_faults: faults in the use of quant state.
       frozen: layers with a backward pass whose quant state is frozen with ``state.frozen``.
@@ -156,19 +156,19 @@ class Coverage(Tabular):
             for a layer after a ``stop_gradient``.
 
         Raises:
-          ValueError: names path, matmul, expected and found dtypes of the first wrong contraction; a step with
-            gradients does not update quant state without ``state.frozen``, or treats it as a weight; one of ``faults``;
-            or ``without`` names an entry that is not missing.
+          ValueError: a contraction is missing or has unexpected dtypes, and the message has its path, matmul, expected
+            and actual dtypes; a step with gradients treats quant state as a weight, or does not update it and does not
+            freeze it with ``state.frozen``; ``faults`` is not empty; or an entry of ``without`` is not missing.
         """
         if unknown := [name for name in without if name not in self.missing]:
             raise ValueError(
-                f"without names {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
+                f"without has {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
             )
         if faults := (*self.state_faults, *self.faults):
             raise ValueError(faults[0])
         wrong = [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
         missing = [name for name in self.missing if name not in without]
-        wrong += [f"{name}: the config quantizes it, but it has no contraction" for name in missing]
+        wrong += [f"{name}: the config quantizes this matmul, but the program has none" for name in missing]
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise ValueError(

@@ -13,7 +13,7 @@ from jaxquant.core.rounding import HOLD
 from jaxquant.ops.byte_dot import KEEP
 from jaxquant.ops.contract import DEQUANTIZED_MARK
 
-# Operations that keep the elements of their first input but change their place, shape or number.
+# Operations that keep the elements of their first input but change their position, shape or number.
 _MOVES = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "rev", "slice", "dynamic_slice", "pad"}
     | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier", KEEP, HOLD}
@@ -28,13 +28,13 @@ _ROUNDING = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Facts about one operand.
+    """Value that an operand was quantized from, and the operand's dtype and scale.
 
     Attributes:
       source: value before quantization, casts and changes of shape.
       dtype: dtype of the operand, and of the elements that a float operand was dequantized from.
       scale: granularity and scaling, such as "per tensor, delayed"; "" for a float operand that was never quantized.
-      divisor: scale value, or None if no scale was found.
+      divisor: value of the scale in the graph, or None if no scale was found.
       is_emulated: whether the op marks the operand as dequantized because no matmul supports its scales.
     """
 
@@ -83,7 +83,7 @@ def argument(value: Value) -> Value | None:
 
 
 def _moved(value: Value, through_casts: bool = False) -> Value:
-    """Return the value before changes of place and shape, and before casts between float types."""
+    """Return the value before changes of position and shape, and before float casts if ``through_casts``."""
     while value.inputs:
         is_cast = value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
         if _codec(value) is not None or not (value.operation in _MOVES or (through_casts and is_cast)):
@@ -120,7 +120,7 @@ def _quantized(value: Value) -> Origin:
     while True:
         value = _moved(value)
         if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
-            value = value.inputs[0]  # int4 stored as int8 holds the same numbers
+            value = value.inputs[0]  # int4 stored as int8 has the same values
             element = value.dtype
         elif value.operation == "select_n" and value.inputs[1].dtype in ELEMENTS:
             value = value.inputs[1]
@@ -142,7 +142,7 @@ def _quantized(value: Value) -> Origin:
 
 def _dequantized(value: Value) -> Value | None:
     """Return the low-precision value that a float value is a multiple of, or None."""
-    for _ in range(4):  # two scales, a zero point, a cast
+    for _ in range(4):  # at most two scales, a zero point and a cast
         if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
             return value.inputs[0]
         if value.operation not in ("mul", "sub", "convert_element_type"):
@@ -152,7 +152,7 @@ def _dequantized(value: Value) -> Value | None:
 
 
 def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
-    """Yield (dividend, scale) before a rounding, the main operand first. A product with a reciprocal counts, too."""
+    """Yield (dividend, scale) of divisions before a rounding, the likeliest first; ``x * (1 / scale)`` counts, too."""
     value = _moved(value)
     if value.operation in ("div", "mul"):
         first, second = value.inputs
@@ -163,7 +163,7 @@ def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
         if value.size == 1 and value.operation == "div":
             yield first, second
         if first.size == second.size == value.size and not _is_spread(second):
-            yield from _divisions(first)  # divided by the distance to the next representable value, for noise
+            yield from _divisions(first)  # second is the distance to the next representable value, for noise
     elif value.operation == "clamp":
         yield from _divisions(value.inputs[1])
     elif value.operation in _ROUNDING or (
@@ -176,12 +176,12 @@ def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
 
 
 def _is_spread(value: Value) -> bool:
-    """Whether a value repeats a smaller one."""
+    """Whether a value is a broadcast of a smaller value."""
     return _spread(value).size < value.size
 
 
 def _spread(value: Value) -> Value:
-    """Return the value that a broadcast repeats."""
+    """Return the value before broadcasts."""
     while value.operation in ("broadcast_in_dim", "reshape", "expand_dims", "squeeze", "convert_element_type"):
         if value.inputs[0].dtype in ELEMENTS:
             break
@@ -212,7 +212,7 @@ def _cuts(x: Value) -> Iterator[tuple[int, int]]:
     """Yield pairs of adjacent axes of x that a reshape split from one axis."""
     while x.operation == "convert_element_type":
         x = x.inputs[0]
-    place = list(range(len(x.shape)))  # positions in x of the axes of the current value
+    place = list(range(len(x.shape)))  # position in x of each axis of the current value
     if x.operation == "transpose":
         place = [x.params["permutation"].index(axis) for axis in place]
         x = x.inputs[0]

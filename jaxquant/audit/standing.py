@@ -1,4 +1,4 @@
-"""Standing: quant state that a step with gradients does not update, overwrites with a sum, or treats as a weight."""
+"""Check of quant state in a step with gradients: state must advance, and must not be summed or treated as a weight."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _PARTS = frozenset(
     | {"dynamic_update_slice", "optimization_barrier", "branch", "shard", "unshard"}
     | {"scan_slice", "scan_stack", "scan_carry", "scan_result"}
 )
-"""Operations that move numbers and choose among them."""
+"""Operations that move or select values without changing them."""
 _LINEAR = _PARTS | {"add", "add_any", "sub", "mul", "div", "reduce_sum", "psum", "psum_invariant"}
 _MOVES = _PARTS | {"sharding_constraint", "reshard", "device_put", "reduce_precision"}
 _ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
 _MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
-"""Operations that compute one number from several, or a multiple."""
+"""Operations that compute one number from several numbers, or a multiple of a number."""
 _SPREADS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
-"""Operations whose results still contain a sum that their inputs contain."""
+"""Operations that keep a sum recognizable: if an input contains the sum, the result contains it, too."""
 
 
 class Standing(NamedTuple):
     """Use of quant state in a step.
 
     Attributes:
-      faults: error messages about state that does not advance or is treated as a weight.
+      faults: error messages about state that does not advance, is overwritten with a sum, or is treated as a weight.
       frozen: paths of layers that are differentiated and whose state is frozen with ``state.frozen``.
     """
 
@@ -47,13 +47,14 @@ class Standing(NamedTuple):
 
 
 def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
-    """Find quant state of layers with a backward pass that does not advance.
+    """Find quant state that a step uses wrongly, and layers whose quant state is frozen.
 
-    An amax history advances if a result contains it shifted by one entry. It is treated as a weight if a result
-    contains sums or multiples of it, or if observations are squared or used as divisors, as norms and optimizers do. In
-    a step that trains parameters it is lost if sums or multiples of the observations replace it.
+    An amax history advances if a result contains the history, shifted by one entry. A history is treated as a weight if
+    a result contains sums or multiples of the history, or if observations are squared or used as divisors, as norms and
+    optimizers do. A history is lost if a step that trains parameters replaces it with sums or multiples of the
+    observations.
     """
-    # Histories of the tables, and histories under the names of flax's own ops.
+    # Histories in jaxquant's tables, and histories of flax's own ops, whose names also end in "amax_history".
     histories = [each for each in program.inputs if each.name and each.name[-1].endswith(HISTORY)]
     if not histories or not any(each.is_backward for each in labeled):
         return Standing((), ())
@@ -96,7 +97,12 @@ def _is_reduced(value: Value) -> bool:
 
 
 def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, list[str]], list[str]]:
-    """Return, by amax history, the paths of the layers with a backward pass that it scales, and the frozen layers."""
+    """Return the differentiated layers by amax history, and the frozen ones.
+
+    Returns:
+      For each value that a scale depends on, such as an amax history, the paths of the layers that use the scale; and
+      the paths of the frozen layers.
+    """
     layers: dict[Value, list[str]] = {}
     frozen: dict[str, None] = {}
     with_backward = {each.forward for each in labeled if each.is_backward}
@@ -118,7 +124,7 @@ def _made_of(operand: Origin) -> Iterable[Value]:
 
 
 def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
-    """Yield the histories from which sums or multiples of their shape are computed, except through observations."""
+    """Yield the histories of which sums or multiples are computed; computations of observations do not count."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
     made = ancestors(sums, stop=lambda value: _is_reduced(value) or value in observed)
@@ -137,7 +143,7 @@ def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
 def _spread(
     values: Iterable[Value], readers: Mapping[Value, Sequence[Value]], operations: Set[str] = _LINEAR
 ) -> set[Value]:
-    """Return values and the results of some operations on them, by default linear functions and choices."""
+    """Return the values, and everything that ``operations`` (by default linear operations) compute from them."""
     known = set(values)
     queue = list(known)
     while queue:
@@ -153,9 +159,9 @@ def _overwritten(
     readers: Mapping[Value, Sequence[Value]],
     labeled: Sequence[LabeledContraction],
 ) -> Iterator[Value]:
-    """Yield the histories of a training step that are only replaced by sums of observations.
+    """Yield the histories that a training step replaces by sums of observations.
 
-    Histories that no contraction reads are ignored, for example while a large batch is accumulated.
+    Histories that no contraction depends on are ignored, for example while a large batch is accumulated.
     """
     known = _spread(program.observed, readers, _SPREADS)
     forward = ancestors(_operands(each for each in labeled if not each.is_backward))
@@ -190,7 +196,7 @@ def _is_lost(value: Value) -> bool:
 
 
 def _is_mixed(value: Value, known: Set[Value]) -> bool:
-    """Whether a value is a sum of several known numbers or a multiple, and not a sum that only joins padded parts."""
+    """Whether a value is a sum of known values or a multiple; a sum that joins padded parts does not count."""
     if value.operation not in _ADDS:
         return True
     parts = _below([value], lambda each: each.operation in ("add", "add_any"))
@@ -200,7 +206,7 @@ def _is_mixed(value: Value, known: Set[Value]) -> bool:
 
 
 def _is_trained(result: Value, weights: Set[Value]) -> bool:
-    """Whether a result is a weight of the same shape with something added to it, like a trained weight."""
+    """Whether a result is a weight plus an update, that is, a trained weight."""
     within = _below([result], lambda each: each.operation in _MOVES | _ADDS)
     sums = _below((each for each in within if each.operation in _ADDS), lambda each: each.operation in _MOVES | _ADDS)
     return any(each in weights and each.shape == result.shape for each in sums)

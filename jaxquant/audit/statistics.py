@@ -2,8 +2,9 @@
 
 A record leaves the backward pass as a cotangent (``audit.health``). If a layer is used more than once, automatic
 differentiation sums the records. Sums of counts and squares are the counts and squares of all uses. Sums of amaxes and
-scales are meaningless, so each is stored with a one-hot count over bins, whose highest nonempty bin is the maximum (as
-``core.delayed`` stores amaxes): exact for one use, rounded up by at most 12.5 % for several.
+scales are meaningless. Each amax and each scale is therefore stored with a one-hot vector over bins, as in
+``core.delayed``; the highest nonempty bin of the sum contains the maximum. The maximum is exact for one use of a layer,
+and rounded up by at most 12.5 % for several uses.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _PEAK = 1 + BINS
 WIDTH = 2 * _PEAK + len(_SUMS)
 """Length of a record."""
 
-# scale = amax · (1 / bound) rounds three times, by 2⁻²⁴ each, and the largest element must not count as saturated for
-# this reason.
+# scale = amax · (1 / bound) has three rounding errors of up to 2⁻²⁴ each. With this tolerance, the largest element does
+# not count as saturated because of them.
 _ROUNDING = 1 + 2.0**-22
 
 
@@ -58,7 +59,7 @@ def record(
         assert tensor is not None
         back, nonzero = dequantize(tensor), values != 0
         saturated = jnp.zeros((), bool)
-        if tensor.codec is None:  # scales of a tensor format are not accessible
+        if tensor.codec is None:  # a tensor format does not expose its scales
             # A channel of zeros has scale 1, which does not describe the other channels.
             scales = apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks)
             filled = jnp.max(scales)
@@ -79,17 +80,18 @@ def record(
 def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"]]:
     """Convert records, or sums of them, to the statistics of their tensors.
 
-    With x the elements, x̂ their dequantized values, and several uses counted together:
+    x are the elements of a tensor, and x̂ their dequantized values; several uses of a layer count together.
 
     - ``amax`` = max |x|, infinite if an element is not finite.
-    - ``scale``: largest scale of the tensor, except for channels or tiles of zeros; 0 for a tensor format.
-    - ``saturated``: share of elements with |x| / scale above the largest value of the element type (integers: its
-      bound, qmax + 0.5), which were clipped.
+    - ``scale``: largest scale of the tensor, without the scales of all-zero channels and tiles; 0 for a tensor format.
+    - ``saturated``: share of elements that were clipped, because |x| / scale is above the largest value of the element
+      type (for integers, above the bound qmax + 0.5).
     - ``flushed``: share of the elements x ≠ 0 with x̂ = 0.
     - ``sqnr`` = 10 · log10(Σ x² / Σ (x − x̂)²), in dB.
     - ``nonfinite``: share of elements that are infinite or NaN.
 
-    All except amax and nonfinite are NaN for a float tensor, and all six for a tensor that no backward pass reached.
+    For a float tensor, all statistics except amax and nonfinite are NaN. For a tensor that no backward pass reached,
+    all six statistics are NaN.
 
     Args:
       records: float32, from ``record``.
@@ -112,9 +114,9 @@ def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"
 def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     bound = element(spec.dtype).bound * _ROUNDING
     scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
-    if tensor.zero_point is not None:  # it is rounded by up to half a code
+    if tensor.zero_point is not None:  # the zero point is rounded by up to half a code
         scaled = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
-    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # including -qmax - 1
+    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # -qmax - 1 is a code, too
     return (scaled > bound) | (scaled < -bound - has_every_code)
 
 

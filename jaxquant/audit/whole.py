@@ -1,4 +1,4 @@
-"""Trace of a function with its results and the changes that it makes to its arguments.
+"""Trace of a function: its outputs are the function's results, and the changes that it makes to its arguments.
 
 A step that updates an NNX model in place and returns its loss has the update among its outputs here. Otherwise nothing
 would read the update, and the program would contain no backward pass.
@@ -19,18 +19,18 @@ from jaxquant.trace.paths import Name
 
 _JITTED = type(jax.jit(lambda: None))
 _FUNCTION = "model"
-"""Name of the argument for the function itself, if it is an NNX model or a method of one."""
+"""Argument name of the model, if the function is an NNX model or a method of an NNX model."""
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Name]]:
     """Trace a function.
 
     Args:
-      fn: function, NNX model, or method of one; jitted or not.
+      fn: function, NNX model, or method of an NNX model; jitted or not.
       args, kwargs: arguments of the function.
 
     Returns:
-      The traced function (``jaxpr``), and the path of each of its inputs.
+      The traced function, which has a ``jaxpr``, and the path of each input.
     """
     while isinstance(fn, functools.partial) and any(map(_has_nodes, (*fn.args, *fn.keywords.values()))):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
@@ -69,7 +69,7 @@ def _with_changes(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trace_with_nodes(fn: Callable[..., Any], given: Mapping[str, Any], positional: int) -> tuple[Any, list[Name]]:
-    """Trace a function of NNX models and optimizers, which it may change."""
+    """Trace a function whose arguments contain NNX models or optimizers, which the function may change."""
     nodes = {name: value for name, value in given.items() if _has_nodes(value)}
     graph, states = nnx.split(nodes)
     rest = {name: value for name, value in given.items() if name not in nodes}

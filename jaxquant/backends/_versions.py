@@ -25,9 +25,9 @@ def require(row: BackendRow) -> None:
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"{package} is not installed, and {row.title} runs this config's recipe; {fix}") from None
+        raise ImportError(f"{package} is not installed, but {row.title} runs this config's recipe; {fix}") from None
     first, version, last = ([*map(int, re.findall(r"\d+", text)[:3])] for text in (oldest, found, newest))
     if version < first:
-        raise ImportError(f"{package} {found} is too old, {row.title} needs {oldest} or newer; {fix}")
+        raise ImportError(f"{package} {found} is too old; {row.title} needs {oldest} or newer; {fix}")
     if version > last:
         warnings.warn(f"{row.title} was tested with {package} up to {newest}, not with {found}", stacklevel=2)

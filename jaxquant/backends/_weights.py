@@ -1,4 +1,4 @@
-"""Static activation scales of converted kernels, also for experts without tokens; errors about such kernels."""
+"""Static activation scales of converted kernels, also of experts without tokens, and errors about converted kernels."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def check_converted(path: str, found: str, reader: str, needed: str) -> None:
       path: path of the layer.
       found: description of the converted kernel, such as "int8".
       reader: reader of the kernel, such as a recipe's name in quotes.
-      needed: description of the kernel that the reader needs, in the words of ``found``.
+      needed: description of the kernel that the reader needs, in the same form as ``found``.
 
     Raises:
       ValueError: the two descriptions differ.
     """
     if found != needed:
         raise ValueError(
-            f"{layer_name(path)} has a converted kernel of {found}, and {reader} takes {needed}; serve with the recipe "
-            "that it was converted with"
+            f"{layer_name(path)} has a converted kernel of {found}, but {reader} needs {needed}; use the recipe "
+            "that the kernel was converted with"
         )
 
 
@@ -42,7 +42,7 @@ def uncalibrated_error(path: str, recipe: Recipe) -> ValueError:
       recipe: recipe of the layer.
     """
     return ValueError(
-        f"{layer_name(path)} has no amax history of its input, so {recipe.name!r} has no static scale for it; train "
+        f"{layer_name(path)} has no amax history of its input, and {recipe.name!r} needs one for a static scale; train "
         "the model, or calibrate it with jaxquant.calibrate"
     )
 
@@ -50,15 +50,16 @@ def uncalibrated_error(path: str, recipe: Recipe) -> ValueError:
 def fill_missing_input_scales(path: str, recipe: Recipe, scale: Any, stacked: Collection[int]) -> Any:
     """Return the static scale of a kernel's activations, with a fallback for experts without rows.
 
-    An expert that never got a row has no observed activation. Its scale becomes the largest scale of the other experts
-    of its layer, which read the same activations, and a warning names it. Under jit there is no warning.
+    An expert that never received a row has no observed activation. Its scale becomes the largest scale of the other
+    experts of the layer, which read the same activations, and a warning names the expert. Under jit there is no
+    warning.
 
     Args:
       path: path of the layer.
       recipe: recipe of the layer.
       scale: scale of the kernel's rank, with an axis for each stack of layers or experts. None if the activation is
         scaled dynamically, 0 for an activation that was not observed.
-      stacked: axes along which layers are stacked; layers do not use each other's scales.
+      stacked: axes along which layers are stacked; a layer does not use the scales of other layers.
 
     Raises:
       ValueError: no expert of a layer has an observed activation.

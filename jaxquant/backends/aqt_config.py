@@ -2,16 +2,16 @@
 
 AQT differs from other backends under every recipe:
 
-- It multiplies by the reciprocal of the scale, so ``TensorSpec.reciprocal`` False differs in the last bit of a qvalue.
-- It maps the amax of an integer weight to qmax + 0.5, so ``TensorSpec.keeps_grid`` has no effect, and decoded integers
-  shrink when they are quantized again.
+- AQT multiplies by the reciprocal of the scale, so ``TensorSpec.reciprocal`` False differs in the last bit of a qvalue.
+- AQT maps the amax of an integer weight to qmax + 0.5, so ``TensorSpec.keeps_grid`` has no effect, and decoded integers
+  become smaller when they are quantized again.
 - Scales have the dtype of the tensor (bfloat16 in a bfloat16 model), and an all-zero channel has the scale 1/bound.
 - The result is cast to the dtype of the operands.
-- On devices other than TPUs and GPUs it runs int4×int4 as int8×int8 with the same values.
+- On devices other than TPUs and GPUs, AQT runs int4×int4 as int8×int8 with the same values.
 
-``FORWARD`` operands are always exact, also in blocks of the weight gradient: AQT's ``use_fwd_quant`` passes the
-forward's qvalues to the backward matmul as floats and quantizes them again. A constant calibration at the element's own
-bound makes the second scale exactly 1, so the second rounding changes nothing. (MaxText's int8 disables
+The qvalues of ``FORWARD`` operands are always exact, also in blocks of the weight gradient. AQT's ``use_fwd_quant``
+passes the forward's qvalues to the backward matmul as floats and quantizes them again. A constant calibration at the
+element's own bound makes the second scale exactly 1, so the second rounding changes nothing. (MaxText's int8 disables
 ``use_fwd_quant`` and quantizes the residual again; in a recipe, a separate operand spec does the same.)
 
 AQT is no longer developed; ``jaxquant.config.backends`` lists the tested versions.
@@ -50,7 +50,7 @@ _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 @aqt_utils.flax_slots_kw_only_dataclass
 class _ClippingFp8(fp8_numerics.Fp8Numerics):
-    """AQT's fp8 with zero gradient for values outside the calibrated range; AQT supports that for integers only."""
+    """AQT's fp8 with zero gradient for values outside the calibrated range, which AQT supports only for integers."""
 
     def vjp_bwd(self, res, grad):
         (x,) = res
@@ -70,7 +70,7 @@ class _Blocked(aqt_dot_general.DotGeneralRaw):
         if axes and lhs.shape[axes[0]] % self.count:
             raise ValueError(
                 f"quantization_local_shard_count {self.count} of {self.recipe_name!r} must divide the first "
-                f"contraction axis of the weight gradient, of size {lhs.shape[axes[0]]}; use a divisor of it, or 0"
+                f"contraction axis of the weight gradient, of size {lhs.shape[axes[0]]}; use a divisor of the size or 0"
             )
         return aqt_dot_general.DotGeneralRaw.__call__(self, lhs, rhs, lhs_qt, rhs_qt, dimension_numbers)
 
@@ -178,9 +178,9 @@ def _quantizer(spec: TensorSpec) -> aqt_quantizer.Quantizer:
 
 
 def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_quantizer.Quantizer:
-    """Return a quantizer that keeps the forward's qvalues: with a scale of exactly 1, or none if the other is float."""
+    """Return a quantizer with a scale of exactly 1 for the forward's qvalues, or an empty one if other is float."""
     if not isinstance(spec, TensorSpec) or spec.granularity == "per_tile":
-        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a separate spec")
+        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "set a separate spec")
     if other is None:
         return aqt_quantizer.quantizer_make(None, initialize_calibration=False)
     whole = _quantizer(TensorSpec(spec.dtype))
@@ -219,8 +219,8 @@ def tile_size(recipe: Recipe) -> int | None:
 def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     """Translate a recipe to an AQT config.
 
-    In both of AQT's gradients the output gradient is lhs, so our ``drhs.lhs`` (the activation) is its ``drhs.rhs``. The
-    tile size is not part of the config: the matmul gets it as a tiling function.
+    In both of AQT's gradients the output gradient is lhs, so our ``drhs.lhs`` (the activation) is AQT's ``drhs.rhs``.
+    The tile size is not part of the config; ``tiling_fn`` returns it for the matmul.
 
     Args:
       recipe: recipe to translate.
@@ -228,7 +228,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     Raises:
       NotImplementedError: AQT does not support an operand; the error names an alternative.
 
-    Source: ``aqt.jax.v2.config.config_v4``, without the settings that it resets.
+    Source: ``aqt.jax.v2.config.config_v4``, without the settings that ``config_v4`` resets.
     """
     check_honoured("AQT", HONOURS, recipe)
     tile = tile_size(recipe)
@@ -248,7 +248,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
             source = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             if spec == FORWARD:
                 if theirs == "lhs" or name == "fwd":
-                    raise _refuse(recipe, place, "forward tensor to reuse there", "give it a separate spec")
+                    raise _refuse(recipe, place, "forward tensor to reuse there", "set a separate spec")
                 setattr(raw.dg_quantizer, theirs, _reused(recipe, place, source, other))
                 raw.rhs.use_fwd_quant = True
                 spec = None if other is None else source
@@ -284,7 +284,7 @@ def tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
                 if operand.shape[axis] % size:
                     raise ValueError(
                         f"tile_size {size} of {recipe.name!r} does not divide contraction axis {axis} "
-                        f"of size {operand.shape[axis]}; use a divisor of it or -1"
+                        f"of size {operand.shape[axis]}; use a divisor of this size, or -1"
                     )
             tiles = [tiling.AxisTiling(axis=axis, tile_size=size) for axis in axes]
             sides.append(tiling.TensorTiling(contraction_axes=tiles, remaining_axes=[]))

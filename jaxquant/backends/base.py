@@ -1,4 +1,4 @@
-"""The interface of a backend, which native, AQT and Qwix implement."""
+"""Interface of a backend; native, AQT and Qwix implement it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_li
 from jaxquant.core.qtensor import QTensor, dequantize, operand_dtype
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import Placement, fit_varying, transposed
+from jaxquant.core.sharding import Placement, fit_varying, untransposed
 from jaxquant.ops.contract import contract
-from jaxquant.ops.converted import straight_through
+from jaxquant.ops.converted import with_input_gradient
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import first_order_call
 from jaxquant.ops.pieces import QuantState, with_shards
@@ -96,14 +96,14 @@ class Backend:
           operation: primitive of the contraction, such as "dot_general".
           recipe: recipe of the contraction.
           dtype: dtype name of both operands, or "" if they differ.
-          is_split: whether a ``jax.shard_map`` splits its experts over devices.
+          is_split: whether a ``jax.shard_map`` splits the experts of the contraction over devices.
         """
         if is_split:
-            return f"{self.row.title} has no experts that a shard_map splits over devices; {NATIVE_INSTEAD}"
+            return f"{self.row.title} does not support experts that a shard_map splits; {NATIVE_INSTEAD}"
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
-        """Return the backend that computes a contraction: this one, or the completing one if this lacks the op.
+        """Return the backend that computes a contraction: this one, or native if only native supports the contraction.
 
         Args:
           operation, recipe, dtype, is_split: arguments of ``unsupported``.
@@ -111,12 +111,13 @@ class Backend:
         return self
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Contract an activation with a weight: as in training, or as in serving if the weight is converted.
+        """Contract an activation with a float weight (training) or a converted weight (serving).
 
         Args:
           lhs, rhs: activation and weight.
           setup: parameters of the contraction.
-          group_sizes: rows of each group of a ragged matmul, as in ``jax.lax.ragged_dot``; None for other operations.
+          group_sizes: number of rows of each group of a ragged matmul, as in ``jax.lax.ragged_dot``; None for other
+            operations.
 
         Raises:
           NotImplementedError: the backend would ignore an option.
@@ -159,7 +160,7 @@ class Backend:
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> QTensor:
-        """Quantize the weight of a contraction as its op does in training.
+        """Quantize the weight of a contraction as the op does in training.
 
         Args:
           operation: primitive of the contraction.
@@ -170,8 +171,8 @@ class Backend:
           batch: batch axes of the weight, which no block of scales crosses.
 
         Returns:
-          The weight with the static scale of the activation, or None for this scale if it is dynamic. The scale has
-          shape (1,), with a leading axis of groups for a ragged matmul.
+          The quantized weight. Its ``input_scale`` is the static scale of the activation, or None if that scale is
+          dynamic. The scale has the rank of the weight and one element, or one for each group of a ragged matmul.
         """
         raise NotImplementedError
 
@@ -183,17 +184,17 @@ class LibraryBackend(Backend):
       honours: supported fields of a recipe, with a rule for each.
       dtype_faults: unsupported operand dtypes by name, each with the reason.
       translate: function that returns the library's config for a recipe, and raises for unsupported fields.
-      train: contraction of (recipe, activation, weight, dimension numbers, random key or None).
-      serve: contraction of (recipe, activation, converted kernel, dimension numbers).
-      convert: function of (recipe, weight, contraction axes) that quantizes a weight.
+      contract_float: contraction of (recipe, activation, weight, dimension numbers, random key or None).
+      contract_converted: contraction of (recipe, activation, converted kernel, dimension numbers).
+      convert_weight: function of (recipe, weight, contraction axes) that quantizes a weight.
     """
 
     honours: ClassVar[Honours]
     dtype_faults: ClassVar[Mapping[str, str]]
     translate: ClassVar[Any]
-    train: ClassVar[Any]
-    serve: ClassVar[Any]
-    convert: ClassVar[Any]
+    contract_float: ClassVar[Any]
+    contract_converted: ClassVar[Any]
+    convert_weight: ClassVar[Any]
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -201,7 +202,7 @@ class LibraryBackend(Backend):
         self.translate(recipe)
 
     def completed_by(self, native: Backend) -> LibraryBackend:
-        """Return this backend, completed by another backend that computes the operations that the library lacks."""
+        """Return a copy of this backend in which native computes the operations that the library does not support."""
         completed = copy.copy(self)
         completed._native = native
         return completed
@@ -234,13 +235,13 @@ class LibraryBackend(Backend):
         recipe = with_shards(setup.recipe, lhs, dims.lhs_free if self.row.shards_batch else dims.lhs_free[::-1])
         lhs = lhs.astype(dtype)
         rhs = rhs.astype(dtype.name)
-        if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize; the libraries divide by sizes
+        if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
             rhs = dequantize(rhs, dtype.name) if isinstance(rhs, QTensor) else rhs
             return jax.lax.dot_general(lhs, rhs, setup.numbers)
         if isinstance(rhs, QTensor):
-            serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
-            return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
-        run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
+            run_converted = functools.partial(self.contract_converted, recipe, numbers=dims.numbers)
+            return with_input_gradient(run_converted, self._input_gradient(lhs, rhs, dims), lhs, rhs)
+        run = lambda lhs, rhs, key: self.contract_float(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
         return first_order_call(recipe.name, run, lhs, rhs, (setup.key,))
 
     def quantize_weight(
@@ -253,13 +254,13 @@ class LibraryBackend(Backend):
         batch: Sequence[int] = (),
     ) -> QTensor:
         """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
-        return self.convert(recipe, weight, axes)
+        return self.convert_weight(recipe, weight, axes)
 
     def _input_gradient(self, lhs: Array, rhs: QTensor, dims: Dimensions) -> Any:
         """Return the function that computes the activation's gradient with the dequantized kernel."""
         place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
-        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": transposed(place.sharding, order)}
+        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": untransposed(place.sharding, order)}
 
         def gradient(grad: Array, weight: QTensor) -> Array:
             out = contract(grad, weight.operand, backward, out_dtype=grad.dtype.name, **options)
@@ -268,7 +269,7 @@ class LibraryBackend(Backend):
         return gradient
 
     def _reject_ignored(self, dtype: Any, setup: Setup) -> None:
-        """Raise for options of a traced contraction that the library ignores, unless they change nothing."""
+        """Raise if a traced contraction sets an option that the library ignores, unless the option has no effect."""
         precisions = setup.precision if isinstance(setup.precision, tuple) else (setup.precision,)
         is_other = setup.dtype is not None and jnp.dtype(setup.dtype) != dtype
         options = {
@@ -278,6 +279,4 @@ class LibraryBackend(Backend):
         }
         for name, value in options.items():
             if value is not None:
-                raise NotImplementedError(
-                    f"{name} {value} of this matmul is ignored by {self.row.title}; {NATIVE_INSTEAD}"
-                )
+                raise NotImplementedError(f"{self.row.title} ignores {name} {value} of this matmul; {NATIVE_INSTEAD}")

@@ -23,7 +23,7 @@ _UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated"
 
 
 def op_name(op: Literal["dot_general", "einsum"], recipe: Recipe | None) -> str:
-    """Return the name of a layer's op. With delayed scaling it is flax's name, so that checkpoints of its ops load."""
+    """Return the name of a layer's op. With delayed scaling, it is flax's name, so that flax's checkpoints load."""
     if recipe is None or recipe.delayed is None:
         return {"dot_general": "DotGeneral", "einsum": "Einsum"}[op]
     if op == "einsum":
@@ -36,7 +36,7 @@ class NativeBackend(Backend):
     """The ops of ``jaxquant.ops``."""
 
     def check(self, recipe: Recipe) -> None:
-        """Raise for the one field that the ops do not read; see ``Backend.check``."""
+        """Raise if the recipe has shards outside the weight gradient, which the ops ignore; see ``Backend.check``."""
         for name in ("fwd", "dlhs"):
             if getattr(recipe, name).shards != 1:
                 raise refuse(

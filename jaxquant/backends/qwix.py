@@ -1,19 +1,20 @@
-"""Qwix as a backend: its rules in training, its arrays with converted kernels. Only this file imports Qwix.
+"""Qwix as a backend: its rules in training, and its arrays with converted kernels. Only this file imports Qwix.
 
 Qwix differs from other backends under every recipe:
 
-- It divides by the scale, so ``TensorSpec.reciprocal`` True differs in the last bit of a qvalue. Scales have the dtype
+- Qwix divides by the scale, so ``TensorSpec.reciprocal`` True differs in the last bit of a qvalue. Scales have the
+dtype
   of the tensor (bfloat16 in a bfloat16 model).
-- It maps the amax of an integer weight to qmax + 0.5 and rounds no scale, so ``TensorSpec.keeps_grid`` has no effect.
-- ``MatmulSpec.shards`` splits the **last** contraction axis of the weight gradient (the sequence, for a batch of
+- Qwix maps the amax of an integer weight to qmax + 0.5 and does not round scales, so ``TensorSpec.keeps_grid`` has no
+effect. - ``MatmulSpec.shards`` splits the **last** contraction axis of the weight gradient (the sequence, for a batch
+of
   sequences); the other backends split the first. Blocks of fewer than 128 elements are dequantized before the matmul.
 - Both backward matmuls round with the same noise.
-- ``precision`` and ``preferred_element_type`` of the replaced operations are ignored; a contraction with one of them is
-  rejected.
-- The weights of its ragged matmul have one scale for each column, which all groups share, so that experts with small
-  weights lose them. It is not used: ragged matmuls run on the native backend or stay in float.
-- An operand with the shape of a parameter counts as a weight. ``_train`` gives the kernel more axes than any
-  activation, and a separate jit, so that roles depend on the call as in the other backends.
+- Qwix ignores ``precision`` and ``preferred_element_type``; a contraction that sets one of these is rejected.
+- In Qwix's ragged matmul, all groups share one scale for each column of the weights, so small weights of an expert can
+  become zero. The backend does not use this matmul: ragged matmuls run on the native backend or stay in float.
+- Qwix treats an operand with the shape of a parameter as a weight. In ``_train``, the kernel therefore has more axes
+  than any activation, and a separate jit, so that the call selects the weight, as in the other backends.
 
 Tested with the versions in ``jaxquant.config.backends``; everything imported is public there.
 """
@@ -51,7 +52,7 @@ def _rule(pattern: str, fields: Mapping[str, Any]) -> qwix.QtRule:
 
 
 class _Provider(qwix.QtProvider):
-    """Provider that rounds stochastically with noise from a key, or from a layer's operands if there is no key.
+    """Provider whose noise for stochastic rounding depends on a key, or on a layer's operands if there is no key.
 
     Qwix would use an RNG stream of the module, which a traced matmul does not have.
     """
@@ -74,7 +75,7 @@ class _Provider(qwix.QtProvider):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Noise:
-    """Uniform noise in [-0.5, 0.5) of a shape; a pytree, as Qwix passes it through its custom derivative."""
+    """Function that returns uniform noise in [-0.5, 0.5); a pytree, because Qwix passes it through a custom VJP."""
 
     key: Any
 
@@ -100,10 +101,10 @@ class _Contraction(nn.Module):
 
 
 def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | None) -> Array:
-    """Contract an activation with a float weight as Qwix trains.
+    """Contract an activation with a float weight, as in Qwix's training.
 
-    Qwix has no public function for this, so its rules quantize a module of one matmul. Qwix recognizes a weight by its
-    data flow from a parameter or by a parameter's shape. Here the parameter has more axes than any operand, and the
+    Qwix has no public function for this, so Qwix's rules quantize a module of one matmul. Qwix recognizes a weight by
+    its data flow from a parameter or by a parameter's shape. Here the parameter has more axes than any operand, and the
     matmul has a separate jit, in which Qwix can follow the data flow.
     """
     kernel = rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape)
@@ -146,8 +147,8 @@ class QwixBackend(LibraryBackend):
 
     honours = HONOURS
     dtype_faults = {"float16": "replaces scales below 0.008 by 1 in float16, and most weights by zeros"}  # noqa: RUF012
-    translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
-    serve = staticmethod(_serve)
+    translate, contract_float = staticmethod(to_qwix), staticmethod(_train)
+    contract_converted, convert_weight = staticmethod(_serve), staticmethod(_convert)
 
     def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
         """Return Qwix's rules for regexes and recipes, for ``qwix.quantize_model``; a recipe of None means float.
@@ -162,7 +163,7 @@ class QwixBackend(LibraryBackend):
         return qwix.QtProvider(list(rules))
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
-        """Run Qwix's contraction; raises where a GPU compiler would fail. See ``Backend.contract``."""
+        """Run Qwix's contraction, or raise if a GPU compiler would fail; see ``Backend.contract``."""
         dtypes = {spec.dtype for spec in setup.recipe.specs.values() if isinstance(spec, TensorSpec)}
         if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS:
             return self._contract_wide(lhs, rhs, setup)

@@ -1,4 +1,4 @@
-"""Qwix: translation of a recipe to the keyword arguments of a Qwix rule, without the library. ``qwix`` runs them."""
+"""Qwix: translation of a recipe to the keyword arguments of a Qwix rule, without the library. ``qwix`` uses them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ HONOURS: Honours = {
 }
 """Supported values of each single field. ``to_qwix`` rejects unsupported combinations."""
 FOUR_BITS = frozenset({"int4", "float4_e2m1fn"})
-"""Element types that XLA for CPUs multiplies only if it reshapes an operand first."""
+"""Element types that XLA for CPUs can multiply only after a reshape of an operand."""
 
 
 def _has_quantized_backward(recipe: Recipe) -> bool:
@@ -166,6 +166,6 @@ class _TileShare(float):
         if size % self.count:
             raise ValueError(
                 f"quantization_local_shard_count {self.count} of {self.recipe_name!r} does not divide the last "
-                f"contraction axis of the weight gradient, which has size {size}; use a divisor of it, or 1"
+                f"contraction axis of the weight gradient, of size {size}; use a divisor of {size}, or 1"
             )
         return size / self.count

@@ -1,4 +1,4 @@
-"""Bar chart of the README: speed over bfloat16 by library and string, from committed rows of the GEMM set.
+"""Bar chart of the README: speedup over bfloat16 by library and config string, from committed rows of the GEMM set.
 
 python -m jaxquant.bench.chart > docs/images/speed.svg
 """
@@ -9,7 +9,7 @@ from jaxquant.bench.schemes import RESULTS, ROOT
 
 
 def draw() -> str:
-    """Return the chart as SVG; ``docs/images/speed.json`` has its texts and the rows that it shows."""
+    """Return the chart as SVG; ``docs/images/speed.json`` has the texts and rows of the chart."""
     texts = json.loads((ROOT / "docs/images/speed.json").read_text())
     rows = json.loads((ROOT / RESULTS / texts["rows"]).read_text())["rows"]
     speeds = {f"{row['library']} {row['recipe']}": row["speedup"] for row in rows}

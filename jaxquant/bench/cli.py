@@ -21,7 +21,7 @@ ABSENT = {
     "speeds": (CHIPS, "Estimate an MLP step by config string.\n\nWith --out, also writes jaxquant/config/speeds.py."),
     "layers": (CHIPS, "Compile decoder layers; adds rows to the table."),
 }
-"""Commands that compile for chips that are not in this machine: the chips, and what the command does."""
+"""Commands that compile for chips that this machine may not have: name -> (chips, help text)."""
 
 
 @click.group()
@@ -81,7 +81,7 @@ def speedrun(out: Path, small: bool, only: Sequence[str], steps: int | None) -> 
 
     One decoder, data set and seed, for each library at its defaults: time and steps until a fixed held-out loss, tokens
     per second, peak memory and final loss. About ten minutes on one GPU. A CPU runs a small size and compares losses
-    only. Writes a table, a plot, and a JSONL file that gets each row when it is known.
+    only. Writes a table, a plot, and a JSONL file to which each row is appended when it is measured.
 
     Exit codes: 0 on success, 1 if a number is wrong, 2 if something does not run or compile, 130 after Ctrl-C.
     """

@@ -1,4 +1,4 @@
-"""GPU kernels of jaxquant on a GPU: results compared with the references, times compared with XLA's program."""
+"""GPU kernels of jaxquant on a GPU: results compared with the references, and times with XLA's program."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ CASES = tuple(case for each in itertools.zip_longest(CASTS, PRODUCTS, BLOCK_CAST
 
 
 Pair = tuple[Row, Sequence[Callable[[], Any]]]
-"""Row of a kernel, and calls of it and of its peer, compiled; no calls if the kernel does not run."""
+"""Row of a kernel, and compiled calls of the kernel and of its peer; no calls if the kernel does not run."""
 
 
 def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[Row]:
-    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's program for it.
+    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's own program.
 
-    Operands of matmuls are small integers, so every sum is exact. The peer of a dense product of blocks is XLA's matmul
-    of the dequantized operands in bfloat16; the peer of a grouped product is its reference. `equal` is the share of
-    equal elements; times are medians of ten consecutive calls, taken in turns, and `ratio` is XLA's time over the
-    kernel's. If the kernel or its compiler raises, the note has the reason.
+    Operands of matmuls are small integers, so every sum is exact. The peer of a dense block-scaled matmul is XLA's
+    bfloat16 matmul of the dequantized operands; the peer of a grouped block-scaled matmul is its reference. `equal` is
+    the share of equal elements. Times are medians of ten consecutive calls, taken in turns, and `ratio` is XLA's time
+    divided by the kernel's. If the kernel or its compiler raises an error, the note has the reason.
 
     Args:
-      cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the products of blocks.
-      rounds: number of measurements of each.
+      cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the block-scaled matmuls.
+      rounds: number of measurements of each call.
     """
     make = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
     for case in cases:
@@ -106,7 +106,7 @@ def _block_cast(case: block_casts.Case) -> Pair:
     from jaxquant.kernels.block_quantize import gpu
 
     row = {"kernel": "block_quantize", "case": str(case)}
-    if why := mosaic_gpu.refuse_device(capability_of(), 9, 9, interpret=False):
+    if why := mosaic_gpu.device_refusal(capability_of(), 9, 9, interpret=False):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
     both = (functools.partial(place.block_quantize, casts=case.casts) for place in (gpu, block_casts_reference))
@@ -132,9 +132,9 @@ def _product(case: products.Case) -> Pair:
 
 def _blocks(case: blocks.Case) -> Pair:
     row = {"kernel": f"block_{case.form}", "case": str(case)}
-    is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.NEW
-    if why := mosaic_gpu.refuse_device(capability_of(), 9, 9, interpret=False) or (
-        "mixed elements" if is_mixed else None
+    is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.HAS_JAX_0_11
+    if why := mosaic_gpu.device_refusal(capability_of(), 9, 9, interpret=False) or (
+        "operands of different dtypes" if is_mixed else None
     ):
         return _refused(row, why)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -145,7 +145,7 @@ def _blocks(case: blocks.Case) -> Pair:
     args += [jnp.array(case.groups, jnp.int32)] if case.groups else []
 
     def xla(x: jax.Array, w: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        scales = (left, blocks_reference.per_row(right, w.shape[1]))
+        scales = (left, blocks_reference.repeat_per_row(right, w.shape[1]))
         sides = [
             (side.astype(jnp.float32) * jnp.repeat(scale, blocks_reference.BLOCK, axis=2)).astype(jnp.bfloat16)
             for side, scale in zip((x, w), scales, strict=True)

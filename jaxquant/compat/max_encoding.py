@@ -11,7 +11,7 @@ from jaxquant.formats import BlockParameters, Codec, block_parameters, codec
 
 
 class QuantizationEncoding(enum.Enum):
-    """Byte format of a quantized weight."""
+    """Format of a quantized weight in bytes."""
 
     Q4_0 = "Q4_0"
     Q4_K = "Q4_K"

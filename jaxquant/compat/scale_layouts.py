@@ -35,7 +35,7 @@ class ScaleLayout(enum.Enum):
         return cls.MLC_BMM if keep_first_batch_dim else cls.MLC_DYNAMIC
 
     def write(self, scale: Float[Array, "*lead G"]) -> Float[Array, "*stored"]:
-        """Convert row-major scales to this layout.
+        """Return row-major scales in this layout.
 
         Raises:
           ValueError: the layout is ``MLC_BMM`` and the activation has fewer than three axes.

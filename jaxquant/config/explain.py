@@ -37,11 +37,11 @@ LEAN = (
     "bfloat16, before it is rounded to the element; other operands are divided in float32. The product of two scales "
     "is rounded to the dtype that the matmul returns (docs/guide/delayed.md lists every rounding)."
 )
-"""Description of the roundings of lean arithmetic."""
+"""Text about the roundings of recipes that compute in the operands' dtype."""
 
 
 def names_of(row: RecipeRow) -> list[str]:
-    """Return the config strings of a row, its own name first."""
+    """Return the config strings of a row, starting with its own name."""
     return [name for name, other in RECIPES.items() if other is row]
 
 
@@ -123,7 +123,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
             f"Sparsity: {sparsity.n} of every {sparsity.m} weights along the contraction are kept, from step "
             f"{sparsity.start_step} on; they are selected again every {sparsity.update_step} steps."
         )
-    if recipe.is_lean or any(recipe.part(matmul).is_lean for matmul in ("dlhs", "drhs")):
+    if recipe.is_lean or any(recipe.for_matmul(matmul).is_lean for matmul in ("dlhs", "drhs")):
         yield LEAN
     yield from describe_kernels(recipe)
     if recipe.shares_experts:
@@ -156,7 +156,7 @@ def describe_kernels(recipe: Recipe) -> Iterator[str]:
 
 
 def describe_residual(recipe: Recipe, side: Side) -> str:
-    """Describe the residual of a forward operand."""
+    """Return a description of the residual of a forward operand."""
     kind = recipe.residual_kind(side)
     if kind == "own":
         return f"as the {'weight' if side == 'lhs' else 'input'}'s gradient reads it"
@@ -176,7 +176,7 @@ def describe_matmul(spec: MatmulSpec) -> str:
 
 
 def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_is_quantized: bool = True) -> str:
-    """Describe one operand of a matmul.
+    """Return a description of one operand of a matmul.
 
     Args:
       operand: operand of a recipe's matmul.
@@ -258,7 +258,7 @@ def _micro(micro: Micro) -> Iterator[str]:
 
 
 def describe_element(known: Element) -> str:
-    """Describe an element type."""
+    """Return a description of an element type."""
     inside = (
         f"magnitudes up to {known.max:g}"
         if known.kind == "int"

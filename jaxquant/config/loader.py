@@ -125,7 +125,7 @@ def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYT
 
 
 def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
-    """Raise if a path is a device (may be endless), a pipe (can block, is readable only once) or a socket.
+    """Raise if a path is a device (may be endless), a pipe (may block, is readable only once) or a socket.
 
     Args:
       path: path of a file or folder; reading a folder fails with its own error.

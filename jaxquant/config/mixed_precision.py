@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.tensor_spec import keeping_grid
+from jaxquant.core.tensor_spec import keep_grid
 from jaxquant.core.typed import Typed, build, show
 
 DEFAULT = "__default__"
@@ -50,7 +50,7 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
     """Read an ``intmp`` file (JSON or YAML, by its suffix) as a list of regexes whose first match wins.
 
     An entry inherits missing fields from ``__default__``, which inherits from the built-in defaults. In the file the
-    **last** match wins, as in MaxText, so the entries are returned in reversed order.
+    **last** match wins, as in MaxText, so this function returns the entries in reversed order.
 
     Args:
       path: path of a .json, .yml or .yaml file, relative to the working directory.
@@ -112,4 +112,4 @@ def _recipe(entry: MixedPrecisionEntry) -> Recipe | None:
     rhs = _operand(entry.w_bits, entry.w_scale, entry.tile_size)
     if lhs is None and rhs is None:
         return None
-    return Recipe("intmp", fwd=MatmulSpec(lhs, rhs and keeping_grid(rhs), "int32" if lhs and rhs else None))
+    return Recipe("intmp", fwd=MatmulSpec(lhs, rhs and keep_grid(rhs), "int32" if lhs and rhs else None))

@@ -15,7 +15,7 @@ from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Reci
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
 """Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, with AQT's names.
 
-AQT has the output gradient as lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
+In AQT the output gradient is the lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
 ``drhs.rhs`` here, and AQT's drhs_rhs is ``drhs.lhs``.
 """
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
@@ -64,7 +64,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Config fields that change a recipe together: the ``Options`` fields that name the group.
+    """Config fields that change a recipe together; each ``Options`` field names its group.
 
     Attributes:
       change: function (recipe, options) -> changed recipe; None if the group does not change numerics.
@@ -312,7 +312,7 @@ GROUPS: dict[str, OptionGroup] = {
     "stored scales": OptionGroup(),
     "file": OptionGroup(),
 }
-"""All groups of options, in the order of checking and applying; rows of ``RECIPES`` name them."""
+"""All groups of options, in the order in which they are checked and applied; rows of ``RECIPES`` name these groups."""
 
 CALIBRATION = tuple(_CALIBRATED)
 """Names of the groups of the calibration fields."""

@@ -34,7 +34,7 @@ KV_ELEMENTS: dict[KVCacheName, str] = {"int8": "int8", "int4": "int4", "fp8": "f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantConfig(options.Options):
-    """All settings of jaxquant, under MaxText's names where MaxText has them. Validated at construction.
+    """All settings of jaxquant, under MaxText's names where MaxText has them. The fields are validated at construction.
 
     Attributes:
       quantization: config string, a key of ``RECIPES``; "" means no quantization. A mapping such as ``{fwd:
@@ -249,7 +249,7 @@ class QuantConfig(options.Options):
         if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
             string = fields["quantization"] = ""
         if not string and not fields.get("rules"):
-            # A program's config has a value for every option; without quantization no recipe reads them.
+            # A program's config has a value for every option. Without quantization, no recipe reads these values.
             options_of_strings = {*SWITCHES, *(field.name for field in dataclasses.fields(options.Options))}
             fields = {name: value for name, value in fields.items() if name not in options_of_strings}
         elif unread := _unread_fields(obj):
@@ -382,7 +382,7 @@ def _unread_fields(program: Any) -> dict[str, Any]:
 def _attribute(obj: Any, name: str) -> Any:
     try:
         return getattr(obj, name)
-    except (AttributeError, KeyError, ValueError):  # MaxText's configs raise any of these for an unknown name
+    except (AttributeError, KeyError, ValueError):  # exceptions that MaxText's configs raise for an unknown name
         return _MISSING
 
 

@@ -16,7 +16,7 @@ from jaxquant.config.composition import compose
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, Rotation
-from jaxquant.core.tensor_spec import Micro, TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import Micro, TensorSpec, keep_grid
 from jaxquant.core.typed import build, nearest, show
 
 
@@ -43,13 +43,13 @@ class RecipeRow:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All backends that run the string, ``auto`` first."""
+        """All backends that run the config string, starting with the one of ``auto``."""
         found = [name for name, row in BACKENDS.items() if not row.package] if self.auto else []
         return tuple(sorted((*found, *self.libraries), key=lambda name: name != self.auto))
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the QuantConfig fields that the string reads."""
+        """Names of the QuantConfig fields that the config string reads."""
         return frozenset(field.name for field in dataclasses.fields(Options) if field.metadata["group"] in self.options)
 
     def apply_options(self, options: Options) -> Recipe | None:
@@ -64,7 +64,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
     """Return a recipe that quantizes activation and weight once, and the output gradient for each backward matmul."""
     return Recipe(
         name,
-        fwd=MatmulSpec(spec, keeping_grid(spec), accumulator),
+        fwd=MatmulSpec(spec, keep_grid(spec), accumulator),
         dlhs=MatmulSpec(grad, FORWARD, accumulator),
         drhs=MatmulSpec(FORWARD, grad, accumulator),
         delayed=DelayedSpec() if spec.scaling == "delayed" else None,
@@ -84,7 +84,7 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
     """Return a recipe that quantizes the weight in forward and dlhs, with a straight-through gradient."""
-    return Recipe(name, fwd=MatmulSpec(None, keeping_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
+    return Recipe(name, fwd=MatmulSpec(None, keep_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
@@ -96,7 +96,7 @@ def _encoded(codec: str, dtype: str) -> RecipeRow:
 def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
     """Return a recipe that quantizes all six operands separately, without reusing forward operands."""
     grad = MatmulSpec(backward, backward, accumulator)
-    return Recipe(name, fwd=MatmulSpec(forward, keeping_grid(forward), accumulator), dlhs=grad, drhs=grad)
+    return Recipe(name, fwd=MatmulSpec(forward, keep_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
 
 def _mx(dtype: str) -> TensorSpec:
@@ -109,7 +109,7 @@ def _microscaling(name: str, dtype: str) -> Recipe:
     return _everywhere(name, _mx(dtype), _mx(dtype), "float32")
 
 
-# AQT multiplies by 1/scale and rounds only the gradient stochastically.
+# AQT multiplies by 1/scale, and rounds only the gradient stochastically.
 _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
 )
@@ -367,6 +367,6 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
         suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
-        fix = 'write null (in Python: "") for float' if name.lower() in _FLOAT else suggestion
+        fix = "write null (in Python: None) for float" if name.lower() in _FLOAT else suggestion
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -17,11 +18,11 @@ HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 ROUTER_ENDINGS = ("gate", "router")
 ROUTER_MAX_OUTPUTS = 256
 SWITCHES = ("quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
-"""Config fields, named as in MaxText, that quantize layers which stay in float by default."""
+"""Config fields with MaxText's names; each quantizes a kind of layer that stays in float by default."""
 _NUMBERED = re.compile(r"(?:^|(?<=/))[^/]*?([0-9]+)(?=/)")
-"""Numbered parts of a path except its last part, which is the name of the layer itself."""
+"""Regex of the numbered parts of a path, except the last part, which is the layer's own name."""
 LOW_RANK_ENDINGS = ("lora_a", "lora_b")
-"""Last path parts of low-rank factors, which stay in float: their matmuls are thin, and rounding would harm tuning."""
+"""Last path parts of low-rank factors. They stay in float: their matmuls are small, and rounding would harm tuning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Resolver:
       entries: rules and entries; the first match decides.
       base: decision for all other layers.
       implementation: implementation of every quantized layer.
-      float_ends: numbers of first and last blocks that ``float_blocks`` leaves in float.
+      float_ends: number of blocks at the beginning and at the end that ``float_blocks`` leaves in float.
       switches: fields of ``SWITCHES`` that are on.
     """
 
@@ -152,7 +153,7 @@ class Resolver:
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """Distinct recipes that a layer can get, the base recipe first."""
+        """Distinct recipes that a layer can get, starting with the base recipe."""
         recipes = (self.base.recipe, *(entry.recipe for entry in self.entries))
         return tuple(dict.fromkeys(recipe for recipe in recipes if recipe is not None))
 
@@ -245,6 +246,7 @@ class Resolver:
         for entry in self.entries:
             matched = [path for path in paths if entry.matches(path)]
             if not matched:
+                paths.sort(key=lambda path: -difflib.SequenceMatcher(None, entry.pattern, path).ratio())
                 shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import all_reduce, broadcastable, explicit_sharding, merge_axes, platform_of, split_axes
+from jaxquant.core.sharding import all_reduce, explicit_sharding, merge_axes, platform_of, reshard_like, split_axes
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -27,7 +27,7 @@ def block_shape(
     Args:
       shape: shape of the tensor.
       spec: granularity and sizes.
-      axes: contraction axes, the fastest last.
+      axes: contraction axes, the fastest-varying axis last.
       shards: number of blocks of the first contraction axis that are quantized separately.
       batch: batch axes, along which blocks have size 1 unless one scale covers the complete tensor.
 
@@ -42,34 +42,34 @@ def block_shape(
             if shape[axis] % spec.tile_size:
                 raise ValueError(
                     f"tile_size {spec.tile_size} does not divide contraction axis {axis} of size {shape[axis]} "
-                    f"(shape {shape}); choose a divisor of {shape[axis]} or -1 for no tiles"
+                    f"(shape {shape}); use a divisor of {shape[axis]}, or -1 for no tiles"
                 )
             block[axis] = spec.tile_size
     elif spec.tile_size is not None:
-        _nest(block, shape, axes, spec.tile_size)
+        _fill_axes(block, shape, axes, spec.tile_size)
     if spec.free_size is not None:
         free = [axis for axis in range(len(shape)) if axis not in axes and axis not in batch]
-        _nest(block, shape, free, spec.free_size)
+        _fill_axes(block, shape, free, spec.free_size)
     if shards > 1 and axes:
         first = axes[0]
         if shape[first] % shards:
             raise ValueError(
                 f"quantization_local_shard_count {shards} does not divide contraction axis {first} of size "
-                f"{shape[first]} (shape {shape}); choose a divisor of {shape[first]}, or 0 for a float gradient"
+                f"{shape[first]} (shape {shape}); use a divisor of {shape[first]}, or 0 for a float gradient"
             )
         block[first] = math.gcd(block[first], shape[first] // shards)
     return tuple(block)
 
 
-def _nest(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
-    """Assign ``size`` neighbours to axes, the last one first; continue on the next axis if one is fully covered."""
+def _fill_axes(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
+    """Set the block sizes of axes so that a block has ``size`` neighbours, which fill the last axis first."""
     for axis in reversed(axes):
         block[axis] = max(1, min(size, shape[axis]))
         size = size // block[axis] if block[axis] == shape[axis] else 1
 
 
 def scale_shape(shape: Shape, block: Shape) -> Shape:
-    """Return the number of blocks along each axis; an empty axis that shares a scale has one."""
+    """Return the number of blocks along each axis; an empty axis that shares a scale has one block."""
     return tuple(1 if step >= size else -(-size // step) for size, step in zip(shape, block, strict=True))
 
 
@@ -85,7 +85,7 @@ def reduce_blocks(
     """Reduce each block of x to one element.
 
     Args:
-      x: tensor; the reduction sees zeros where a block is smaller than the others.
+      x: tensor; a block that is smaller than the others is padded with zeros.
       block: shape of a block.
       reduction: reduction such as ``jnp.max``.
       collective: collective such as ``jax.lax.pmax``, to reduce also over the devices that hold other parts of x.
@@ -111,12 +111,12 @@ def reduce_blocks(
 
 
 def pad_blocks(x: Array, steps: dict[int, int]) -> Array:
-    """Append zeros along axes until each is a multiple of its step."""
+    """Append zeros along axes until the size of each axis is a multiple of its step."""
     missing = [-x.shape[axis] % steps.get(axis, 1) for axis in range(x.ndim)]
     return jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
 
 
-def spread(scale: Array, axis: int, size: int, step: int) -> Array:
+def repeat_scale(scale: Array, axis: int, size: int, step: int) -> Array:
     """Repeat the scales along an axis, so that each element of the axis has its scale."""
     return jax.lax.slice_in_dim(jnp.repeat(scale, step, axis=axis), 0, size, axis=axis)
 
@@ -140,13 +140,13 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
         expanded += [n, 1] if axis in counts else [n]
     split, is_grouped = _split(padded, counts)
     scale = scale.reshape(expanded)
-    result = operation(split, _group_rows(scale) if is_grouped else broadcastable(scale, split))
+    result = operation(split, _group_rows(scale) if is_grouped else reshard_like(scale, split))
     result = merge_axes(_ungroup_rows(result) if is_grouped else result, padded)
     return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)
 
 
 # -- on TPUs, whose vectors have 8 rows of 128 elements, blocks are split so that XLA fuses the operations on them -----
-# Otherwise it materializes every broadcast scale in float32, and reads a tensor three times for its amaxes.
+# Otherwise XLA writes every broadcast scale to memory in float32, and reads a tensor three times for its amaxes.
 
 
 def _split(x: Array, counts: dict[int, int]) -> tuple[Array, bool]:
@@ -196,7 +196,7 @@ def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
         if len(long_blocks) == len(axes) == 1:  # the same axis, apart from axes of size 1
             found += [long_blocks[0] if axis in axes else 1 for axis in range(len(targets))]
         else:
-            found += _lay(_neighbours(sizes, blocks), targets)
+            found += _split_block(_contiguous_size(sizes, blocks), targets)
     return tuple(found)
 
 
@@ -217,8 +217,8 @@ def axis_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
     return groups
 
 
-def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
-    """Return the number of elements in a block of some axes, if they are contiguous; raise otherwise."""
+def _contiguous_size(sizes: Sequence[int], blocks: Sequence[int]) -> int:
+    """Return the number of elements in a block along some axes, or raise if these elements are not contiguous."""
     count, is_whole = 1, True
     for size, block in reversed(list(zip(sizes, blocks, strict=True))):
         if block > 1 and (not is_whole or size % block):
@@ -227,8 +227,8 @@ def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
     return count
 
 
-def _lay(count: int, sizes: Sequence[int]) -> list[int]:
-    """Assign ``count`` neighbours to axes, the last one first."""
+def _split_block(count: int, sizes: Sequence[int]) -> list[int]:
+    """Split a block of ``count`` neighbours over axes, from the last axis to the first."""
     blocks: list[int] = []
     for size in reversed(sizes):
         block = math.gcd(count, size)

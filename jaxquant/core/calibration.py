@@ -1,4 +1,4 @@
-"""Calibration: the statistic from which a tensor's scale is computed, and its grammar in configs."""
+"""Calibration: the statistic from which a tensor's scale is computed, and the syntax of calibrations in configs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Statistic(NamedTuple):
     """Statistic of the values that share a scale.
 
     Attributes:
-      description: name of the statistic in texts.
+      description: name of the statistic in messages.
       is_symmetric: whether the range extends equally far below and above zero.
       average: transform and inverse of a method that averages magnitudes, otherwise None.
     """
@@ -49,7 +49,7 @@ class Calibration(Typed):
     Attributes:
       method: ``absmax`` (largest magnitude), ``minmax`` (asymmetric range, integers only), ``rms`` (root mean square
         times ``factor``) or ``fixed`` (a constant range, always per tensor).
-      factor: covered share of the statistic; a value below 1 clips.
+      factor: factor that multiplies the statistic; a factor below 1 clips the largest values.
       minimum, maximum: range of ``fixed``.
     """
 
@@ -106,13 +106,13 @@ def parse_calibration(text: str) -> Calibration:
         raise TypeError(f"calibration {text!r} must be a string such as 'absmax', got {type(text).__name__}")
     method, *words = [part.strip() for part in text.lower().split(",")]
     if method not in METHODS:
-        raise ValueError(f"calibration {text!r} names no known method; {nearest(method, METHODS)}")
+        raise ValueError(f"calibration {text!r} has no known method; {nearest(method, METHODS)}")
     try:
         numbers = [float(word) for word in words]
     except ValueError:
-        raise ValueError(f"calibration {text!r} has an argument that is not a number") from None
+        raise ValueError(f"calibration {text!r} has an argument that is not a number; write 'absmax,0.9'") from None
     if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"calibration {text!r} has an argument that is not finite")
+        raise ValueError(f"calibration {text!r} has an argument that is not finite; use a finite number")
     if method == "fixed":
         if len(numbers) not in (1, 2):
             raise ValueError(f"calibration {text!r} needs a range: write 'fixed,max' or 'fixed,min,max'")
@@ -123,7 +123,7 @@ def parse_calibration(text: str) -> Calibration:
     if METHODS[method].average is not None and not numbers:
         raise ValueError(f"calibration {text!r} needs a factor: write '{method},4'")
     if len(numbers) > 1:
-        raise ValueError(f"calibration {text!r} takes one factor, got {len(numbers)}")
+        raise ValueError(f"calibration {text!r} accepts one factor, got {len(numbers)}; write it as '{method},0.9'")
     if numbers and numbers[0] <= 0:
         raise ValueError(f"calibration {text!r} needs a factor above 0")
     return Calibration(method, *numbers)  # pyright: ignore[reportArgumentType]

@@ -2,27 +2,27 @@
 
 The state of a tensor has ``scale`` (f32, shape (1,), starts at 1), ``amax_history`` (f32, shape (length,), zeros) and,
 except in flax mode, ``amax_bins`` (f32, shape (1, 2079), zeros). In a step, let a be the largest entry of the history
-*before* the step: the scale becomes ``a / max · 2**margin``, the tensor is quantized with it, the history rolls by −1,
-and slot 0 stores the amax of this step. In ``warmup`` mode a tensor without a history uses its own amax instead
-(``scale`` is not changed, because each use has its own), and an amax that is not finite is not recorded. ``flax`` mode
-starts at scale 1 and records every amax.
+*before* the step: the scale becomes ``a / max · 2**margin``, the tensor is quantized with this scale, the history rolls
+by −1, and slot 0 stores the amax of this step. In ``warmup`` mode, a tensor without a history uses its own amax instead
+of a (the stored ``scale`` does not change, because each use of the tensor has its own scale), and an amax that is not
+finite is not recorded. ``flax`` mode starts at scale 1 and records every amax.
 
 The backward pass returns observations as the "gradient" of the state. If a state is used more than once, automatic
-differentiation *sums* these gradients, which would destroy an amax. Therefore an amax is recorded as one of 2,048 bins
-of magnitudes: its float32 exponent and the three highest mantissa bits, rounded up to the end of the bin (by less than
-12.5 %). An observation is a mark in that bin. The highest bin above zero holds the maximum, under a sum, a mean and any
-positive weights. The last bin marks each use, and 31 cells after the bins mark the bits of the scale, which all uses of
-a step share. In a state ``amax_bins`` are zeros, and no step reads them. Exception: between the micro-batches of
-``optax.MultiSteps`` on an NNX model they accumulate observations. Flax mode uses flax's protocol instead, which
-supports one use: the "gradient" is the new state.
+differentiation *sums* these gradients, which would destroy an amax. Therefore an observation marks one of 2,048 bins of
+magnitudes. The float32 exponent and the three highest mantissa bits of an amax select its bin, and the end of the bin
+(at most 12.5 % above the amax) is recorded. In a sum or a mean of observations, the highest marked bin is still the bin
+of the largest amax. The last bin marks each use, and 31 cells after the bins mark the bits of the scale, which all uses
+of a step share. The ``amax_bins`` of a state are zeros, and no step reads them. Exception: between the micro-batches of
+``optax.MultiSteps`` on an NNX model, the bins accumulate observations. Flax mode uses flax's protocol instead, which
+supports one use per step: the "gradient" is the new state.
 
 Marks and amaxes are never negative, in a state or an observation. An optimizer that updates the state like a weight
-subtracts from the marked cells, so that the last bin (in flax mode: the history) is negative after its first step. The
-scale of such a state is NaN.
+subtracts from the marked cells. After the optimizer's first step, the last bin (in flax mode: the history) is therefore
+negative. The scale of such a state is NaN.
 
-A state is *warm* if its ``amax_bins`` have an additional, unused column: its history has entries, so that the scale is
-computed only from the history and no cast waits for the tensor's own amax. This is encoded in the shape and therefore
-known at trace time, for each tensor (``is_warm``). The bits of the result are the same either way.
+A *warm* state is known to have a history: the scale is computed only from the history, and no cast waits for the
+tensor's own amax. The ``amax_bins`` of a warm state have an additional, unused column, so that the shape shows at trace
+time whether the state is warm (``is_warm``). The results are bit for bit the same for a state that is not warm.
 
 Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed scaling recipe.
 """
@@ -109,10 +109,10 @@ def current_scale(
       element: element type to quantize to.
       spec: margin and first-step behaviour.
       floor: smallest scale; below it the tensor is almost zero, and the scale becomes 1. Output gradients use the
-        smallest normal float32, so that tiny ones survive. Flax mode has no floor.
+        smallest normal float32, so that tiny gradients do not become zero. Flax mode has no floor.
 
     Returns:
-      The scale. It is NaN if an optimizer has changed the state and the state has bins, unlike one from a checkpoint.
+      The scale; NaN if an optimizer has changed the state. (A checkpoint's state without bins does not show a change.)
 
     Raises:
       TypeError: the history is not float32 (except in flax mode), so that amaxes would be rounded down.
@@ -121,19 +121,19 @@ def current_scale(
     history, old = state["amax_history"], state["scale"]
     if history.shape[-1] != spec.amax_history_length:
         raise ValueError(
-            f"quant state amax_history has {history.shape[-1]} entries and amax_history_length is "
+            f"quant state amax_history has {history.shape[-1]} entries, but amax_history_length is "
             f"{spec.amax_history_length}; set it to {history.shape[-1]}, or start with the state of a new model.init"
         )
     if spec.amax_init == "flax":
-        # flax stores the reciprocal and inverts it twice; the last bit depends on it.
+        # flax stores the reciprocal and inverts it twice; the last bit of the scale depends on these inversions.
         past = jnp.max(history, axis=0)
         inverse = jnp.where(past > 0, (jnp.float32(element.max) / past) / (2.0**spec.margin), 1.0 / old)
         inverse = jnp.where(jnp.isfinite(past), inverse, 1.0 / old)
-        # Inside the reciprocal, so that XLA cancels it with the reciprocal of the cast, as for flax.
+        # NaN is selected inside the reciprocal, so that XLA cancels this reciprocal with the cast's, as in flax.
         return 1.0 / jnp.where(jnp.min(history, axis=0) < 0, jnp.nan, inverse)
     if history.dtype != jnp.float32:
         raise TypeError(
-            f"quant state amax_history is {history.dtype.name}, but must be float32, or amaxes would be rounded; cast "
+            f"quant state amax_history is {history.dtype.name}, but must be float32, so that amaxes are exact; cast "
             "only the parameters"
         )
     bins = state.get("amax_bins")
@@ -141,7 +141,7 @@ def current_scale(
     return _scale(history, old, None if is_warm(state) else amax, bins, 2.0**spec.margin / element.max, floor)
 
 
-# Jitted, so that a program contains it once for each element; no array constants, because a scan would keep them.
+# Jitted, so that a program contains it once for each element type. No array constants: a scan would store them.
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _scale(
     history: Float[Array, " length"],
@@ -151,7 +151,7 @@ def _scale(
     factor: float,
     floor: float,
 ) -> Float[Array, " 1"]:
-    """Return ``max(history) · factor``, or 1 below the floor; without a history use ``amax``, otherwise the old scale.
+    """Return ``max(history) · factor``, or 1 below the floor. Without a history, use ``amax``, or else the old scale.
 
     The result is NaN if an optimizer has made the last cell of the bins negative.
     """
@@ -169,7 +169,7 @@ def _scale(
 def poison_scale(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
     """Return the scales that multiply qvalues: NaN for integers that represent NaN or infinity.
 
-    A dynamic scale is then not finite anyway. Floats represent NaN themselves, and saturate infinities.
+    The dynamic scale of such a tensor is not finite anyway. Float elements can represent NaN, and saturate infinities.
 
     Args:
       scale: scale by which the tensor was divided.
@@ -186,10 +186,10 @@ def finite(amaxes: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def merge_states(states: Sequence[TensorState]) -> TensorState:
-    """Return the state that scales a tensor which several layers read and observe: the elementwise largest amaxes.
+    """Return one state for a tensor that several layers read: the elementwise largest scales and amaxes.
 
     The states are normally equal. If they differ (one layer was frozen, or its state was edited), the widest range
-    counts, and a layer without a history uses the history of the others.
+    is used, and a layer without a history uses the history of the others.
 
     Args:
       states: states of the layers' inputs, not in flax mode; leading axes are kept.
@@ -218,7 +218,7 @@ def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leadin
 
 
 def without_bins(state: TensorState) -> TensorState:
-    """Drop the bins, which no step reads, for the residuals. Their shape still encodes whether the state is warm."""
+    """Remove the bins, which no step reads, before a state is saved; their shape shows whether the state is warm."""
     width = CELLS + 1 if is_warm(state) else 0
     return {name: value[..., :0, :width] if name == "amax_bins" else value for name, value in state.items()}
 
@@ -228,14 +228,14 @@ def without_bins(state: TensorState) -> TensorState:
 def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""], spec: DelayedSpec) -> TensorState:
     """Return the observation of one use, which replaces the state's gradient in the backward pass.
 
-    In addition to the bins, which ``advance`` reads, it holds the next scale and history. They are for loops that
-    overwrite a state with its gradient, like flax's ``TrainState``, and are correct after exactly one use.
+    In addition to the bins, which ``advance`` reads, the observation contains the next scale and history, for loops
+    that overwrite a state with its gradient, like flax's ``TrainState``. These are correct after exactly one use.
 
     Args:
       state: state before the step, without its bins.
       scale: scale of this use.
       amax: largest magnitude of the tensor.
-      spec: first-step behaviour.
+      spec: parameters of delayed scaling, of which ``amax_init`` is read.
     """
     if spec.amax_init == "flax":
         return {"scale": scale, "amax_history": record(state["amax_history"], amax)}
@@ -251,7 +251,7 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     return {"scale": scale, "amax_history": history, "amax_bins": bins}
 
 
-def largest(observation: TensorState) -> Float[Array, "*leading"]:
+def largest_amax(observation: TensorState) -> Float[Array, "*leading"]:
     """Return the largest finite amax in a sum or mean of observations, rounded up to its bin, or −1."""
     count = observation["amax_bins"][..., 0, :NON_FINITE_BIN]
     highest = jnp.max(jnp.where(count > 0, jnp.arange(NON_FINITE_BIN, dtype=jnp.int32), -1), axis=-1)
@@ -266,7 +266,7 @@ def advance(state: TensorState, observation: TensorState) -> TensorState:
       state: state before the step; leading axes, such as layers under ``nn.scan``, are kept.
       observation: sum or mean of the results of ``observe`` for all uses of the tensor with this state.
     """
-    amax, history = largest(observation), state["amax_history"]
+    amax, history = largest_amax(observation), state["amax_history"]
     cells = observation["amax_bins"]
     values = jnp.left_shift(jnp.int32(1), jnp.arange(_SCALE_BITS, dtype=jnp.int32))
     scale = _float(jnp.sum(jnp.where(cells[..., 0, BINS:CELLS] > 0, values, 0), axis=-1, dtype=jnp.int32))

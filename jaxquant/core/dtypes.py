@@ -20,9 +20,10 @@ class Element:
         bucket, as in AQT and Qwix; floats use ``max``.
       mantissa_bits: number of explicit mantissa bits (0 for integers).
       min_exponent: exponent of the smallest normal number (0 for integers).
-      scale_bits: number of significant bits of an integer weight's scale; see ``TensorSpec.keeps_grid``. They are the 8
-        bits of bfloat16, in which checkpoints store such scales; 0 for floats, whose scales are exact.
-      held_by: 8-bit type that holds all values of the type, for operations that need 8-bit operands, or "".
+      scale_bits: number of significant bits of an integer weight's scale; see ``TensorSpec.keeps_grid``. The
+        number is 8 as in bfloat16, in which checkpoints store such scales, and 0 for floats, whose scales are exact.
+      held_by: 8-bit type that represents all values of the type exactly, for operations that need 8-bit operands, or
+        "".
     """
 
     name: str
@@ -37,7 +38,7 @@ class Element:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """numpy dtype object."""
+        """NumPy dtype object."""
         return jnp.dtype(self.name)
 
     @property

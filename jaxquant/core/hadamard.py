@@ -21,9 +21,9 @@ _FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def rotated_axis(sizes: tuple[int, ...], run: int) -> int:
-    """Select the contraction axis to rotate: the last one that holds a run, otherwise the last of the longest.
+    """Select the contraction axis to rotate: the last axis with at least ``run`` elements, or else the longest axis.
 
-    Both among token axes and among feature axes, meshes seldom shard the last axis.
+    The last axis is preferred because meshes seldom shard the last token axis or the last feature axis.
     """
     return max(range(len(sizes)), key=lambda axis: (min(sizes[axis], run), axis))
 
@@ -42,7 +42,7 @@ def draw_signs(rotation: Rotation, key: RandomKey | None) -> Array:
 
 
 def rotate(x: Array, axis: int, signs: Array) -> Array:
-    """Rotate each run of ``len(signs)`` neighbours along an axis, which is padded with zeros to a multiple.
+    """Rotate each run of ``len(signs)`` neighbours along an axis; the axis is padded with zeros.
 
     For a shorter axis, the run is the smallest power of two that holds the axis. A rotation is a product with a matrix
     of ±1, which is bound by memory bandwidth; the sums are float32, and are scaled and rounded once to x's dtype.
@@ -65,8 +65,8 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
     return merge_axes(out, padded)
 
 
-def rotation_of(rotation: Rotation | None, key: RandomKey | None) -> Callable[..., Array]:
-    """Return a function of an operand and an axis that rotates both operands of one matmul by the same signs.
+def make_rotation(rotation: Rotation | None, key: RandomKey | None) -> Callable[..., Array]:
+    """Return a function of (operand, axis) that rotates all operands of a matmul by the same signs.
 
     Args:
       rotation: rotation, or None to return operands unchanged.

@@ -49,7 +49,8 @@ _STATIC = ("block", "codec", "dtype", "read_as")
 class QTensor:
     """Quantized elements and their scales: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
 
-    As a converted parameter it replaces a float one, and has ``dtype`` and optionally ``input_scale``.
+    A converted parameter is a ``QTensor`` that replaces a float parameter; it has ``dtype`` and optionally
+    ``input_scale``.
 
     Invariants, for qvalue of shape (n₁, …) and blocks of shape (b₁, …), checked by ``check``:
 
@@ -65,16 +66,17 @@ class QTensor:
         blocks.
       zero_point: zero points, or None for symmetric quantization.
       outer_scale: one scale that multiplies all others, or None.
-      block: static shape of a block, or None if it can be inferred from the shapes. It is 0 along axes of stacked
-        layers; a loop over the layers drops the 0 with the axis. Axes that were added in front need no entry.
+      block: static shape of a block, or None if it can be inferred from the shapes. An entry of 0 marks an
+        axis of stacked layers; a loop over the layers removes the entry with the axis. Leading axes that are added
+        later need no entry.
       codec: static name of a tensor format, or None if elements and scales are separate. With a codec, qvalue holds the
         bytes of the format, and the only other part is ``input_scale``. ``block`` has the sizes of the contraction
-        axes, whose elements were encoded together in order, and 1 for all others. The bytes lie along the last
+        axes, whose elements were encoded together in order, and 1 for all other axes. The bytes lie along the last
         contraction axis; the other contraction axes have size 1.
       input_scale: static scale of the activation that multiplies a converted weight, one for each stacked layer and
         batch element; None if the activation has its own scale.
-      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change it, and it takes
-        part in the dtype of the result.
+      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change this dtype, and
+        the dtype of the result is promoted from it.
       read_as: dtype name in which the op read the parameter when it was quantized, or None if that is not known.
     """
 
@@ -120,7 +122,7 @@ class QTensor:
 
     @property
     def operand(self) -> QTensor:
-        """Only the elements and their scales, as an op multiplies them."""
+        """The elements and scales that an op multiplies, without ``input_scale``, ``dtype`` and ``read_as``."""
         return dataclasses.replace(self, input_scale=None, dtype=None, read_as=None)
 
     def float_dtype(self, name: str = "a quantized weight") -> str:
@@ -170,7 +172,7 @@ class QTensor:
           TypeError: the dtype is not a float dtype.
         """
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            raise TypeError(f"a QTensor replaces an array of a float dtype, got {jnp.dtype(dtype).name}")
+            raise TypeError(f"QTensor.astype needs a float dtype such as bfloat16, got {jnp.dtype(dtype).name}")
         return dataclasses.replace(self, dtype=jnp.dtype(dtype).name)
 
     def transpose(self, order: Sequence[int]) -> QTensor:
@@ -242,7 +244,7 @@ def _even_blocks(shape: Shape, counts: Shape) -> Shape:
     return tuple(max(1, size // max(1, n)) for size, n in zip(shape, counts, strict=True))
 
 
-def stacked_blocks(tensor: QTensor, axes: Sequence[int]) -> QTensor:
+def mark_stacked_axes(tensor: QTensor, axes: Sequence[int]) -> QTensor:
     """Return a tensor whose ``block`` marks the axes along which layers were stacked.
 
     Args:
@@ -303,7 +305,7 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         return
     shape, scale = tuple(tensor.shape), tuple(tensor.scale.shape)
     if len(scale) != len(shape):
-        raise ValueError(f"{name} has scales of shape {scale} for elements of shape {shape}; give both the same rank")
+        raise ValueError(f"{name} has scales of shape {scale} for elements of shape {shape}; make their ranks equal")
     if tensor.block is not None:
         if len(tensor.block) - tensor.block.count(0) > len(shape) or min(tensor.block, default=1) < 0:
             raise ValueError(
@@ -317,7 +319,7 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
     elif any(n == 0 or (size % n and size) for size, n in zip(shape, scale, strict=True)):
         raise ValueError(
             f"{name} of shape {shape} has scales of shape {scale}, which do not split every axis into equal blocks; "
-            "set block if the last one is smaller"
+            "set block if the last block of an axis is smaller"
         )
     if tensor.scale.dtype.name not in (*get_args(ScaleDtype), "bfloat16", "float16"):
         raise ValueError(
@@ -353,7 +355,7 @@ def _check_encoded(tensor: QTensor, name: str) -> None:
     if tensor.qvalue.dtype != jnp.uint8 or tensor.parts.keys() - {"input_scale"} != {"qvalue"}:
         raise ValueError(f"{name} is in the format {tensor.codec}, which stores only bytes, got {list(tensor.parts)}")
     if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:
-        raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; set the sizes of its contraction")
+        raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; set the sizes of the contraction axes")
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
     count = -(-math.prod(tensor.blocks) // encoding.elements_per_block) * encoding.bytes_per_block
     expected = [1] * (len(contraction) - 1) + [count]

@@ -1,7 +1,7 @@
 """Quant state of one layer: names of its tensors and their fields.
 
-Ops read it by tensor and field, ``{"input": {"scale": …, "amax_history": …, "amax_bins": …}, …}``. A model stores the
-state of such tensors in tables (``jaxquant.state.table``).
+Ops read the state by tensor and field, ``{"input": {"scale": …, "amax_history": …, "amax_bins": …}, …}``. A model
+stores the state of such tensors in tables (``jaxquant.state.table``).
 """
 
 from __future__ import annotations

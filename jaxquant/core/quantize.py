@@ -77,7 +77,7 @@ def compute_scale(
             transform, undo = calibration.average
             unit = power_of_two_below(high)  # exact
             scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
-            high = undo(reduced(transform(scaled), jnp.mean, jax.lax.pmean) * _fill(x.shape, block)) * unit
+            high = undo(reduced(transform(scaled), jnp.mean, jax.lax.pmean) * _padding_factor(x.shape, block)) * unit
         high = high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
@@ -90,8 +90,8 @@ def compute_scale(
     return Scales(scale, asymmetric_cast(-kind.max - 1 - low / scale, kind))
 
 
-def _fill(shape: Shape, block: Shape) -> jax.Array | float:
-    """Return the factor from the mean over a padded block to the mean over its elements."""
+def _padding_factor(shape: Shape, block: Shape) -> jax.Array | float:
+    """Return the factor that turns the mean over a padded block into the mean over its elements."""
     if is_even(shape, block):
         return 1.0
     factors = jnp.ones((1,) * len(shape), jnp.float32)
@@ -124,7 +124,7 @@ def quantize_with_scale(
       block: shape of the blocks that share a scale, or None if it can be inferred from the shapes.
 
     Raises:
-      ValueError: stochastic rounding without a key, or zero points in blocks of different sizes.
+      ValueError: stochastic rounding has no key, or there are zero points and blocks of different sizes.
     """
     if block is not None and is_even(x.shape, block):
         block = None
@@ -191,7 +191,7 @@ def quantize(
 
 
 def outside_range(x: Float[Array, "*shape"], spec: TensorSpec, tensor: QTensor) -> Bool[Array, "*shape"]:
-    """Return a mask of the elements that a clipping calibration clipped; they get no gradient.
+    """Return a mask of the elements that a clipping calibration clipped; their gradient is zero.
 
     Args:
       x: tensor before quantization.

@@ -55,7 +55,7 @@ class MatmulSpec:
       shards: number of blocks of the first contraction axis that are quantized separately; -1 is one block for each
         device that shares the axis, see ``ops.pieces.with_shards``.
       rotation: rotation of both operands before quantization, or None. If there are several contraction axes, the last
-        one that holds a run is rotated, and tiles are laid along it.
+        axis with at least ``size`` elements is rotated, and tiles lie along that axis.
       arithmetic: arithmetic of a backward matmul that differs from ``Recipe.arithmetic``; otherwise None.
     """
 
@@ -130,8 +130,8 @@ class Recipe:
       arithmetic: ``exact``: operands are scaled in float32. The kernel's gradient has the output gradient's dtype, or
         float32 for a float32 kernel if that is the accumulator. ``lean``: a bfloat16 operand is divided by its scale
         rounded to bfloat16, and the quotient is rounded to bfloat16, at half the cost on a TPU. The gradient of a
-        float32 kernel is float32, which saves a pass over it. It is the same on every platform; docs/guide/delayed.md
-        lists every rounding.
+        float32 kernel is float32, which saves a pass over the gradient. The numerics are the same on every platform;
+        docs/guide/delayed.md lists every rounding.
       shares_experts: whether all batch elements (experts) of a weight share per-tensor scales and their state;
         otherwise each has its own.
       expert_axes: mesh axes over which a ``jax.shard_map`` splits experts with separate scales, so that statistics are
@@ -164,7 +164,7 @@ class Recipe:
                 )
         if self.fwd.rotation is not None or self.fwd.is_late:
             raise ValueError(
-                f"recipe {self.name!r} has a rotation or source in its forward matmul; only backward matmuls support it"
+                f"recipe {self.name!r} has a rotation or source in its forward matmul; only backward matmuls can"
             )
         specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
         if self.shares_experts and not any(spec.granularity == "per_tensor" for spec in specs):
@@ -188,7 +188,7 @@ class Recipe:
         }
 
     def resolve(self, matmul: Matmul, side: Side) -> TensorSpec | None:
-        """Return the spec of an operand (of the forward operand, if the operand reuses it), or None if it is float."""
+        """Return the spec of an operand (of the forward operand for ``FORWARD``), or None if the operand is float."""
         operand = getattr(getattr(self, matmul), side)
         if operand == FORWARD:
             operand = self.fwd.rhs if matmul == "dlhs" else self.fwd.lhs
@@ -200,7 +200,7 @@ class Recipe:
         return next((spec for spec in specs if spec.scaling == "delayed"), next(iter(specs), None))
 
     def residual_kind(self, side: Side) -> Literal["forward", "own", "float"]:
-        """Return the kind of residual that the backward pass keeps of a forward operand.
+        """Return the kind of residual that is saved of a forward operand for the backward pass.
 
         ``forward``: the operand of the forward matmul; ``own``: a separate quantization, made in the forward pass;
         ``float``: the original tensor.
@@ -210,7 +210,7 @@ class Recipe:
             return "forward"
         return "own" if isinstance(operand, TensorSpec) and not matmul.is_late else "float"
 
-    def part(self, matmul: Matmul) -> Recipe:
+    def for_matmul(self, matmul: Matmul) -> Recipe:
         """Return the recipe with the arithmetic of one of its matmuls."""
         own = getattr(self, matmul).arithmetic
         return self if own in (None, self.arithmetic) else dataclasses.replace(self, arithmetic=own)
@@ -223,7 +223,7 @@ class Recipe:
 
     @functools.cached_property
     def has_opaque_gradient(self) -> bool:
-        """Whether autodiff cannot differentiate a forward operand: integers or bytes with scales without a tangent."""
+        """Whether autodiff finds no tangent for a forward operand: integers or bytes whose scales have no tangent."""
         specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
         known = [s for s in specs if s.scaling == "static" or s.calibration.method == "fixed" or s.has_grid_scale]
         return any(spec.codec is not None for spec in specs) or any(element(spec.dtype).kind == "int" for spec in known)

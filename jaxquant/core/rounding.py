@@ -50,7 +50,7 @@ def _hold_on_gpus(x: jax.Array) -> jax.Array:
 
 
 HOLD = "hold_rounding"
-"""Name of the primitive; it is the identity except on GPUs."""
+"""Name of the primitive, which is the identity except on GPUs."""
 _hold = Primitive(HOLD)
 _hold.def_impl(lambda x: x)
 _hold.def_abstract_eval(lambda x: x)
@@ -77,7 +77,7 @@ def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> U
 
     Args:
       x: integers.
-      add: integer that is added half way, which selects another function.
+      add: integer that is added between the two multiplications; each value gives a different hash function.
 
     Source: Wellons' lowbias32, whose constants were searched for the least bias.
     """
@@ -120,11 +120,11 @@ def seed_of(key: RandomKey) -> Seed:
 
 
 def fold(key: RandomKey, *numbers: Array | int) -> Seed:
-    """Derive a seed for each number in turn, with two rounds of ``hash_bits``.
+    """Derive a seed from a key and numbers, with two rounds of ``hash_bits`` for each number in turn.
 
-    The second half of a seed is mixed without the first half; they are combined where noise is drawn (``_drawn``). If
-    each half were mixed with the other, as in Feistel's network, compilers that write out values that are read twice
-    would double the program in every round (XLA:CPU took 40 s for two weights).
+    The second half of a seed is mixed without the first half; ``_drawn`` combines the halves when noise is drawn. If
+    each half were mixed with the other, as in a Feistel network, the program would double in every round for compilers
+    that copy a value to each of its readers (XLA:CPU took 40 s for two weights).
 
     Args:
       key: key of the noise.
@@ -137,7 +137,7 @@ def fold(key: RandomKey, *numbers: Array | int) -> Seed:
 @jax.jit
 def _fold(seed: Seed, *numbers: Array | np.ndarray) -> Seed:
     for number in numbers:
-        place = _place(number)
+        place = _hash_number(number)
         seed = functools.reduce(lambda seed, n: _round(n, seed, place), range(_ROUNDS), seed)
     return seed
 
@@ -146,18 +146,18 @@ def _fold(seed: Seed, *numbers: Array | np.ndarray) -> Seed:
 def fold_many(key: RandomKey, numbers: UInt32[Array, " n"]) -> Seed:
     """Return the seeds that ``fold`` returns for each of several numbers, as arrays.
 
-    A loop computes them. Without it XLA would repeat the computation in every matmul that reads a seed.
+    A loop computes the seeds. Without the loop, XLA would repeat the computation in every matmul that reads a seed.
 
     Args:
       key: key of the noise.
       numbers: integers modulo 2^32.
     """
-    place = _place(numbers)
+    place = _hash_number(numbers)
     seed = Seed(*(jnp.broadcast_to(each, place.shape) for each in seed_of(key)))
     return jax.lax.fori_loop(0, _ROUNDS, lambda n, seed: _round(n, seed, place), seed)
 
 
-def _place(number: Array | np.ndarray) -> UInt32[Array, "*shape"]:
+def _hash_number(number: Array | np.ndarray) -> UInt32[Array, "*shape"]:
     return hash_bits(jnp.asarray(number).astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
 
 
@@ -174,8 +174,8 @@ def noise(key: RandomKey, shape: Sequence[int], start: UInt32[Array, ""] | None 
     """Draw a uniform number in [0, 1) for every element: a hash of its index and the key, with 24 bits.
 
     An element's number depends only on the key and its index, not on the sharding of the tensor. Different keys give
-    independent numbers. The cost is similar to the cost of the cast that it rounds; on TPUs ``jax.random.uniform``
-    costs four casts. (Numbers repeat after 2^32 elements.)
+    independent numbers. The cost is similar to the cost of the cast that uses the noise; ``jax.random.uniform`` costs
+    as much as four casts on TPUs. (Numbers repeat after 2^32 elements.)
 
     Args:
       key: random key.
@@ -202,7 +202,7 @@ def _noise(seed: Seed, shape: tuple[int, ...], start: UInt32[Array, ""] | None) 
 @jax.jit
 def _drawn(key: RandomKey) -> Seed:
     seed = seed_of(key)
-    return Seed(seed.first, hash_bits(seed.first + 3 * seed.second))  # not symmetric: `two_keys` swaps them
+    return Seed(seed.first, hash_bits(seed.first + 3 * seed.second))  # not symmetric, as gradient_keys swaps them
 
 
 def gradient_keys(key: RandomKey) -> tuple[Seed, Seed]:
@@ -228,7 +228,7 @@ def stochastic_cast(x: jax.Array, element: Element, key: RandomKey) -> jax.Array
     """Round up or down at random so that the expected value is x, and clip to ``±element.max``.
 
     Let ulp be the distance of two neighbours of ``element`` around x, and u uniform in [0, 1):
-    ``q = floor(x / ulp + u) · ulp``, computed in float32. ``key`` gives each element an independent u (``noise``).
+    ``q = floor(x / ulp + u) · ulp``, computed in float32. ``noise`` draws an independent u for each element.
 
     Args:
       x: real numbers, in units of the scale.
@@ -271,7 +271,7 @@ def require_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
       ValueError: the key is None.
     """
     if key is None:
-        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
+        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key; pass key")
     return key
 
 
@@ -279,8 +279,8 @@ def content_key(x: jax.Array) -> Seed:
     """Derive a random key from the values of a tensor, so that stochastic rounding needs no random stream.
 
     Hashes of the bit patterns are summed as integers, so the order of summation and sharding do not matter. (Sums of
-    the patterns would take few values if their low bits are equal, as for bfloat16.) Two steps with the same tensor get
-    the same noise.
+    the patterns would have few different values if their low bits are equal, as for bfloat16.) Two steps with the same
+    tensor get the same noise.
     """
     return key_of(jnp.sum(hash_bits(_words(x)), dtype=jnp.uint32))
 

@@ -18,7 +18,7 @@ from jaxquant.core.rounding import prevent_excess_precision
 
 Array = jax.Array
 
-# The reciprocal of a smaller scale has a square that is not a normal number; such tensors are almost zero.
+# The reciprocal of a smaller scale has a square that is not a normal float32; such tensors are almost zero.
 SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))
 # Output gradients have a lower floor: in late layers 1e-20 is a gradient, not noise.
 SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
@@ -29,8 +29,8 @@ _MANTISSA = (1 << _MANTISSA_BITS) - 1
 def absolute(x: Array) -> Array:
     """Return |x| so that its maximum shows a NaN: as NaN or, on CPUs, as infinity.
 
-    XLA:CPU's maximum can lose a NaN. Other compilers fuse only the plain function: with a test for NaN, the H200's
-    compiler writes two copies of every weight.
+    XLA:CPU's maximum can lose a NaN. On other platforms, there is no test for NaN, because it prevents fusion: with the
+    test, the H200's compiler writes two copies of every weight.
     """
     return _absolute.bind(x)
 
@@ -63,7 +63,7 @@ def compile_impl(primitive: Primitive, *static: str) -> None:
             return run(*args, **params)
 
 
-# A primitive, because a choice by platform takes thirty lines of a program for each shape.
+# A primitive, because ``lax.platform_dependent`` adds thirty lines to a program for each shape.
 _absolute = Primitive("absolute")
 compile_impl(_absolute)
 _absolute.def_abstract_eval(lambda x: x)
@@ -76,7 +76,7 @@ mlir.register_lowering(_absolute, mlir.lower_fun(_absolute_on_cpu, multiple_resu
 def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
     """Replace a scale below ``floor`` by 1."""
     is_small = scale < floor
-    return jax.lax.select(is_small, is_small.astype(scale.dtype), scale)  # a scan would hoist a constant
+    return jax.lax.select(is_small, is_small.astype(scale.dtype), scale)  # no constant: a scan would hoist it
 
 
 def scale_of_amax(
@@ -135,16 +135,16 @@ def _grid_scale(statistic: Array, spec: TensorSpec, floor: float, is_wide: bool)
     # The product of a code and a scale with so few bits is exact in float32, so the decoded statistic is max · scale.
     kind = element(spec.dtype)
     scale = statistic * (1 / kind.max)
-    coarse = _significant(scale, kind.scale_bits)
-    read = _significant(coarse * kind.max, kind.scale_bits)  # the decoded amax in a bfloat16 model
-    coarse = _significant(read * (1 / kind.max), kind.scale_bits)
+    coarse = _round_bits(scale, kind.scale_bits)
+    read = _round_bits(coarse * kind.max, kind.scale_bits)  # the decoded amax in a bfloat16 model
+    coarse = _round_bits(read * (1 / kind.max), kind.scale_bits)
     if is_wide:
-        fine = _significant(scale, 11)  # significant bits of float16
+        fine = _round_bits(scale, 11)  # significant bits of float16
         coarse = jax.lax.select(fine * kind.max == statistic, fine, coarse)
     return floor_scale(coarse, floor)
 
 
-def _significant(x: Array, count: int) -> Array:
+def _round_bits(x: Array, count: int) -> Array:
     """Round a float32 to ``count`` significant bits, ties to even."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=count - 1)
 

@@ -2,8 +2,8 @@
 
 Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type contains the mesh axes along which the devices
 hold different values. Under axes of ``AxisType.Explicit`` it contains the sharding. Otherwise (one device, automatic
-sharding, ``check_vma=False``) it contains neither, and functions here return their argument unchanged. Exception:
-``all_reduce`` then reduces over all manual axes.
+sharding, ``check_vma=False``) it contains neither, and the functions in this file return their argument unchanged.
+Exception: ``all_reduce`` then reduces over all manual axes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def varying_axes(x: Array) -> frozenset[str]:
 
 
 def _differing_axes(x: Array) -> frozenset[str]:
-    """Return the manual mesh axes along which devices may hold different values of x; all, if types carry no axes."""
+    """Return the manual mesh axes along which devices may hold different values of x; all if ``check_vma=False``."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = frozenset(axis for axis in mesh.manual_axes if mesh.shape[axis] > 1)
     is_unchecked = manual and not varying_axes(jax.lax.axis_index(min(manual)))  # an axis index always varies
@@ -62,8 +62,8 @@ def device_parts(x: Array, axis: int) -> int:
     """Return the number of equal parts of an axis, one on each device; 1 if neither type nor context has a mesh.
 
     The type contains the explicit mesh axes that shard an axis. Automatic axes are not in the type, so each of them is
-    assumed to shard the axis. For an array without a mesh in its type, the mesh of the context is used. Other devices
-    take no part in the computation.
+    assumed to shard the axis. For an array without a mesh in its type, the mesh of the context is used. Devices outside
+    that mesh take no part in the computation.
     """
     sharding = jax.typeof(x).sharding
     mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
@@ -75,12 +75,12 @@ def device_parts(x: Array, axis: int) -> int:
 
 
 def _device_of(x: Array) -> AbstractDevice | None:
-    """Return the device of x's mesh or of the mesh in context; a library's primitive may return an x without a mesh."""
+    """Return the device of x's mesh or of the mesh in context; the result of a library's primitive may have no mesh."""
     return jax.typeof(x).sharding.mesh.abstract_device or jax.sharding.get_abstract_mesh().abstract_device
 
 
 def on_device_of(shapes: Any) -> AbstractContextManager[Any]:
-    """Return a context that computes arrays without a mesh for the device in the mesh of ``shapes``, if any."""
+    """Return a context in which arrays without a mesh are computed for the device in the mesh of ``shapes``, if any."""
     meshes = [
         leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if hasattr(getattr(leaf, "sharding", None), "mesh")
     ]
@@ -89,13 +89,13 @@ def on_device_of(shapes: Any) -> AbstractContextManager[Any]:
 
 
 def platform_of(x: Array) -> str:
-    """Return the platform that computes x ("cpu", "gpu", "tpu"), from its mesh, possibly of an absent chip."""
+    """Return the platform that computes x ("cpu", "gpu", "tpu"); its mesh may describe an unattached chip."""
     device = _device_of(x) or getattr(jax.config, "jax_default_device", None) or jax.default_backend()
     return getattr(device, "platform", str(device))
 
 
 def device_kind_of(*arrays: Array) -> str:
-    """Return the device kind that computes arrays ("NVIDIA B200"), from their mesh, possibly of an absent chip."""
+    """Return the device kind that computes arrays ("NVIDIA B200"); their mesh may describe an unattached chip."""
     device = next(filter(None, map(_device_of, arrays)), None)
     device = device or getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
     return getattr(device, "device_kind", str(device))
@@ -117,7 +117,7 @@ class Placement:
         return cls(varying_axes(x), sharding)
 
 
-def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
+def untransposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
     """Return the sharding that ``transpose(order)`` converts to ``sharding``."""
     if sharding is None:
         return None
@@ -167,7 +167,7 @@ def device_key(key: RandomKey, x: Array) -> RandomKey:
     return key
 
 
-def named(sharding: Sharding, like: Array) -> NamedSharding | None:
+def to_named_sharding(sharding: Sharding, like: Array) -> NamedSharding | None:
     """Convert a partition spec to a sharding, on the mesh of an operand or otherwise of the context."""
     if not isinstance(sharding, PartitionSpec):
         return sharding
@@ -200,7 +200,7 @@ def gather_axis(x: Array, axis: int) -> Array:
 
 
 def split_axes(x: Array, counts: dict[int, int]) -> Array:
-    """Reshape every axis of ``counts`` into (number of tiles, size of a tile); other axes stay.
+    """Reshape every axis of ``counts`` into (number of tiles, size of a tile). Other axes do not change.
 
     The sharding of an axis moves to its tiles if possible, otherwise to the elements of a tile; otherwise the axis is
     gathered.
@@ -224,7 +224,7 @@ def merge_axes(x: Array, like: Array) -> Array:
     return jax.lax.reshape(x, like.shape, out_sharding=explicit_sharding(like))
 
 
-def broadcastable(scale: Array, x: Array) -> Array:
+def reshard_like(scale: Array, x: Array) -> Array:
     """Reshard a scale of x's rank like x, so that the product needs no communication."""
     target = explicit_sharding(x)
     if target is None or scale.ndim != x.ndim:

@@ -48,27 +48,27 @@ class TensorSpec:
       rounding: ``nearest`` (ties to even) or ``stochastic``.
       tile_size: number of elements along the contraction that share a scale, for ``per_tile`` and ``per_block``.
       reciprocal: whether to multiply by 1/scale instead of dividing by scale. AQT multiplies, Qwix and flax divide; the
-        last bit of a qvalue depends on it.
+        last bit of a qvalue depends on this choice.
       free_size: number of elements along the free axes that share a scale, for ``per_block``.
-      tiling: layout of tiles over several contraction axes. ``nested``: neighbours in the flattened order, as far as
-        axes nest: with a tile of 128, axes (32, 64) have blocks of 2 by 64. ``each_axis``: ``tile_size`` along each
-        axis, which it must divide (AQT's ``intmp``).
+      tiling: layout of tiles over several contraction axes. ``nested``: a tile contains neighbours in the flattened
+        order; for example, a tile of 128 on axes of sizes (32, 64) is a block of 2 by 64. ``each_axis``: ``tile_size``
+        along each axis, which it must divide (AQT's ``intmp``).
       scale_dtype: dtype of stored scales: float32, float8_e8m0fnu (powers of two) or float8_e4m3fn.
       scale_rounding: ``exact`` (as computed), ``up`` (to the next power of two) or ``nearest`` (to a neighbour in
         ``scale_dtype``; with float32, to a power of two).
       outer_scale: whether the tensor has one float32 scale in addition to the scales of its tiles, as in NVFP4.
-      amax_bound: upper bound of the amax, or None; larger values are clipped and get no gradient.
-        ``activation_scale_ub`` of checkpoints.
+      amax_bound: upper bound of the amax, or None; larger values are clipped, and their gradient is zero.
+        Checkpoints store it as ``activation_scale_ub``.
       codec: name of a tensor format of ``jaxquant.formats`` that encodes elements and scales together, or None. With a
         codec, all other fields except ``dtype``, the type of its elements, have their defaults.
       micro: selection of e4m3 block scales and the outer scale in training; None computes them as checkpoints do.
       source: origin of a backward operand: the float tensor (``original``), or the operand of the forward matmul
-        (``forward``), so that only the bytes of the latter are kept.
+        (``forward``), so that only the qvalues of the latter are saved.
       keeps_grid: whether decoded integers quantize to the same elements and scales again, as weights require. The scale
         is then ``statistic / max`` in few significant bits (``Element.scale_bits``, or float16's 11 if they reproduce a
         float32 statistic), and the largest element can lose up to one code. Every code is used: the statistic is
-        ``max(x, -x · max / (max + 1))``. Only the native backend reads it, and only for integers with dynamic scaling,
-        the plain calibration ``absmax``, rounding to nearest and exact scales.
+        ``max(x, -x · max / (max + 1))``. Only the native backend reads this field, and only for integers with dynamic
+        scaling, the calibration ``absmax`` without a factor, rounding to nearest and exact scales.
     """
 
     dtype: str
@@ -115,7 +115,7 @@ class TensorSpec:
         allowed = _SCALE_ROUNDINGS[self.scale_dtype]
         if self.scale_rounding not in allowed:
             raise ValueError(
-                f"TensorSpec scale_rounding {self.scale_rounding!r} does not result in {self.scale_dtype}; "
+                f"TensorSpec scale_rounding {self.scale_rounding!r} is not valid for scale_dtype {self.scale_dtype}; "
                 f"use {' or '.join(map(repr, allowed))}"
             )
         is_plain = (self.scale_dtype, self.scale_rounding, self.outer_scale) == ("float32", "exact", False)
@@ -187,7 +187,7 @@ class TensorSpec:
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)
 
 
-def keeping_grid(spec: TensorSpec) -> TensorSpec:
+def keep_grid(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a forward weight: integers with this step's statistic keep their grid."""
     is_integer = element(spec.dtype).kind == "int"
     return dataclasses.replace(spec, keeps_grid=is_integer and spec.scaling == "dynamic" and spec.codec is None)

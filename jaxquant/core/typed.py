@@ -69,8 +69,9 @@ def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
       place: dotted place of the mapping for errors; the class's name if empty.
 
     Raises:
-      ValueError: a key is unknown, a required field is missing, or a value is not one of a Literal; gives the place.
-      TypeError: a value has the wrong type; gives the place, the expected type and the value.
+      ValueError: a key is unknown, a required field is missing, or a value is not one of a Literal; the error names the
+        place.
+      TypeError: a value has the wrong type; the error names the place, the expected type and the value.
     """
     place = place or cls.__name__
     if not isinstance(mapping, Mapping):

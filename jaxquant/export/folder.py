@@ -1,6 +1,7 @@
 """Writer of a Hugging Face folder: sharded safetensors with an index, config, generation config, tokenizer files.
 
-A ``Scheme`` defines one quantized format. Its entry in ``config.json`` also decides how the layers are written.
+A ``Scheme`` defines each quantized format by its entry in ``config.json``, and layers are written as this entry
+describes.
 """
 
 from __future__ import annotations
@@ -160,15 +161,7 @@ def _write_tensors(
 
 @np.errstate(over="ignore")
 def check_fits(name: str, x: np.ndarray, back: np.ndarray, cast: Any, format: str, way_out: str) -> None:
-    """Raise if a finite tensor has infinite values after it is decoded from its format.
-
-    Args:
-      name: name of the tensor, for the error.
-      x: finite tensor.
-      back: tensor that was decoded from the format.
-      cast: dtype to which ``back`` is cast first, or None.
-      format: name of the format, for the error.
-      way_out: last clause of the error.
+    """Raise if a finite tensor becomes infinite in its format; ``back`` is the decoded tensor, cast as in ``sqnr``.
 
     Raises:
       ValueError: the tensor overflows; the message has its largest magnitude and the format.
@@ -195,7 +188,7 @@ def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> 
 
 
 class _Shards:
-    """Writer of safetensors files of at most ``limit`` bytes each, unless a single tensor is larger."""
+    """Safetensors files of at most ``limit`` bytes each; a single file has no number in its name."""
 
     def __init__(self, folder: Path, limit: int, names: int):
         self._folder, self._limit, self._names = folder, limit, names

@@ -28,9 +28,9 @@ from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.vocabulary import UNUSED, of_gguf, of_tokenizer_json
 
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
-"""llama.cpp's file type number for each GGML type in which linear layers can be written."""
+"""llama.cpp's file type for each type in which linear layers can be written."""
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Type for rows that the block size does not divide, or F16 if its block size does not either. See llama-quant.cpp."""
+"""Type to write instead if rows do not divide into a type's blocks, or F16. Source: llama-quant.cpp."""
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -55,7 +55,7 @@ def gguf_name(name: str) -> str:
 
 
 def to_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Permute the rows of q or k from Hugging Face's layout to GGUF's; rows may hold values or encoded bytes."""
+    """Permute the rows of q or k for a rotary embedding of neighbours."""
     return _swap(weight, heads, (2, -1))
 
 
@@ -211,7 +211,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
     found = file.metadata
     if found.get("general.architecture") != "llama":
         raise NotImplementedError(
-            f"{file.path} has general.architecture {found.get('general.architecture')!r}; only 'llama' is supported"
+            f"{file.path} has general.architecture {found.get('general.architecture')!r}; only llama is supported"
         )
     if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
         raise NotImplementedError(f"{file.path} has a scaled rotary embedding, which the decoder does not support")
@@ -224,9 +224,8 @@ def read_shape(file: GgufFile) -> LlamaShape:
         used_keys.add(f"llama.{key}")
         value = found.get(f"llama.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{file.path} has no number under the key llama.{key}; convert the model again")
-        # A float32 becomes the shortest decimal that rounds to it.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+            raise ValueError(f"{file.path} has no number under llama.{key}")
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # shortest decimal of the float32
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     if heads < 1:
@@ -293,7 +292,7 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
             has = "no such tensor" if tensor is None else f"shape {tensor.shape}"
             raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, but the file has {has}")
     if others := sorted(file.tensors.keys() - {gguf_name(name) for name in shape.tensors()}):
-        raise ValueError(f"{path} has the tensor {show(others[0])}, but a Llama with its metadata has no such tensor")
+        raise ValueError(f"{path} has the tensor {show(others[0])}, which is not part of such a Llama")
 
     def read(name: str) -> np.ndarray:
         heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))

@@ -29,9 +29,9 @@ TYPES = {
     "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20, "IQ3_S": 21,
     "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "BF16": 30, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40,
 }  # fmt: skip
-"""Number of each supported tensor type. The package gguf decodes block types that are not in ``OWN``."""
+"""Numbers of the supported tensor types. The package gguf decodes types that are not in ``OWN``."""
 OWN = {row.encoding: row for row in CODECS.values() if row.encoding}
-"""Codecs of jaxquant by tensor type."""
+"""jaxquant's codec of each tensor type that it decodes."""
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
 """Names of unsupported types, for errors."""
 _TYPE_NAMES = {number: name for name, number in TYPES.items()}
@@ -43,7 +43,7 @@ _NUMPY = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7:
 
 
 class U32(int):
-    """Integer that is written as uint32, the type of most integers in a model's metadata."""
+    """An integer that is written as uint32, like most metadata of a model."""
 
 
 def row_bytes(kind: str, columns: int) -> int:
@@ -74,7 +74,7 @@ def decode(kind: str, data: np.ndarray) -> np.ndarray:
 
 
 def encode(kind: str, rows: np.ndarray) -> np.ndarray:
-    """Encode float32 rows in a block type; the package gguf encodes the types that are not in ``OWN``."""
+    """Return the bytes of float32 rows in a block type; gguf encodes types without a jaxquant codec."""
     if kind in OWN:
         return encode_blocks(kind, rows)["blocks"]
     return _library(kind).quants.quantize(rows, _library(kind).GGMLQuantizationType[kind])
@@ -89,7 +89,7 @@ def _library(kind: str) -> Any:
 
 
 class Tensor(NamedTuple):
-    """A tensor: type name, shape with the contiguous axis last, offset of its first byte, and size in bytes."""
+    """Header entry of a tensor: type name, shape (contiguous axis last), offset of the first byte, size in bytes."""
 
     kind: str
     shape: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Encoders and decoders of the layouts of quantized weights in checkpoints.
 
-Weights are float32 numpy arrays [out, in]. Decoders compute in float32 and round each product once.
+Weights are float32 numpy arrays [out, in]. All formats are decoded in float32, and each product is rounded once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
 from jaxquant.core.scales import scale_of_amax
-from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.formats import codec
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -35,7 +35,7 @@ def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarr
 
 def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.ndarray:
     """Return the scale of each block, computed as in training."""
-    spec = keeping_grid(TensorSpec(dtype))
+    spec = keep_grid(TensorSpec(dtype))
     if spec.has_grid_scale:
         weight = np.where(weight < 0, weight * np.float32(spec.negative_factor), weight)
     amax = jnp.asarray(block_amax(weight, block))
@@ -43,7 +43,7 @@ def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.n
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round an array to an element type, to nearest and saturating; return int8 for integer types."""
+    """Round to nearest in an element type, saturating at its limits; integer types are returned as int8."""
     kind = element(dtype)
     if kind.kind == "int":
         return np.clip(np.rint(x), -kind.max - 1, kind.max).astype(np.int8)
@@ -104,7 +104,7 @@ def block_amax(weight: np.ndarray, block: tuple[int, int]) -> np.ndarray:
 
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Add 8 to each 4-bit integer and pack eight of them into an int32, the first in the lowest bits."""
+    """Pack eight integers, each plus 8, into an int32; the first integer is in the lowest bits."""
     unsigned = (codes.astype(np.int16) + 8).astype(np.uint32)
     unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % 8))).reshape(codes.shape[0], -1, 8)
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
@@ -133,10 +133,7 @@ def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
 
 
 def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return packed e2m1 elements, and an e4m3 scale for each 16 neighbouring elements of a row.
-
-    The e4m3 scales are relative to ``tensor_scale``, which must be at least ``max|x| / 2688``.
-    """
+    """Return packed e2m1 elements and e4m3 scales of 16 elements, relative to ``tensor_scale >= max|x| / 2688``."""
     rows, depth = weight.shape
     outer = np.float32(tensor_scale)
     packed = np.empty((rows, depth // 2), np.uint8)
@@ -155,7 +152,7 @@ def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
     """Encode an array along its last axis, in chunks of equal shape, so that the encoder compiles once.
 
     Args:
-      format: name of a codec that returns arrays with a row for each block.
+      format: name of a codec that encodes each block to one row.
       x: float array; its last axis is a multiple of the block.
     """
     row = codec(format)
@@ -165,7 +162,7 @@ def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def decode_blocks(format: str, data: np.ndarray) -> np.ndarray:
-    """Decode bytes of ``encode_blocks`` to float32, for a codec that encodes to a single array of bytes."""
+    """Decode the bytes of a format to float32, in chunks of one shape; the inverse of ``encode_blocks``."""
     row = codec(format)
     blocks = data.reshape(-1, row.bytes_per_block)
     found = _in_chunks(lambda part: {"": row.decode({"blocks": jnp.asarray(part)})}, blocks, row.elements_per_block)

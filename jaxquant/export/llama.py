@@ -27,10 +27,11 @@ _MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LlamaShape:
-    """Sizes and hyperparameters of a Llama model.
+    """Shape of a Llama.
 
     Attributes:
-      vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
+      vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes of the axes, and numbers of layers and
+        heads.
       rope_theta, norm_epsilon: parameters of the rotary embedding and RMSNorm.
       tied: whether the output head shares the weight of the embedding.
       max_length: maximum number of positions (``max_position_embeddings``).
@@ -124,8 +125,9 @@ class LlamaShape:
         """Return the shape that ``config.json`` describes.
 
         Raises:
-          ValueError: a size is missing or invalid; the message names its key.
-          NotImplementedError: the decoder does not support the model, for example its architecture or its biases.
+          ValueError: a size is missing or impossible; the message names its key.
+          NotImplementedError: the decoder does not support the model, for example its architecture, biases or scaled
+            rotary embedding.
         """
         names = config.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) <= {ARCHITECTURE, "MistralForCausalLM"} or not names:
@@ -174,7 +176,7 @@ class LlamaShape:
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """Return the names of the layers that servers fuse, including ``module``; fused layers share per-tensor scales."""
+    """Return a linear layer and the layers that servers fuse with it; all of them must share per-tensor scales."""
     stem, _, last = module.rpartition(".")
     return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))
 

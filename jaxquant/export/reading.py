@@ -75,7 +75,7 @@ class HfFolder:
         return {end: self._where[name][name] for end, name in self._ends.get(module, {}).items()}
 
     def layer(self, module: str) -> StoredLayer | None:
-        """Return a linear layer in its stored format, or None if the layer is float.
+        """Return a linear layer as stored, or None for a float layer; raises if a tensor of the layer is not used.
 
         Raises:
           ValueError, NotImplementedError: raised by ``read_layer``; the message names the layer.
@@ -163,7 +163,7 @@ class HfFolder:
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
-                raise ValueError(f"{index} lists {show(tensor)} in {name}, which does not have it; download it again")
+                raise ValueError(f"{index} has {show(tensor)} in {name}, where it is missing; download it again")
         for name, file in files.items():
             for tensor in file:
                 if places.get(tensor) != name:
@@ -180,7 +180,7 @@ class HfFolder:
             for end, name in ends.items():
                 is_buffer = name.endswith("rotary_emb.inv_freq")  # derived from the config
                 if (module not in wanted and not is_buffer) or end == ".bias":
-                    raise ValueError(f"{self.folder} has the tensor {show(name)}, but a Llama with its config has none")
+                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which is not part of such a Llama")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}; download it again")
 

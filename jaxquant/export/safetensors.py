@@ -30,9 +30,9 @@ _MAX_ELEMENTS = 2**48
 _MAX_AXES = 32
 _PART = 1 << 22
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of sub-byte types. Their tensors are read as arrays of bytes, whose last axis is counted in bytes."""
+"""Bits of the sub-byte types. Their arrays are read as bytes, so the last axis counts bytes."""
 DTYPES = {name: np.dtype(jnp.dtype(kind)) for name, kind in SAFETENSORS.items() if name not in SUB_BYTE}
-"""Dtype of each type whose elements are whole bytes."""
+"""Dtypes of the types with whole bytes."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Shape of the array that is read; the last axis of sub-byte types is counted in bytes."""
+        """Shape of the array that is read; the last axis of a sub-byte type counts bytes."""
         bits = SUB_BYTE.get(self.dtype, 8)
         return self.shape if bits == 8 else (*self.shape[:-1], self.shape[-1] * bits // 8)
 
@@ -110,7 +110,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         return np.frombuffer(self._map, dtype, math.prod(shape), self._start + entry.start).reshape(shape)
 
     def release(self) -> None:
-        """Free the memory of the pages that were read; views stay valid and read the file again when used."""
+        """Remove the pages of the file from the resident memory of this process; views stay valid."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def __iter__(self) -> Iterator[str]:
@@ -126,7 +126,7 @@ class SafetensorsWriter:
     Args:
       path: path to write.
       names: maximum number of tensors, for which space is reserved in the header.
-      metadata: strings by key; transformers requires ``{"format": "pt"}``.
+      metadata: texts for the header; transformers requires ``{"format": "pt"}``.
     """
 
     def __init__(self, path: Path, names: int, metadata: Mapping[str, str]):

@@ -12,7 +12,7 @@ from jaxquant.export.folder import Scheme
 from jaxquant.export.llama import HEAD
 
 PRODUCER = {"name": "modelopt", "version": "0.29.0"}
-"""Producer entry, by which loaders select a variant of the format; the first version that has all keys used here."""
+"""Producer entry, from which loaders select the variant of the format: the first version with all keys written here."""
 SCALE_BOUND = 1200.0
 """Upper bound of dynamic scales in ``fbgemm_fp8``, as in the published checkpoints."""
 
@@ -74,4 +74,4 @@ ROWS = (
     _modelopt("modelopt_fp8", "FP8", {"num_bits": 8, "type": "float"}),
     _modelopt("modelopt_nvfp4", "NVFP4", {"num_bits": 4, "type": "float", "group_size": 16}),
 )
-"""Rows of all formats; ``hf`` is the float format."""
+"""All formats of Hugging Face folders; ``hf`` is the float format."""

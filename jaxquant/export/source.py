@@ -19,8 +19,9 @@ class Vocabulary:
     """Contents of a tokenizer for writing files.
 
     Attributes:
-      tokens: texts of the tokens, spelled as in ``tokenizer_json``; a padded embedding has more rows than tokens.
-      merges: merged pairs in order of priority; a space joins the two tokens of a pair.
+      tokens: texts of the tokens in order, spelled as in byte-level BPE; there are fewer tokens than rows of a padded
+        embedding.
+      merges: pairs in order, joined by a space.
       kinds: types of the tokens in GGUF files.
       bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
       tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
@@ -47,7 +48,7 @@ class Vocabulary:
 
 
 class ScaledElements(NamedTuple):
-    """Quantized weight [out, in]: elements, scale of each block, and a scalar outer scale, which is 1 if unused."""
+    """A quantized weight [out, in]: elements, scale of each block, and outer scale [] (1 if there is none)."""
 
     elements: np.ndarray
     scale: np.ndarray
@@ -55,7 +56,7 @@ class ScaledElements(NamedTuple):
 
     @classmethod
     def of(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
-        """Return a tensor [out, in] in the blocks of a format, or None if the format cannot store it unchanged."""
+        """Return a tensor [out, in] with a scale for each block of a format, or None if its dtypes or blocks differ."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
         whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
@@ -81,8 +82,9 @@ class Source:
       read: function from the name of a tensor in ``LlamaShape.tensors`` to its float32 array.
       vocabulary: tokenizer of the model, or None to write no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
-      quantized: function that returns the weight [out, in] of a linear layer as a ``QTensor``, as stored or as used in
-        the training forward pass. Returns None for a float weight, or if no ``QTensor`` [out, in] has its blocks.
+      quantized: function from the name of a linear layer to the ``QTensor`` of its weight [out, in], as stored or as
+        used in the training forward pass. It returns None for float weights, and if the blocks cannot be arranged as
+        [out, in].
     """
 
     shape: LlamaShape
@@ -109,10 +111,10 @@ class Source:
         return array
 
     def scaled_elements(self, module: str, operand: OperandSpec) -> ScaledElements | None:
-        """Return the quantized weight [out, in] of a linear layer in the blocks of a format, without rounding again.
+        """Return the stored elements and scales of a linear layer's weight [out, in], in the blocks of a format.
 
-        If the weight has larger blocks, their scales are repeated. Returns None if the format cannot store the weight
-        unchanged, or has per-tensor scales and the layers that servers fuse with this layer have different scales.
+        The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the dtypes or
+        blocks differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
         """
         elements: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):

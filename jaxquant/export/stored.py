@@ -1,4 +1,4 @@
-"""Readers and writers of quantized linear layers in checkpoints, in the layout that the checkpoint's config describes.
+"""Linear layers of foreign checkpoints: elements, scales and zero points, as the checkpoint's config describes them.
 
 The writer of each packing is next to its reader. A reader removes each tensor that it uses from the layer's dict. A
 tensor that remains could change the layer's values, so it raises an error.
@@ -65,7 +65,7 @@ class StoredLayer:
 
 
 def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> StoredLayer:
-    """Read a linear layer as a checkpoint's config describes it.
+    """Read a linear layer, as the checkpoint's config describes it.
 
     Args:
       spec: quantization of the layer in the config.
@@ -79,7 +79,7 @@ def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> Sto
     if spec.packing not in _PACKINGS:
         raise NotImplementedError(f"weights packed as {spec.packing!r} are not supported; use another export")
     if spec.weight.granularity is ScaleGranularity.COLWISE:
-        raise NotImplementedError("a weight with a scale per column is not supported; export it with one per row")
+        raise NotImplementedError("a weight with a scale per column is not supported; export it with a scale per row")
     unused = _UnusedTensors(tensors)
     layer = _PACKINGS[spec.packing].read(spec, shape, unused)
     input_amax(spec, unused)
@@ -92,7 +92,7 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
 
     Args:
       spec: quantization of the layer in the config of the format.
-      source: model to write; a layer that is already quantized in the format keeps its elements and scales.
+      source: model; a layer that is already in the format keeps its elements and scales.
       module: name of the layer.
       weight: [out, in] in float32.
 
@@ -108,7 +108,7 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
 
 
 def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
-    """Remove the static input scale of a layer from ``tensors``; return the input amax, or None if there is no scale.
+    """Remove the static input scale of a layer from its tensors; returns the amax that the scale represents, or None.
 
     Args:
       spec, tensors: arguments of ``read_layer``.
@@ -133,7 +133,7 @@ class _UnusedTensors(Tensors):
     """Tensors of a layer that no reader has used yet."""
 
     def take(self, *names: str, is_needed: bool = True) -> Any:
-        """Remove and return the tensor that has one of the names; None if it is optional and missing."""
+        """Remove and return the tensor with one of the names, or None if the tensor is optional and missing."""
         for name in names:
             if f".{name}" in self:
                 return self.pop(f".{name}")
@@ -164,9 +164,9 @@ def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) ->
 def _layer(
     spec: LayerSpec, shape: tuple[int, int], elements: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None
 ) -> StoredLayer:
-    """Return a layer after checking its scales: one for the tensor, or one for each row or block."""
+    """Return elements with their scales: one scale for the tensor, or one for each row or block."""
     if scale.dtype not in _SCALES:
-        raise ValueError(f"weight_scale has dtype {scale.dtype.name}, which is not supported for scales")
+        raise ValueError(f"weight_scale is {scale.dtype.name}, which is not a supported scale dtype")
     if scale.dtype == np.uint8:  # E8M0 as bytes
         scale = np.ascontiguousarray(scale).view(ml_dtypes.float8_e8m0fnu)
     block = spec.weight.block_size
@@ -220,8 +220,8 @@ def _encoded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return elements and scales that map the amax of the tensor, row or block to the largest element value.
 
-    A layer that is already quantized in the format keeps its elements and scales. The scales also keep their dtype if a
-    cast to ``scale_dtype`` would round them.
+    A layer that is already in the format keeps its elements and scales. Scales keep their dtype if ``scale_dtype``
+    would round them.
     """
     own, dtype, block = source.scaled_elements(module, spec.weight), spec.weight.dtype, spec.weight.block_size
     if own is not None:
@@ -239,7 +239,7 @@ def _encoded(
 def _packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
-        raise NotImplementedError(f"{spec.weight.dtype} cannot be packed into int32; only int4 and int8 can")
+        raise NotImplementedError(f"{spec.weight.dtype} cannot be packed into int32; choose another format")
     packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
     stored = unused.take("weight_shape", is_needed=False)

@@ -46,7 +46,7 @@ def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
 
     Args:
       folder: folder that has ``SHA256SUMS``.
-      required: argument of ``check_sums``; here it only changes the advice in the error message.
+      required: see ``check_sums``. Here the argument only changes the advice in the error message.
 
     Raises:
       ValueError: the file is missing or damaged.

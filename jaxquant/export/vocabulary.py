@@ -17,7 +17,7 @@ from jaxquant.export.source import Vocabulary
 BYTE_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
 """Special tokens of the byte vocabulary; their numbers follow the 256 bytes."""
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, the same in GGUF files and in SentencePiece."""
+"""Token types; GGUF files and SentencePiece use the same numbers."""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,7 +48,7 @@ def byte_characters() -> tuple[str, ...]:
 
 
 def byte_vocabulary(size: int) -> Vocabulary:
-    """Return the vocabulary of the bytes 0 to 255 and three special tokens; raise if ``size`` is too small."""
+    """Return the vocabulary of bytes 0 to 255, then beginning, end and padding; the rest, up to ``size``, is unused."""
     tokens = (*byte_characters(), *BYTE_SPECIAL)
     if size < len(tokens):
         raise ValueError(f"a vocabulary of size {size} is too small for the {len(tokens)} byte tokens")
@@ -60,7 +60,8 @@ def byte_vocabulary(size: int) -> Vocabulary:
 def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.json``.
 
-    If GGUF has no name for the pre-tokenizer, ``pre`` is empty and only Hugging Face folders can store the tokenizer.
+    If GGUF has no name for the pre-tokenizer, ``pre`` is empty; such a tokenizer can only be written to a Hugging Face
+    folder.
 
     Args:
       data: contents of the file.
@@ -127,7 +128,7 @@ def of_sentencepiece(data: bytes) -> Vocabulary:
         tokens, kinds = [one(piece, 1, b"").decode() for piece in pieces], [one(piece, 3, NORMAL) for piece in pieces]
         scores = np.array([one(piece, 2, 0) for piece in pieces], np.uint32).view(np.float32).tolist()
         ids = [one(trainer, key, default) for key, default in ((41, 1), (42, 2), (43, -1))]
-        bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: no such token
+        bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: does not exist
         prefixed = _sentencepiece(tokens, kinds, scores, bos, one(normalizer, 3, 1))
         return _read(prefixed, bos, eos, pad, "tokenizer.model")
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, DecodeError) as error:
@@ -174,8 +175,8 @@ def _sentencepiece(
 
     Source: ``LlamaConverter`` of transformers.
     """
-    if (longest := max(map(len, tokens))) > 1000:  # _pairs looks up every split of a token
-        raise ValueError(f"a token has {longest} characters, more than 1000")
+    if (longest := max(map(len, tokens))) > 1000:  # a merge looks up every split of a token
+        raise ValueError(f"a token has {longest} characters")
     ranked = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
     merges = sorted(_pairs(ranked), key=lambda pair: (-ranked["".join(pair)], -len(pair[0])))
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}

@@ -43,7 +43,7 @@ class Codec:
 
         Args:
           x: array of any float dtype; it is converted to float32.
-          axis: axis along which neighbours share a block. It becomes the last one.
+          axis: axis along which neighbours share a block. The result has this axis last.
 
         Raises:
           ValueError: the size of the axis is not a multiple of the block.
@@ -53,8 +53,8 @@ class Codec:
             raise TypeError(f"{self.name} encodes float arrays, got {x.dtype.name}; convert the array first")
         if x.ndim == 0 or x.shape[axis] % self.elements_per_block:
             raise ValueError(
-                f"axis {axis} of shape {x.shape} does not divide into blocks of {self.elements_per_block} elements, "
-                f"as {self.name} needs; pad it or leave this array in float"
+                f"axis {axis} of shape {x.shape} cannot be split into blocks of {self.elements_per_block} elements "
+                f"for {self.name}; pad the axis, or leave this array in float"
             )
         return _encode(self, jnp.moveaxis(x, axis, -1))
 
@@ -74,7 +74,7 @@ class Codec:
         return checkpoint_name(values, CODEC_MARK + self.name)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of an encoded array of this shape, without a scale for the complete tensor."""
+        """Return the number of bytes of an encoded array of this shape, without the scale of the complete tensor."""
         size = 1
         for length in shape:
             size *= length
@@ -91,11 +91,11 @@ def _decode(codec: Codec, parts: Parts) -> Array:
     return codec.decode_last(parts)
 
 
-def blocks_of(x: Float[Array, "... K"], size: int) -> Float[Array, "... T size"]:
+def split_blocks(x: Float[Array, "... K"], size: int) -> Float[Array, "... T size"]:
     """Return ``x`` with its last axis split into blocks."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
-def joined(blocks: Array) -> Array:
+def merge_last(blocks: Array) -> Array:
     """Return an array with its last two axes merged."""
     return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])

@@ -18,11 +18,11 @@ from jaxquant.formats.table import codec
 def encode_tensor(x: Float[Array, "*shape"], format: str, axes: Sequence[int]) -> QTensor:
     """Encode an array along several axes, which are flattened in their order.
 
-    An incomplete last block is padded with zeros; files of the format cannot hold such a tensor.
+    An incomplete last block is padded with zeros; files of the format cannot store such a tensor.
 
     Args:
       x: array of any float dtype.
-      format: name of a codec whose only part is bytes: one of GGML's.
+      format: name of a GGML codec, whose blocks contain elements and scales.
       axes: contraction axes of a kernel.
 
     Raises:

@@ -1,8 +1,8 @@
 """GGML's block formats, encoded as in ggml's reference (without an importance matrix).
 
-A block is first divided by a power of two. This changes no bit of the algorithm, which is homogeneous, and keeps its
-sums of squares finite. A scale beyond float16 saturates, where ggml stores an infinity; a block that contains a value
-that is not finite decodes to NaN.
+A block is first divided by a power of two, so that sums of squares are finite. This changes no bit of the result,
+because the algorithm is homogeneous. A scale that is too large for float16 saturates (ggml stores an infinity); a block
+that contains a value that is not finite decodes to NaN.
 
 Source: ``quantize_row_q*_ref``, ``make_qkx2_quants`` and ``make_qx_quants`` of ggml/src/ggml-quants.c.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxquant.core.rounding import prevent_excess_precision
-from jaxquant.formats.codec import blocks_of, joined
+from jaxquant.formats.codec import merge_last, split_blocks
 from jaxquant.formats.minifloat import SMALLEST_NORMAL, amax, exponent, power_of_two
 
 _F16_MAX = 65504.0
@@ -29,7 +29,7 @@ _CACHED = 1 << 15
 
 def _bytes(x: Array) -> UInt8[Array, "... n"]:
     parts = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return parts if parts.ndim == x.ndim else joined(parts)
+    return parts if parts.ndim == x.ndim else merge_last(parts)
 
 
 def _f16(x: Float[Array, ...], finite: Array) -> Float[Array, ...]:
@@ -54,7 +54,7 @@ def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
     """Return the element of largest magnitude with its sign (the first of several), using only reductions."""
     magnitude, place = jnp.abs(x), jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     largest = amax(x)
-    # Place and sign in one number; the smallest one belongs to the first such element.
+    # A number that contains the index and the sign; the smallest number belongs to the first such element.
     key = jnp.where(magnitude == largest[..., None], 2 * place + (x < 0).astype(place.dtype), 2 * x.shape[-1])
     return jnp.where(jnp.min(key, axis=-1) & 1, -largest, largest)
 
@@ -98,8 +98,8 @@ def _blocks_last(x: Float[Array, "... super sub n"]) -> Float[Array, "... n bloc
     return jnp.swapaxes(x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]), -1, -2)
 
 
-def _in_parts(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n blocks"]) -> tuple[Array, ...]:
-    """Compute ``fit`` of each row; on CPUs in batches of rows, so that a loop over trials reads them from the cache.
+def _map_batches(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n blocks"]) -> tuple[Array, ...]:
+    """Apply ``fit`` to rows; on CPUs in batches, so that the loop over trials reads a batch from the cache.
 
     On other platforms, and if a mesh with explicit axes shards the rows, all rows are computed at once.
     """
@@ -130,9 +130,9 @@ def _fit_affine(
 ) -> tuple[Float[Array, "... blocks"], Float[Array, "... blocks"]]:
     """Fit ``x ≈ scale · q − minimum`` with q in 0 … qmax and minimum ≥ 0; ``make_qkx2_quants``.
 
-    Weights are ``rms(x) + |x|``. For each of ``steps + 1`` trial scales, q follows by rounding and (scale, minimum) by
-    weighted least squares; the pair with the smallest weighted squared error is selected. As in ggml, a trial starts
-    from the minimum of the best pair so far.
+    Weights are ``rms(x) + |x|``. For each of ``steps + 1`` trial scales, q is computed by rounding, and (scale,
+    minimum) by weighted least squares; the pair with the smallest weighted squared error is selected. As in ggml, a
+    trial starts from the minimum of the best pair so far.
     """
     (sum_squares,) = _sums(x * x)
     rms = jnp.sqrt(sum_squares / x.shape[-2])[..., None, :]
@@ -187,9 +187,9 @@ def _pack_scales(scales: Int[Array, "... 8"], minimums: Int[Array, "... 8"]) -> 
 
 def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps: int) -> UInt8[Array, "... bytes"]:
     finite = jnp.isfinite(amax(x))
-    x = blocks_of(jnp.where(finite[..., None], x, 0), 32)
+    x = split_blocks(jnp.where(finite[..., None], x, 0), 32)
     normalized, unit = _normalized(x)
-    fits = _in_parts(lambda part: _fit_affine(part, qmax, start, steps), _blocks_last(normalized))
+    fits = _map_batches(lambda part: _fit_affine(part, qmax, start, steps), _blocks_last(normalized))
     scales, minimums = (value.reshape(unit.shape) * unit for value in fits)
     largest_scale, scale_codes = _six_bits(scales)
     largest_minimum, minimum_codes = _six_bits(minimums)
@@ -204,7 +204,7 @@ def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps:
     if qmax == 31:
         shifts = jax.lax.broadcasted_iota(jnp.uint8, codes.shape, codes.ndim - 2)
         header.append(jnp.sum(codes >> 4 << shifts, axis=-2, dtype=jnp.uint8))
-    return jnp.concatenate([*header, joined(nibbles)], axis=-1)
+    return jnp.concatenate([*header, merge_last(nibbles)], axis=-1)
 
 
 encode_q4_k = functools.partial(_encode_affine_k, qmax=15, start=-1.0, steps=20)
@@ -232,7 +232,7 @@ def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... 
         new_scale = _divide(sum_xq, sum_qq)
         return jnp.where(better, new_scale, scale), jnp.where(better, new_scale * sum_xq, best)
 
-    # The trial with −32 / m comes first.
+    # Start with the scale of the trial with −32 / m.
     scale = _divide(sums_xq[..., 9, :], sums_qq[..., 9, :])
     return jax.lax.fori_loop(0, 19, trial, (scale, scale * sums_xq[..., 9, :]))[:1]
 
@@ -240,10 +240,10 @@ def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... 
 def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     """Encode sixteen sub-blocks of 16 with int8 multiples of a float16 scale; a block below 1e-15 becomes 0."""
     finite = jnp.isfinite(amax(x))
-    x = blocks_of(jnp.where(finite[..., None], x, 0), 16)
+    x = split_blocks(jnp.where(finite[..., None], x, 0), 16)
     normalized, unit = _normalized(x)
     is_zero = amax(x) < _Q6_EPSILON
-    (fit,) = _in_parts(_fit_symmetric, _blocks_last(normalized))
+    (fit,) = _map_batches(_fit_symmetric, _blocks_last(normalized))
     scales = jnp.where(is_zero, 0, fit.reshape(unit.shape) * unit)
     largest = _signed_amax(scales)
     used = jnp.abs(largest) >= _Q6_EPSILON
@@ -253,10 +253,10 @@ def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     sub_step = step.astype(jnp.float32)[..., None] * scale_codes.astype(jnp.float32)
     codes = jnp.round(_divide(x, sub_step[..., None]))
     codes = jnp.clip(jnp.where(finite[..., None, None], codes, 0), -32, 31).astype(jnp.int32) + 32
-    # As in ggml, codes of zero sub-blocks are 0, and so are all bytes of a block that has only such sub-blocks.
+    # As in ggml, the codes of a zero sub-block are 0, and all bytes of a block of zero sub-blocks are 0.
     codes = jnp.where(used[..., None, None] & ~is_zero[..., None], codes, 0).astype(jnp.uint8)
-    groups = joined(codes).reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
-    low = joined(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)
+    groups = merge_last(codes).reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
+    low = merge_last(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)
     high = groups >> 4
     pairs = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
-    return jnp.concatenate([joined(low), joined(pairs), _bytes(scale_codes), _bytes(step[..., None])], axis=-1)
+    return jnp.concatenate([merge_last(low), merge_last(pairs), _bytes(scale_codes), _bytes(step[..., None])], axis=-1)

@@ -1,7 +1,7 @@
-"""Floats of four, six and eight bits as codes, which are their bit patterns, by integer arithmetic on any platform.
+"""Floats of four, six and eight bits as codes (their bit patterns), computed with integer arithmetic on any platform.
 
-XLA has no six-bit dtype, and its cast to ``float8_e8m0fnu`` turns 0 into NaN and rounds to nearest; here both are
-computed from the bits of a float32.
+XLA has no six-bit dtype, and its cast to ``float8_e8m0fnu`` turns 0 into NaN and rounds to nearest. This
+file computes small codes and E8M0 scales from the bits of a float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MINIFLOATS = {name: floating(name) for name in _NAMES}
 def encode_minifloat(x: Float[Array, ...], kind: Element) -> UInt8[Array, ...]:
     """Return the codes of ``x``: rounded to nearest, ties to even, saturating at ``kind.max``.
 
-    The eight-bit types keep NaN. The others cannot represent it; the scale marks a block that contains a NaN.
+    The eight-bit types keep NaN. The smaller types cannot represent NaN; the scale marks a block that contains a NaN.
     """
     x = x.astype(jnp.float32)
     if kind.bits == 8:
@@ -53,7 +53,7 @@ def decode_minifloat(code: UInt8[Array, ...], kind: Element) -> Float[Array, ...
 
 
 def amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
-    """Return the largest magnitude along the last axis, or NaN if the axis contains one.
+    """Return the largest magnitude along the last axis, or NaN if an element is NaN.
 
     Compares the bits, which are ordered like the magnitudes, with NaN last: XLA:CPU's maximum of floats loses NaN in
     arrays that are not small.
@@ -75,7 +75,7 @@ def power_of_two(power: Int[Array, ...]) -> Float[Array, ...]:
 def times_power_of_two(x: Float[Array, ...], power: Int[Array, ...]) -> Float[Array, ...]:
     """Return ``x · 2**power`` by arithmetic on the bits, so that subnormal results are not flushed to zero.
 
-    Exact if float32 can represent the result, otherwise truncated. Zeros, infinities and NaN stay.
+    Exact if float32 can represent the result, otherwise truncated. Zeros, infinities and NaN do not change.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     field = bits >> 23 & 0xFF
@@ -92,7 +92,7 @@ def encode_e8m0(amax: Float[Array, ...], kind: Element, rounding: str = "up") ->
 
     ``up``: ``2**ceil(log2(amax / max))``, so that a value saturates only if it would decode to infinity. ``floor``:
     ``2**(floor(log2(amax)) − floor(log2(max)))``, with which up to half of the last binade saturates. Both use exponent
-    arithmetic. Zero gives the smallest scale, 2^-127; an amax that is not finite gives the byte of NaN, 255.
+    arithmetic. The scale of a zero amax is the smallest, 2^-127; the scale of an amax that is not finite is NaN, 255.
 
     Source: OCP MX v1.0, sections 5.4.1 and 6.3 (``floor``); NVIDIA's ``cvt.rp.satfinite.ue8m0x2`` (``up``).
     """
@@ -101,6 +101,6 @@ def encode_e8m0(amax: Float[Array, ...], kind: Element, rounding: str = "up") ->
     if rounding == "up":
         mantissa = jax.lax.bitcast_convert_type(amax, jnp.int32) & _MANTISSA
         power += mantissa > (jax.lax.bitcast_convert_type(largest, jnp.int32) & _MANTISSA)
-    # At most the scale with which the element's largest value is still a finite float32.
+    # The upper bound is the largest scale whose product with the element's largest value is a finite float32.
     byte = jnp.clip(power, -E8M0_BIAS, 127 - exponent(largest)) + E8M0_BIAS
     return jnp.where(jnp.isfinite(amax), byte, E8M0_NAN).astype(jnp.uint8)

@@ -1,4 +1,4 @@
-"""Encoded arrays as leaves of a model, and fake quantization for training for a format."""
+"""Encoded arrays as leaves of a model, and fake quantization to train a model for a format."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pack_array(x: Float[Array, ...], format: str, axis: int = -1) -> PackedArray
       axis: axis that is split into blocks; for a kernel, the contraction axis.
 
     Raises:
-      ValueError: the format does not exist, or the axis does not divide into its blocks.
+      ValueError: the format does not exist, or the axis cannot be split into blocks of the format.
       TypeError: the array is not a float array.
     """
     return PackedArray(codec(format).encode(x, axis), codec(format).name, x.shape, axis % x.ndim)
@@ -75,7 +75,7 @@ def fake_quantize(x: Float[Array, ...], format: str, axis: int = -1) -> Float[Ar
       axis: axis that is split into blocks; for a kernel, the contraction axis.
 
     Raises:
-      ValueError: the format does not exist, or the axis does not divide into its blocks.
+      ValueError: the format does not exist, or the axis cannot be split into blocks of the format.
       TypeError: the array is not a float array.
     """
     row = codec(format)

@@ -1,4 +1,4 @@
-"""The matmul with a packed kernel, which is decoded in chunks."""
+"""Matmul with a packed kernel; the kernel is decoded in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.formats.codec import Parts
 from jaxquant.formats.packed_array import PackedArray
 
 DECODED_ELEMENTS = 1 << 20
-"""Number of kernel elements that are in float at a time."""
+"""Maximum number of kernel elements that are decoded at a time."""
 
 
 def matmul(x: Float[Array, "... K"], kernel: PackedArray) -> Float[Array, "... N"]:
@@ -25,8 +25,8 @@ def matmul(x: Float[Array, "... K"], kernel: PackedArray) -> Float[Array, "... N
 
     Args:
       x: float array.
-      kernel: kernel of two axes, packed along the contraction: either ``[K, N]`` with axis 0 or ``[N, K]`` with axis 1,
-        as checkpoints store it.
+      kernel: kernel with two axes, packed along the contraction axis: either ``[K, N]`` with axis 0 or ``[N, K]`` with
+        axis 1, as checkpoints store it.
 
     Raises:
       ValueError: the shapes do not match.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
 PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn")
-"""Element types that ``pack`` supports; all have four bits."""
+"""Element types that ``pack`` supports, all with four bits."""
 
 
 def pack(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -71,7 +71,7 @@ def pack_codes(codes: UInt8[Array, "... K"], bits: int) -> UInt8[Array, "... B"]
     """
     if bits == 8:
         return codes
-    # Neighbours as one word, because XLA:CPU would fuse strided slices into the producer of the codes and then compute
+    # Read neighbours as one word. XLA:CPU would fuse strided slices into the producer of the codes, and then compute
     # elements one by one.
     if bits == 4:
         pair = jax.lax.bitcast_convert_type(_grouped(codes, 2), jnp.uint16)
@@ -103,4 +103,4 @@ def _interleave(*parts: jax.Array) -> jax.Array:
 
 def _check(dtype: str) -> None:
     if dtype not in PACKED_DTYPES:
-        raise TypeError(f"{dtype} is not a four-bit element type; supported ones are {', '.join(PACKED_DTYPES)}")
+        raise TypeError(f"{dtype} is not a four-bit element type; use one of {', '.join(PACKED_DTYPES)}")

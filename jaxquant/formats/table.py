@@ -14,7 +14,7 @@ from jaxquant.formats.codec import Codec, Parts
 from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
 
 
-def _nibbles(dtype: str) -> Codec:
+def _four_bits(dtype: str) -> Codec:
     def encode_last(x: jax.Array) -> Parts:
         if x.dtype.name != dtype:
             limits = jnp.finfo(dtype) if "float" in dtype else jnp.iinfo(dtype)
@@ -28,7 +28,7 @@ def _nibbles(dtype: str) -> Codec:
     return Codec(dtype, 2, 1, encode_last, decode_last)
 
 
-CODECS: dict[str, Codec] = {row.name: row for row in (*map(_nibbles, PACKED_DTYPES), *microscaling.ROWS, *ggml.ROWS)}
+CODECS: dict[str, Codec] = {row.name: row for row in (*map(_four_bits, PACKED_DTYPES), *microscaling.ROWS, *ggml.ROWS)}
 """Every tensor format by name. The first three contain only elements, two to a byte, without a scale."""
 
 ENCODINGS.update({row.name: row for row in CODECS.values() if row.encoding is not None})
@@ -38,7 +38,7 @@ def codec(name: str) -> Codec:
     """Look up a codec by name, ignoring case.
 
     Raises:
-      ValueError: the codec does not exist; names the nearest.
+      ValueError: the codec does not exist; the error suggests a similar name.
     """
     row = CODECS.get(name.lower())
     if row is None:

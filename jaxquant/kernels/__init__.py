@@ -6,6 +6,6 @@ A kernel computes part of an op faster and never changes its semantics; ``implem
 KERNEL_PREFIX = "jaxquant_"
 """Prefix of the names of all kernels, in traced and in compiled programs."""
 CALLS = ("pallas_call", "mpmd_map")
-"""Primitives that call a kernel: Pallas's for TPUs, and Mosaic GPU's, which ``custom_vmap_call`` wraps."""
+"""Primitives that call a kernel: Pallas for TPUs, and Mosaic GPU (inside ``custom_vmap_call``)."""
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Element types of the quantized tensors that kernels read and write."""

@@ -12,20 +12,20 @@ from jax import Array
 from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels.varying import vary_alike
 
-_API: Any = plgpu  # for names that one of the versions does not have
+_API: Any = plgpu  # names that do not exist in all of these versions
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 """Version of jax."""
-NEW = VERSION >= (0, 11)
+HAS_JAX_0_11 = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 REDUCTION_BYTES = 2048
-"""Shared memory for reductions over the warps of a kernel."""
+"""Bytes of shared memory for reductions over the warps of a kernel."""
 MEMORY_REGISTERS = {1: 40, 2: 40, 3: 32}
 """Number of multiplying warpgroups -> registers of a loading thread; a multiplying thread gets 256, 232 or 160.
 
-Together they use the initial allocation of 255, 168 or 128 per thread; ``setmaxnreg`` waits forever for more.
+Together they use the initial 255, 168 or 128 registers per thread; ``setmaxnreg`` would wait forever for more.
 """
 _HOPPER = 132
-"""Multiprocessors of an H100 and an H200."""
+"""Number of multiprocessors of an H100 or an H200."""
 
 
 def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
 
     Args:
       rows, columns: size of the tile; at least 8 rows and 32 bytes of columns.
-      itemsize: bytes of an element.
+      itemsize: number of bytes of an element.
     """
     swizzle = min(128, columns * itemsize)
     if rows % 8 or swizzle not in (32, 64, 128):
@@ -49,7 +49,7 @@ def load(ref: Any, layout: Any, *, is_optimized: bool = True) -> jax.Array:
       layout: layout of the registers.
       is_optimized: whether to raise for reads with bank conflicts.
     """
-    index = () if NEW else ((),)
+    index = () if HAS_JAX_0_11 else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=is_optimized)
 
 
@@ -63,7 +63,7 @@ def store(ref: Any, value: jax.Array, *, is_optimized: bool = True) -> None:
 
 def transposed(ref: Any) -> Any:
     """Return a transposed view of a reference to a matrix."""
-    return ref.T if NEW else plgpu.transpose_ref(ref, (1, 0))
+    return ref.T if HAS_JAX_0_11 else plgpu.transpose_ref(ref, (1, 0))
 
 
 def call(
@@ -77,11 +77,11 @@ def call(
 ) -> list[Array]:
     """Run a kernel; inside ``jax.shard_map`` its results vary along the axes of all operands.
 
-    ``plgpu.kernel`` marks its results as equal on all devices, so that their gradients would not be summed.
+    ``plgpu.kernel`` alone would mark its results as equal on all devices, and JAX would not sum their gradients.
 
     Args:
       body: kernel function.
-      operands: arrays; None is left out.
+      operands: arrays; None entries are omitted.
       results: shapes and dtypes of the results.
       interpret: whether to run without a GPU.
       reduction_bytes: ``REDUCTION_BYTES``, or 0 for a kernel whose warps do not reduce together.
@@ -100,13 +100,13 @@ def call(
     return [fit_varying(each, varying_axes(arrays[0])) for each in run(*arrays)]
 
 
-def multiprocessors() -> int:
-    """Return the number of programs that run at once, one per multiprocessor; without a GPU, Hopper's number."""
+def count_multiprocessors() -> int:
+    """Return the number of programs that run at once, one per multiprocessor; without a GPU, the number for an H100."""
     device = jax.devices()[0]
     return getattr(device, "core_count", _HOPPER) if device.platform == "gpu" else _HOPPER
 
 
-def refuse_device(capability: tuple[int, int], least: int, most: int, interpret: bool) -> str | None:
+def device_refusal(capability: tuple[int, int], least: int, most: int, interpret: bool) -> str | None:
     """Return the reason why a kernel does not support a device, or None if it does.
 
     Args:
@@ -115,7 +115,7 @@ def refuse_device(capability: tuple[int, int], least: int, most: int, interpret:
       interpret: whether to run without a GPU.
     """
     if interpret:
-        return None if NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
+        return None if HAS_JAX_0_11 else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
     if capability == (0, 0):
         return "a Mosaic GPU kernel needs an NVIDIA GPU of a known compute capability"
     if least <= capability[0] <= most:

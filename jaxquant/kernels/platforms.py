@@ -1,4 +1,4 @@
-"""Where kernels run: TPUs, Hopper and other GPUs, interpreted on CPUs, but never on operands that XLA may shard."""
+"""Conditions for running a kernel: the platform, the GPU, and operands that XLA does not shard."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_whole, 
 
 Array = jax.Array
 _KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
-"""CUDA compute capability by device kind, for programs that are compiled for an absent device."""
+"""CUDA compute capability by device kind, for ahead-of-time compilation without the device."""
 
-MOST_BLOCKS = 65535
-"""Limit of CUDA along each grid axis except its first axis, which is the last axis of a Pallas grid."""
+MAX_GRID_BLOCKS = 65535
+"""CUDA's limit for each grid axis except the first; CUDA's first axis is the last axis of a Pallas grid."""
 
 
-def sharding_refusal(*operands: Array, waits: bool = False) -> str | None:
-    """Return the reason why a kernel cannot run because a compiler may shard its operands, or None if it will not.
+def sharding_refusal(*operands: Array, defers: bool = False) -> str | None:
+    """Return the reason why a kernel cannot run because a compiler may shard its operands, or None if no compiler will.
 
-    The types decide while tracing: operands without a mesh are safe if there is one device, operands inside
-    ``jax.shard_map`` if it maps all axes of the mesh.
+    The decision uses the types of the operands. Operands without a mesh are safe if there is one device. Operands
+    inside ``jax.shard_map`` are safe if it maps all axes of the mesh.
 
     Args:
       operands: operands of a kernel.
-      waits: whether the caller passes operands without a mesh, with several devices, to ``unless_sharded``.
+      defers: whether the caller uses ``unless_sharded``, which decides at lowering about operands without a mesh.
     """
     if any(explicit_sharding(x) is not None for x in operands):
         return "an operand has a mesh with explicit axes, outside of jax.shard_map"
-    if all(is_whole(x) or (waits and may_shard(x)) for x in operands):
+    if all(is_whole(x) or (defers and may_shard(x)) for x in operands):
         return None
-    return "an operand may be sharded automatically: there are several devices, and it is not inside jax.shard_map"
+    return "an operand may be sharded automatically outside of jax.shard_map, because there are several devices"
 
 
 def may_be_sharded(context: Any) -> bool:
     """Check whether a compiler may shard this program over devices; unclear cases count as sharded.
 
-    The result types that a kernel declares (cuDNN's attention) have no mesh, and the process that lowers for an absent
-    chip has a single device.
+    The types of arrays cannot decide this: a kernel such as cuDNN's attention declares result types without a mesh. The
+    device count of the process cannot either: ahead-of-time compilation may run in a process with one device.
 
     Args:
       context: context of a lowering rule.
@@ -58,11 +58,11 @@ def may_be_sharded(context: Any) -> bool:
 def unless_sharded(whole: Callable[..., Array], sharded: Callable[..., Array], *operands: Any) -> Array:
     """Return ``whole(*operands)``, or ``sharded(*operands)`` in a program that a compiler may shard over devices.
 
-    If the types do not decide, both are traced, and the lowering selects one. A program for one device therefore
-    computes the same on a host with several devices.
+    If the operand types do not decide, both functions are traced, and the lowering selects one of them. A program for
+    one device therefore computes the same result on a host with several devices.
 
     Args:
-      whole: function that uses a kernel which ``sharding_refusal`` allows.
+      whole: function that uses a kernel; its operands must not be sharded.
       sharded: function that computes the same with operations that a compiler can shard.
       operands: arrays, in any pytree.
     """
@@ -98,10 +98,10 @@ batching.primitive_batchers[_unless_sharded] = _batch
 
 
 def capability_of(*arrays: Array) -> tuple[int, int]:
-    """Return the CUDA compute capability of the device for arrays, which may be absent, or (0, 0) for other devices.
+    """Return the CUDA compute capability of the device for which arrays are compiled, or (0, 0) if it is unknown.
 
     Args:
-      arrays: arrays whose types may have a device.
+      arrays: arrays whose types may name a device, attached or not; otherwise the default device is used.
     """
     kind, here = device_kind_of(*arrays), jax.devices()[0]
     known = next((number for pattern, number in _KINDS.items() if re.search(pattern, kind)), None)
@@ -110,8 +110,8 @@ def capability_of(*arrays: Array) -> tuple[int, int]:
     return known or ((int(major), int(minor)) if dot else (0, 0))
 
 
-def module(op: str, kind: str) -> Any:
-    """Import the module of an op's kernel, and with it Pallas.
+def load_kernel(op: str, kind: str) -> Any:
+    """Import the module of an op's kernel; this also imports Pallas.
 
     Args:
       op: name of the op's folder.
@@ -120,10 +120,11 @@ def module(op: str, kind: str) -> Any:
     return importlib.import_module(f"jaxquant.kernels.{op}.{kind}")
 
 
-def interpretable(*operands: Array) -> bool:
-    """Check whether CPUs can interpret a kernel: only outside of ``jax.shard_map``.
+def is_interpretable(*operands: Array) -> bool:
+    """Check whether CPUs can interpret a kernel, which is only possible outside of ``jax.shard_map``.
 
-    Pallas's interpreter has no types for values that vary along mesh axes. The reference runs there instead.
+    Pallas's interpreter has no types for values that vary along mesh axes. Inside ``jax.shard_map``, the reference runs
+    instead.
 
     Args:
       operands: operands of the kernel.
@@ -136,7 +137,7 @@ def platform_refusal(op: str, x: Array) -> str | None:
 
     Args:
       op: name of the op's folder.
-      x: operand. Its mesh may consist of absent devices (ahead-of-time compilation).
+      x: operand. Its mesh may consist of devices that are not attached (ahead-of-time compilation).
     """
     platform = platform_of(x)
     return None if platform in ("cpu", "tpu", "gpu") else f"{op} has no kernel for platform {platform!r}"

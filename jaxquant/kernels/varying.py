@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 def vary_alike(*operands: Array | None) -> tuple[list[Any], Callable[..., jax.ShapeDtypeStruct]]:
-    """Make operands vary along the axes of all operands. Also returns a function that makes the type of a result.
+    """Make operands vary along the axes of all operands. Also returns a function that builds the type of a result.
 
     Args:
       operands: operands of a kernel; None stands for a missing operand.

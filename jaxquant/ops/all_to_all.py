@@ -31,8 +31,8 @@ def all_to_all(
 
     ``y = q' · s'``, where q' and s' are q and s after the exchange, ``q = cast(x / s)`` and ``s = amax / bound`` of 128
     neighbours along the last axis, in float32. A matmul whose recipe has the same tiles (``fp8_block``, for e4m3)
-    reproduces the codes that were sent, as y rounds to them; other matmuls quantize y again. The gradient is the
-    gradient of an exchange without rounding: it is exchanged back in its own dtype.
+    reproduces the exchanged qvalues q' exactly; other matmuls quantize y again. The gradient is the gradient of an
+    exchange without rounding: the output gradient is exchanged back in its own dtype.
 
     Args:
       x: activation, inside ``jax.shard_map``.
@@ -43,7 +43,7 @@ def all_to_all(
 
     Raises:
       TypeError: x is not float.
-      ValueError: the dtype has no 8 bits, or an axis is the last axis.
+      ValueError: the dtype is not supported, or an axis is negative or the last axis.
 
     Source: dispatch of DeepSeek-V3 (its report, section 3.3.2): activations in FP8, gradients of the combined outputs
     in bfloat16.
@@ -51,7 +51,7 @@ def all_to_all(
     check_float("all_to_all", x=x)
     last = x.ndim - 1
     if dtype not in DTYPES:
-        raise ValueError(f"all_to_all supports the dtypes {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"all_to_all dtype {dtype!r} is not supported; use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     if not all(0 <= axis < last for axis in (split_axis, concat_axis)):
         raise ValueError(
             f"all_to_all got split_axis {split_axis} and concat_axis {concat_axis} for {x.ndim} axes; both must come "

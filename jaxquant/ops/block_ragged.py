@@ -1,7 +1,8 @@
 """block_ragged: the product of groups of rows and their weights, both in blocks, by our kernel for Hopper.
 
-Rows are copied to slabs of 128 (``groups.Slabs``), each of one group. The kernel multiplies each slab by its group's
-weight, or sums over the slabs of each group. As in ``block_scaled``, it is the lowering of a primitive.
+Rows are copied to slabs of 128 rows (``groups.Slabs``); a slab contains rows of one group only. The kernel multiplies
+each slab by its group's weight, or sums over the slabs of each group. As in ``block_scaled``, the kernel is the
+lowering of a primitive.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
-from jaxquant.kernels.platforms import module
+from jaxquant.kernels.block_matmul.reference import BLOCK, repeat_per_row
+from jaxquant.kernels.platforms import load_kernel
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.groups import Groups, Rows, Slabs, expand_groups
 from jaxquant.ops.implementation import select_block_matmul
@@ -29,7 +30,7 @@ NO_INSTRUCTION = "no chip multiplies groups of rows in blocks"
 """Reason why XLA's program dequantizes the operands by default."""
 
 
-def choose(
+def select_matmul(
     lhs: QTensor | Rows,
     rhs: QTensor | Rows,
     numbers: RaggedDotDimensionNumbers,
@@ -59,7 +60,7 @@ def multiply(
     """Multiply qvalues and the scales of their blocks with the kernel.
 
     Args:
-      lhs, rhs: operands as in ``choose``.
+      lhs, rhs: operands as in ``select_matmul``.
       groups: groups of the rows. If the rows are contracted, each group consists of whole blocks of 128.
       numbers: dimension numbers.
       out_dtype: dtype of the result, whose rows after the last group are undefined.
@@ -67,10 +68,10 @@ def multiply(
     x, w, left, right = kernel.operands(lhs, rhs, *_axes(numbers))
     if not numbers.rhs_group_dimensions:
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(groups.sizes).astype(jnp.int32) // BLOCK])
-        return _bind(_DRHS, x[0], w[0], left[0], per_row(right, w.shape[1])[0], starts, out_dtype)
+        return _bind(_DRHS, x[0], w[0], left[0], repeat_per_row(right, w.shape[1])[0], starts, out_dtype)
     slabs = Slabs.of(groups, BLOCK)
     own = jnp.where(slabs.groups.ids < groups.sizes.size, slabs.groups.ids, -1)
-    out = _bind(_ROWS, slabs.cut(x[0]), w, slabs.cut(left[0]), right, own, out_dtype)
+    out = _bind(_ROWS, slabs.copy_rows(x[0]), w, slabs.copy_rows(left[0]), right, own, out_dtype)
     places = expand_groups(slabs.groups.starts * BLOCK - groups.starts, groups.ids) + jnp.arange(groups.ids.size)
     return jnp.take(out, places, axis=0, mode="clip")
 
@@ -107,12 +108,12 @@ def _emulated(*operands: Array, ragged_dot_dimension_numbers: Any, out_dtype: st
 
 
 def _lower(context: Any, *operands: Any, ragged_dot_dimension_numbers: Any, out_dtype: str) -> Any:
-    form = _form(module("block_matmul", "gpu"), ragged_dot_dimension_numbers)
+    form = _form(load_kernel("block_matmul", "gpu"), ragged_dot_dimension_numbers)
     return mlir.lower_fun(form, multiple_results=False)(context, *operands, out_dtype=out_dtype)
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
-    """Multiply one batch element after the other: the kernel has groups of one element only."""
+    """Multiply the batch elements one after the other: the kernel has no batch axis."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def one(own: Any) -> Array:

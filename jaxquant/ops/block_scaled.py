@@ -1,9 +1,9 @@
 """block_scaled: the product of two operands in blocks, by a GPU instruction for them or by our kernel.
 
 On GPUs of compute capability 10, XLA turns the custom call below (``jax.nn.scaled_matmul``'s) into cuDNN's block-scaled
-matmul. On other GPUs, XLA would dequantize the operands in more passes than
-``contract`` does, so this custom call is used only on compute capability 10.
-Blocks of 128 have a kernel for Hopper (``kernels/block_matmul``). Both are lowerings of one primitive.
+matmul. On other GPUs, XLA would dequantize the operands in more passes than ``contract`` does, so this custom call is
+used only on compute capability 10. For blocks of 128, there is a kernel for Hopper (``kernels/block_matmul``). The
+custom call and the kernel are lowerings of one primitive.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxquant.core.blocks import spread
+from jaxquant.core.blocks import repeat_scale
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
-from jaxquant.kernels.platforms import capability_of, module, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, load_kernel, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import select_block_matmul
@@ -38,7 +38,7 @@ SIZES = {("float8_e4m3fn", "float8_e8m0fnu"): 32, ("float4_e2m1fn", "float8_e4m3
 def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     """Return the reason why the instruction cannot compute a contraction, or None if it can.
 
-    It sums exact products in float32, like the float matmul of the dequantized operands.
+    The instruction sums exact products in float32, like the float matmul of the dequantized operands.
 
     Args:
       lhs, rhs, dims: arguments of ``contract``.
@@ -52,10 +52,10 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
             return f"the last contraction axis is not split into blocks of {size}"
-    return sharding_refusal(lhs.qvalue, rhs.qvalue, waits=True)
+    return sharding_refusal(lhs.qvalue, rhs.qvalue, defers=True)
 
 
-def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
+def select_matmul(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
     """Select the implementation of a contraction (``cudnn``, ``pallas`` or ``xla``); see ``select_block_matmul``."""
     refused = functools.partial(kernel.refusal, lhs, rhs, *_axes(dims), out_dtype=out_dtype)
     return select_block_matmul(refusal(lhs, rhs, dims), implementation, refused).name
@@ -71,7 +71,7 @@ def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: s
     Args:
       lhs, rhs, dims: operands and dimension numbers.
       out_dtype: dtype of the result.
-      by: result of ``choose``, except ``xla``.
+      by: result of ``select_matmul``, "cudnn" or "pallas".
     """
     if by == "pallas":
         operands = kernel.operands(lhs, rhs, *_axes(dims))
@@ -93,7 +93,7 @@ def _rows(
     for axis, n in enumerate(side.shape):
         step = size if axis == contracted[-1] else 1
         if scale.shape[axis] != n // step:
-            scale = spread(scale, axis, n // step, side.blocks[axis] // step)
+            scale = repeat_scale(scale, axis, n // step, side.blocks[axis] // step)
     shape = [math.prod(side.shape[axis] for axis in axes) for axes in (batch, free, contracted)]
     counts = (*shape[:2], shape[2] // size)
     return side.qvalue.transpose(order).reshape(shape), scale.transpose(order).reshape(counts)
@@ -124,7 +124,7 @@ def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
 
 def _lower(context: Any, *operands: Any, out_dtype: str, **_: Any) -> Any:
     if context.avals_in[2].dtype == jnp.float32:
-        matmul = module("block_matmul", "gpu").matmul
+        matmul = load_kernel("block_matmul", "gpu").matmul
         return mlir.lower_fun(matmul, multiple_results=False)(context, *operands, out_dtype=out_dtype)
     kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[out_dtype]
     dims = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": kind}

@@ -1,14 +1,14 @@
 """8-bit operands on GPUs: their memory layout, and their matmul by cuBLASLt instead of Triton.
 
-Hopper's 8-bit matmuls need both operands with the contraction last. XLA transposes the cast for the first matmul that
-it finds: the tensor is then read again for its amax, and transposed again for the other matmul. XLA also folds its own
-copies of int8 operands back into the matmul, which cuBLASLt then computes up to eight times as slowly. Here the cast
-keeps the row-major order of its input, and the 8-bit tensor is copied. Under automatic sharding a layout constraint
-makes the partitioner gather the tensor, so a program for more than one device has none.
+Hopper's 8-bit matmuls need operands whose contraction axes are last in memory. By default, XLA transposes the cast for
+the first matmul of a tensor: the tensor is then read again for its amax, and transposed again for the other matmul. XLA
+also folds its own copies of int8 operands into the matmul, which cuBLASLt then computes up to eight times as slowly.
+With this file, the cast keeps the row-major order of its input, and the 8-bit tensor is copied. Programs for more than
+one device get no such layout constraint, because with automatic sharding it makes the partitioner gather the tensor.
 
-The matmul is jax's own, so that rematerialization policies recognize it. Identity primitives around it carry the
-information that only GPU compilers need: copies of int8 operands with the contraction last in memory, and the algorithm
-for fp8.
+The matmul is a ``lax.dot_general``, so that rematerialization policies recognize it. Identity primitives before and
+after it carry information for GPU compilers: copies of int8 operands whose contraction axes are last in memory, and the
+algorithm for fp8.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _on_gpus(x: Array, *, last: tuple[int, ...], is_row_major: bool) -> Array:
     order = (*(axis for axis in range(x.ndim) if axis not in last), *last)
     copy = x.transpose(order)
     copy = jax.lax.optimization_barrier(_pin(copy) if is_row_major else copy)
-    return copy.transpose(np.argsort(order))  # the matmul absorbs it: its operand is the copy
+    return copy.transpose(np.argsort(order))  # XLA folds this transpose into the matmul
 
 
 def _lower_on_gpus(context: Any, x: Any, **layout: Any) -> Any:
@@ -88,13 +88,13 @@ def row_major(tensor: QTensor) -> QTensor:
     return tensor.replace(lambda name, part: keep(part) if name == "qvalue" else part)
 
 
-def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> Array:
+def copy_contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> Array:
     """Return an operand that GPUs copy so that its contraction axes are last in memory, if it is on one device.
 
     Args:
       x: quantized elements.
       axes: contraction axes.
-      is_row_major: whether to forbid XLA another layout of the copy, as it chooses for int8.
+      is_row_major: whether the copy must be row-major; for int8, XLA would choose another layout.
     """
     is_last = axes == tuple(range(x.ndim - len(axes), x.ndim))
     if not _is_byte(x) or (is_last and not is_row_major):
@@ -110,7 +110,7 @@ ROWS = 64
 """Smallest number of rows of the other operand for which GPUs copy an int8 operand.
 
 On an H200 the copy moves two bytes an element at 4 TB/s. Without it, the matmul computes two operations an element and
-row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). Both take the same time at about 40 rows.
+row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). Both are equally fast at about 40 rows.
 """
 
 _algorithm = Primitive("fp8_algorithm")
@@ -128,7 +128,7 @@ def byte_dot(
     out_sharding: NamedSharding | None = None,
     copies: bool = False,
 ) -> Array:
-    """Multiply two operands that may have 8 bits; others are multiplied by ``float_dot``.
+    """Multiply two operands by ``float_dot``, and pass GPU compilers the layout and algorithm of 8-bit operands.
 
     Args:
       lhs, rhs: operands.
@@ -140,9 +140,9 @@ def byte_dot(
     is_int8, is_fp8 = lhs.dtype == rhs.dtype == jnp.int8, lhs.dtype.name in FP8 and rhs.dtype.name in FP8
     a, b = lhs, rhs
     if rows[1] >= ROWS if is_int8 else copies:
-        a = contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
+        a = copy_contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
     if rows[0] >= ROWS if is_int8 else copies:
-        b = contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
+        b = copy_contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
     arguments = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     out = float_dot(a, b, dims.numbers, precision=precision, **arguments)
     has_algorithm = is_fp8 and {lhs.dtype.name, rhs.dtype.name} != {"float8_e5m2"} and min(rows) > 1
@@ -157,10 +157,10 @@ def _rows(x: Array, free: Sequence[int]) -> int:
 
 
 def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
-    """Set the algorithm of the matmul that produces a result. Triton does not support it, so XLA uses cuBLASLt.
+    """Set the algorithm of the matmul that produces a result: XLA then uses cuBLASLt, as Triton does not support it.
 
-    jax's own way to request it, a ``precision``, is an error on all other platforms. One fp8 type represents all of
-    them; programs in the form of StableHLO 1.16 support only e5m2.
+    JAX can request an algorithm with ``precision``, but this is an error on all other platforms. The algorithm names
+    e5m2 for all fp8 operands, because StableHLO 1.16 supports no other fp8 type there.
     """
     value = out
     while _is_result_of(value, "sdy.sharding_constraint"):
@@ -181,14 +181,14 @@ def _lower(context: Any, out: Any, *, is_fast: bool) -> Any:
 
 
 def _is_result_of(value: Any, name: str) -> bool:
-    """Check whether a value is the result of an operation with this name; it may be a function argument."""
+    """Check whether a value is the result of an operation with this name, and not a function argument."""
     return isinstance(value.owner, ir.Operation | ir.OpView) and value.owner.name == name
 
 
 def _swap_operands(dot: Any) -> tuple[Any, Any]:
-    """Swap the operands of a plain matrix product. Returns the new product, and its transpose.
+    """Swap the operands of an ordinary matrix product. Returns the new product, and its transpose.
 
-    The partitioner writes a plain product as ``stablehlo.dot``, which has no algorithm: it would be lost.
+    The partitioner rewrites an ordinary product as ``stablehlo.dot``, which cannot store an algorithm.
     """
     (lhs, rhs), out = dot.operands, dot.results[0]
     numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
@@ -198,13 +198,10 @@ def _swap_operands(dot: Any) -> tuple[Any, Any]:
     with ir.InsertionPoint(dot), dot.location:
         kind = ir.RankedTensorType.get(out.type.shape[::-1], out.type.element_type)
         made = stablehlo.dot_general(kind, rhs, lhs, stablehlo.DotDimensionNumbers.get([], [], [0], [1]))
-        barrier: Any = stablehlo.optimization_barrier([made])  # or XLA folds the transposition into the product
+        barrier: Any = stablehlo.optimization_barrier([made])  # otherwise XLA folds the transpose into the product
         return made.owner, stablehlo.transpose(barrier, ir.DenseI64ArrayAttr.get([1, 0]))
 
 
-batching.primitive_batchers[_algorithm] = lambda batched, dims, **options: (
-    _algorithm.bind(*batched, **options),
-    dims[0],
-)
+batching.primitive_batchers[_algorithm] = lambda batched, dims, **params: (_algorithm.bind(*batched, **params), dims[0])
 ad.deflinear2(_algorithm, lambda gradient, _, **__: [gradient])
 mlir.register_lowering(_algorithm, _lower, cacheable=False)

@@ -14,34 +14,34 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.core.blocks import pad_blocks, spread
+from jaxquant.core.blocks import pad_blocks, repeat_scale
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
+from jaxquant.core.sharding import explicit_sharding, fit_sizes, is_whole, platform_of, reshard_like, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.kernels.platforms import capability_of, unless_sharded
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import INT8_PAYS, select_implementation
-from jaxquant.ops.pieces import eight_bits
+from jaxquant.ops.pieces import to_eight_bits
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
 DEQUANTIZED_MARK = "jaxquant dequantized"
-"""``checkpoint_name`` of an operand that is multiplied dequantized, because no matmul supports its tile scales."""
+"""``checkpoint_name`` of an operand that is dequantized before the matmul, because no matmul supports its tiles."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dequantized:
-    """The bfloat16 values of a quantized operand of a float matmul, written by a kernel."""
+    """A quantized operand of a float matmul, as the bfloat16 values that a kernel wrote."""
 
     values: Array
 
 
 def accumulator_dtype(requested: str | None, out_dtype: str) -> str:
-    """Return ``preferred_element_type``: the recipe's if it has one, else the result's dtype, but never float16.
+    """Return a matmul's ``preferred_element_type``: ``requested``, or else the result's dtype (float32 for float16).
 
     A float16 sum of 8-bit products overflows before the scales are applied.
     """
@@ -66,43 +66,44 @@ def contract(
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
-    A float operand has no scale, and the qvalues are cast to its dtype, in which they are exact. Some operands are
-    dequantized first instead; see ``dequantized_dtype``. A scale that varies along a contraction axis (a shard, or a
-    tile of integers) splits that axis; the partial sums are scaled and then added in ``parts_dtype``.
+    If one operand is float, the qvalues of the other operand are cast to the float dtype, in which they are exact. Some
+    operands are dequantized before the matmul; see ``dequantized_dtype``. A scale that varies along a contraction axis
+    (a shard, or a tile of integers) splits that axis; the partial sums are scaled and then added in ``parts_dtype``.
 
     Args:
       lhs, rhs: operands.
       dims: dimension numbers.
       out_dtype: dtype of the result.
-      accumulator: dtype that the matmul returns, or None for the dtype of the result; int32 is for two integers only.
+      accumulator: dtype that the matmul returns, or None for the dtype of the result; int32 requires two integer
+        operands.
       precision: precision as in ``lax.dot_general``.
       default_precision: precision of a quantized matmul if ``precision`` is None.
       scale_dtype: dtype in which scales are applied (float32, or the result's dtype in flax mode). The product of two
         per-tensor scales is computed in float32, rounded to the dtype that the matmul returns (float32 for int32), and
-        applied in it, so that GPU libraries can apply it themselves.
+        multiplied with the result in that dtype, so that GPU libraries can scale the result inside the matmul.
       out_sharding: sharding of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
       implementation: implementation of the low-precision matmul, or None to select one; see ``ops.implementation``.
       copies: whether GPUs copy fp8 operands so that the contraction axes are last; see ``byte_dot``.
-      parts_dtype: dtype in which the partial sums are added, and sent if each is on a separate device.
-      shards: number of blocks of the first contraction axis that were quantized separately; their sums stay
-        low-precision.
+      parts_dtype: dtype in which partial sums are added, and in which devices exchange them.
+      shards: number of blocks of the first contraction axis that were quantized separately; each block is
+        multiplied in low precision.
     """
     is_low = all(isinstance(side, QTensor | Dequantized) for side in (lhs, rhs))
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
         scales = [side.outer_scale for side in (lhs, rhs) if isinstance(side, QTensor) and side.outer_scale is not None]
         outer = functools.reduce(jnp.multiply, (scale.reshape(()) for scale in scales)) if scales else None
-        # A float matmul adds in float32 and rounds once, for either dtype.
+        # A float matmul accumulates in float32 and rounds once, whichever dtype it returns.
         requested = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         returned = accumulator_dtype(requested, out_dtype if outer is None else "float32")
 
         def as_floats(lhs: Any, rhs: Any) -> Array:
-            left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
+            left, right = (to_float_operand(side, dtype, outer is None) for side in (lhs, rhs))
             more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
             return float_dot(left, right, dims.numbers, **more)
 
         out = None
         if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
-            by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
+            by = block_scaled.select_matmul(lhs, rhs, dims, returned, implementation)
             by_blocks = functools.partial(block_scaled.multiply, dims=dims, out_dtype=returned, by=by)
             out = None if by == "xla" else unless_sharded(by_blocks, as_floats, lhs, rhs)
         out = as_floats(lhs, rhs) if out is None else out
@@ -137,12 +138,14 @@ def dequantized_dtype(
 ) -> str | None:
     """Return the dtype to which quantized operands of a contraction are dequantized, or None to multiply qvalues.
 
-    Two float operands run as a float matmul, and so do formats whose elements are not separate from their scales. So do
-    tiles: a matmul that scaled each tile's sum would store as many results as there are tiles, and no library has one.
-    Two operands in tiles become bfloat16 if that is the result's dtype or if their scales have eight bits (exact), and
-    float32 otherwise. Their outer scales multiply the product. With a float operand of at most half as many rows as a
-    tile has elements, the weight is multiplied tile by tile: it is read once, as it is stored, and the tiles' float32
-    sums take no more bytes than a bfloat16 weight.
+    A float matmul multiplies two float operands, tensor formats whose elements and scales are not separate arrays, and
+    tiles. (A matmul that scales the sum of each tile would store one result per tile, and no library has such a
+    matmul.) Two operands in tiles are dequantized to bfloat16 if the result is bfloat16 or if the scales have eight
+    bits (exact), and to float32 otherwise; the outer scales multiply the product.
+
+    There is one exception for tiles: if the other operand is float, and has at most half as many rows as a tile has
+    elements, the weight is multiplied tile by tile. The stored weight is then read once, and the float32 sums of the
+    tiles need no more bytes than a bfloat16 weight.
 
     Args:
       lhs, rhs, dims, out_dtype, shards: arguments of ``contract``.
@@ -176,7 +179,7 @@ def tiles_dtype(tensors: Sequence[Any], out_dtype: str) -> str:
 
 
 def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> bool:
-    """Check whether two operands will be dequantized to bfloat16, because their implementation multiplies no blocks.
+    """Check whether two operands will be dequantized to bfloat16, because no matmul of blocks is selected.
 
     Args:
       lhs, rhs: tensors of abstract arrays.
@@ -185,10 +188,10 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
     has_instruction = capability_of(lhs.qvalue)[0] == 10
     if has_instruction or dequantized_dtype(lhs, rhs, dims, out_dtype) != "bfloat16":
         return False
-    return block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
+    return block_scaled.select_matmul(lhs, rhs, dims, out_dtype, implementation) == "xla"
 
 
-def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
+def to_float_operand(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
     """Return an operand of a float matmul. Without ``keeps_outer``, the caller applies the outer scale."""
     if isinstance(side, Dequantized):
         return checkpoint_name(side.values, DEQUANTIZED_MARK)
@@ -205,7 +208,8 @@ def _unscaled(x: Any) -> QTensor:
 def _one_row(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
     """Multiply a single row, with a row of zeros added below it unless the weight is small.
 
-    GPUs and TPUs have no matmul for one row; element by element they take up to 25 times as long (commit b55b3a5).
+    GPUs and TPUs have no matmul for one row. Without the second row, XLA multiplies element by element, which takes up
+    to 25 times as long (commit b55b3a5).
     """
     contract, free = dims.lhs_contract, dims.lhs_free
     is_one = not dims.lhs_batch and all(lhs.shape[axis] == 1 for axis in free)
@@ -270,10 +274,10 @@ def _product(
 def _tiled_sharding(
     out_sharding: NamedSharding | None, lhs: Array, dims: Dimensions, tiles: int
 ) -> NamedSharding | None:
-    """Insert the operand's leading tile axes in front of a result's sharding.
+    """Prepend the sharding of the operand's leading tile axes to the sharding of a result.
 
-    Until the tiles are added, no axis of the result uses a mesh axis of a tile axis: each device multiplies its own
-    tiles.
+    Each device multiplies its own tiles. Until the partial sums are added, no other axis of the result may therefore be
+    sharded along the mesh axes of the tile axes.
     """
     operand = explicit_sharding(lhs)
     if out_sharding is None or operand is None or not tiles:
@@ -290,20 +294,20 @@ def _names(entries: Sequence[Any]) -> list[str]:
 
 
 def _cast_alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Cast operands to a dtype that has a matmul: a float operand's, int8 for int4 except on TPUs, e4m3 for e2m1.
+    """Cast operands to a dtype that has a matmul: the wider dtype, int8 for int4 except on TPUs, e4m3 for e2m1.
 
-    XLA:CPU fails on products of 4-bit operands (jax 0.10 and 0.12), XLA:GPU widens them to 32 bits.
+    XLA:CPU fails on products of 4-bit operands (jax 0.10 and 0.12), and XLA:GPU widens them to 32 bits.
     """
     widths = [jax.dtypes.itemsize_bits(each.dtype) for each in (a, b)]
     if max(widths) > 8:
         wide = (a, b)[widths.index(max(widths))].dtype
         return a.astype(wide), b.astype(wide)
     is_native = a.dtype == b.dtype == jnp.int4 and platform_of(a) not in ("cpu", "gpu")
-    return (a, b) if is_native else (eight_bits(a), eight_bits(b))
+    return (a, b) if is_native else (to_eight_bits(a), to_eight_bits(b))
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """Broadcast a zero point along contraction and batch axes; free axes keep size 1 if they share it."""
+    """Broadcast a zero point along contraction and batch axes; a free axis that shares one zero point keeps size 1."""
     target = [shape[axis] if axis in axes else size for axis, size in enumerate(zero_point.shape)]
     return jnp.broadcast_to(zero_point, target)
 
@@ -315,20 +319,20 @@ def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: st
         # The product of scalars is rounded once; then the result is multiplied once.
         return out * (lhs_scale * rhs_scale.reshape(lhs_scale.shape)).reshape(()).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
-    left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
-    right = _layout(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
-    return out * broadcastable(left, out).astype(dtype) * broadcastable(right, out).astype(dtype)
+    left = _as_result(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
+    right = _as_result(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
+    return out * reshard_like(left, out).astype(dtype) * reshard_like(right, out).astype(dtype)
 
 
 def _each_free(scale: Array, tensor: QTensor, free: tuple[int, ...]) -> Array:
-    """Repeat the scales of blocks over free axes, one for each element of the result."""
+    """Repeat block scales along free axes, so that each element of the result has a scale."""
     for axis in free:
         if scale.shape[axis] not in (1, tensor.shape[axis]):
-            scale = spread(scale, axis, tensor.shape[axis], tensor.blocks[axis])
+            scale = repeat_scale(scale, axis, tensor.shape[axis], tensor.blocks[axis])
     return scale
 
 
-def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
+def _as_result(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
     if scale.size == 1:
         return scale.reshape(())
     kept = (*batch, *free)
@@ -341,7 +345,7 @@ def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before,
 def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor, QTensor, Dimensions, int]:
     """Turn the tiles of each contraction axis into leading batch axes. Returns the number of these axes last.
 
-    If the tiles of the operands differ, an axis is split into pieces that lie within one tile of both.
+    If the tiles of the operands differ, an axis is split into pieces that lie within one tile of each operand.
     """
     lhs_steps, rhs_steps = {}, {}
     for left, right in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
@@ -350,8 +354,8 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
             lhs_steps[left] = rhs_steps[right] = math.gcd(*tiled)
     if not lhs_steps:
         return lhs, rhs, dims, 0
-    new_lhs, lhs_place, lhs_tiles = _cut(lhs, lhs_steps)
-    new_rhs, rhs_place, rhs_tiles = _cut(rhs, rhs_steps)
+    new_lhs, lhs_place, lhs_tiles = _tile_axes(lhs, lhs_steps)
+    new_rhs, rhs_place, rhs_tiles = _tile_axes(rhs, rhs_steps)
     pairs = [(a, b) for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True) if a in lhs_steps]
     new_dims = Dimensions(
         tuple(lhs_place[axis] for axis in dims.lhs_contract),
@@ -364,8 +368,8 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
     return new_lhs, new_rhs, new_dims, len(pairs)
 
 
-def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
-    """Split axes into pieces of a step. Returns the tensor, the new position of each old axis, and of each tile axis.
+def _tile_axes(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
+    """Split axes into pieces of ``steps`` elements. Returns the tensor, and the positions of old axes and of tile axes.
 
     A smaller last piece is padded with zeros, which do not change a sum of products.
     """
@@ -382,7 +386,7 @@ def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int
         shape: list[int] = []
         for axis, count in counts.items():
             if scale.shape[axis] not in (1, count):
-                scale = spread(scale, axis, count, tensor.blocks[axis] // steps[axis])
+                scale = repeat_scale(scale, axis, count, tensor.blocks[axis] // steps[axis])
         for axis, size in enumerate(scale.shape):
             shape += [size, 1] if axis in steps else [size]
         return scale.reshape(shape)

@@ -31,7 +31,7 @@ def has_batch_scales(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
     return is_plain and any(weight.scale.shape[axis] > 1 for axis in dims.rhs_batch)
 
 
-def each_element(
+def map_batch(
     run: Callable[..., Array],
     lhs: Array,
     weight: Array | QTensor,
@@ -42,12 +42,12 @@ def each_element(
     """Contract each batch element separately, with its own activation scale.
 
     Args:
-      run: contraction of one element by ``dims.of_element()``: a function of (activation, weight, key, *rest).
+      run: function of (activation, weight, key, *rest) that contracts one element by ``dims.without_batch()``.
       lhs: activation.
       weight: float weight or converted kernel.
       dims: dimension numbers of the whole contraction.
       key: random key for stochastic rounding, or None.
-      rest: other arguments of ``run``, with the elements along the first axes.
+      rest: other arguments of ``run``, with the batch axes first.
     """
     sizes = tuple(lhs.shape[axis] for axis in dims.lhs_batch)
 
@@ -62,10 +62,10 @@ def each_element(
         key = fold(key, jnp.arange(math.prod(sizes), dtype=jnp.uint32).reshape(sizes))
     for _ in sizes:
         run = jax.vmap(run)
-    return run(*_on_one_mesh((elements_first(lhs, dims.lhs_batch), weight, key, *rest), len(sizes)))
+    return run(*_align_shardings((elements_first(lhs, dims.lhs_batch), weight, key, *rest), len(sizes)))
 
 
-def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+def _align_shardings(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     """Shard the first axes of all arrays alike, as ``jax.vmap`` along explicit mesh axes requires."""
     leaves, tree = jax.tree.flatten(operands)
     places = [place for place in map(explicit_sharding, leaves) if place is not None]
@@ -75,7 +75,7 @@ def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
     def shard(x: Array) -> Array:
         at = lambda *spec: NamedSharding(places[0].mesh, PartitionSpec(*spec))  # noqa: E731
-        x = jax.sharding.reshard(x, at()) if explicit_sharding(x) is None else x  # so that its gradient is replicated
+        x = jax.sharding.reshard(x, at()) if explicit_sharding(x) is None else x  # so that x's gradient is replicated
         return jax.sharding.reshard(x, at(*entries, *jax.typeof(x).sharding.spec[count:]))
 
     return tree.unflatten(map(shard, leaves))
@@ -100,7 +100,7 @@ def check_input_scale(recipe: Recipe, weight: QTensor) -> None:
 
 
 def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
-    """Raise if an op without blocks cannot multiply the scales of a kernel into its result.
+    """Raise if an op that supports no blocks cannot apply the scales of a kernel to its result.
 
     Args:
       op: name of the op.
@@ -108,7 +108,8 @@ def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
       axes: axes along which scales may vary.
 
     Raises:
-      NotImplementedError: the kernel has other scales.
+      NotImplementedError: the scales vary along another axis, or the kernel has a zero point, an outer scale or a
+        tensor format.
     """
     is_plain = weight.codec is None and weight.zero_point is None and weight.outer_scale is None
     sizes = () if weight.codec is not None else zip(weight.scale.shape, weight.shape, strict=True)
@@ -119,7 +120,7 @@ def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
         )
 
 
-def straight_through(
+def with_input_gradient(
     run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: QTensor, *rest: Any
 ) -> Array:
     """Compute ``run(activation, weight, *rest)`` with a gradient of the activation only.
@@ -135,7 +136,7 @@ def straight_through(
         return run(activation, weight, *rest)
 
     def forward(activation, weight, rest):
-        return call(activation, weight, rest), (weight, rest)  # so that the value of a vjp has its derivative, too
+        return call(activation, weight, rest), (weight, rest)  # unlike ``run``, ``call`` has this derivative, too
 
     def backward(saved, grad):
         weight, rest = saved

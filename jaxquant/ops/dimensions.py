@@ -45,25 +45,25 @@ class Dimensions:
 
     @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
-        return _others(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
+        return _other_axes(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
 
     @functools.cached_property
     def rhs_free(self) -> tuple[int, ...]:
-        return _others(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
+        return _other_axes(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
 
     def swap(self) -> Dimensions:
-        """Exchange the operands."""
+        """Return the contraction with lhs and rhs swapped."""
         return Dimensions(
             self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch, self.rhs_ndim, self.lhs_ndim
         )
 
     @functools.cached_property
     def order_of_swapped(self) -> tuple[int, ...]:
-        """The transposition from the result of the swapped operands to the result of this contraction."""
+        """Transposition from the result of the swapped operands to the result of this contraction."""
         batch, last = len(self.lhs_batch), len(self.lhs_batch) + len(self.rhs_free)
         return (*range(batch), *range(last, self.out_ndim), *range(batch, last))
 
-    def of_element(self) -> Dimensions:
+    def without_batch(self) -> Dimensions:
         """Return the contraction of one batch element."""
         lhs, rhs = (
             tuple(axis - sum(other < axis for other in batch) for axis in contracted)
@@ -96,6 +96,6 @@ class Dimensions:
         return dims, tuple(int(axis) for axis in permutation)
 
 
-def _others(ndim: int, *taken: Axes) -> tuple[int, ...]:
+def _other_axes(ndim: int, *taken: Axes) -> tuple[int, ...]:
     used = {axis for axes in taken for axis in axes}
     return tuple(axis for axis in range(ndim) if axis not in used)

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import Sharding, named, transposed
+from jaxquant.core.sharding import Sharding, to_named_sharding, untransposed
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import QuantState, dot_general
-from jaxquant.ops.pieces import evaluate
+from jaxquant.ops.pieces import evaluate_jaxpr
 
 Array = jax.Array
 Dot = Callable[[Any, Any, DotDimensionNumbers, NamedSharding | None], Array]
@@ -33,7 +33,7 @@ def contract_einsum(
     out_sharding: Sharding = None,
     **options: Any,
 ) -> Array:
-    """Compute ``jnp.einsum`` with its one ``dot_general`` replaced.
+    """Compute ``jnp.einsum`` with its one ``dot_general`` replaced by ``dot``.
 
     Args:
       equation, operands, out_sharding, options: arguments of ``jnp.einsum``; the weight may be a converted kernel.
@@ -43,9 +43,9 @@ def contract_einsum(
 
     Raises:
       TypeError, ValueError: an error of ``jnp.einsum``.
-      NotImplementedError: the equation does more to a converted kernel than contract it.
+      NotImplementedError: the equation requires another operation on a converted kernel in addition to the contraction.
     """
-    place = named(out_sharding, operands[1 - weight])
+    place = to_named_sharding(out_sharding, operands[1 - weight])
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     jaxpr = jax.make_jaxpr(lambda *given: jnp.einsum(equation, *given, out_sharding=place, **options))(*shapes).jaxpr
     of_weight = [jaxpr.invars[weight]]
@@ -58,17 +58,17 @@ def contract_einsum(
             order = tuple(range(dims.out_ndim))
             if reads_weight[0]:
                 first, second, dims, order = second, first, dims.swap(), dims.order_of_swapped
-            return dot(first, second, dims.numbers, transposed(eqn.params["out_sharding"], order)).transpose(order)
+            return dot(first, second, dims.numbers, untransposed(eqn.params["out_sharding"], order)).transpose(order)
         if any(reads_weight):
             if is_converted:
                 raise NotImplementedError(
                     f"einsum {equation!r} applies {eqn.primitive.name} to its kernel, which a converted kernel does "
-                    "not support; leave it in float with a rule"
+                    "not support; leave the layer in float with a rule"
                 )
             of_weight.extend(eqn.outvars)
         return eqn.primitive.bind(*values, **eqn.params)
 
-    return evaluate(jaxpr, operands, compute)
+    return evaluate_jaxpr(jaxpr, operands, compute)
 
 
 def einsum(
@@ -91,7 +91,7 @@ def einsum(
       equation: equation of two operands, as in ``jnp.einsum``.
       lhs, rhs: operands in the equation's order; the weight may be a converted kernel.
       recipe, state, key, precision, preferred_element_type: arguments of ``dot_general``.
-      weight: index of the weight operand, 0 or 1. The other operand is the activation, in any order of the equation.
+      weight: index of the weight operand, 0 or 1. The other operand is the activation.
       out_sharding: sharding of the result, as in ``dot_general``.
       implementation: implementation as in ``dot_general``.
 

@@ -16,7 +16,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Operand, TensorSpec
 from jaxquant.core.scales import power_of_two_below
-from jaxquant.core.sharding import broadcastable
+from jaxquant.core.sharding import reshard_like
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -30,15 +30,15 @@ REVERSE_ONLY = "reverse_only"
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def first_order(name: str, values: tuple[Array, ...], inputs: tuple[Array, ...] = ()) -> tuple[Array, ...]:
-    """Return values that cannot be differentiated: autodiff would differentiate the rounding, whose slope is zero.
+    """Return values whose derivative raises an error: autodiff would find the derivative of rounding, which is zero.
 
     The error is raised where the derivative is used, so that an unused derivative (``stop_gradient``) is allowed.
 
     Args:
       name: name of the recipe.
       values: float arrays.
-      inputs: float arrays that the values depend on, if autodiff sees no tangent between them: integers times scales
-        that do not depend on the input have no tangent.
+      inputs: float arrays that the values depend on although autodiff finds no tangent. For example, qvalues times
+        scales that do not depend on the input have no tangent.
     """
     return values
 
@@ -54,7 +54,8 @@ def _mark_tangents(name, primals, tangents):
 def first_order_call(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tuple[Any, ...] = ()) -> Array:
     """Compute ``run(lhs, rhs, *rest)``, a quantized contraction of a library, and refuse second derivatives.
 
-    Autodiff would find zero or wrong second derivatives: some go through the rounding, some are the library's own.
+    Autodiff would find zero or wrong second derivatives: some are derivatives of rounding, others are custom
+    derivatives of the library.
 
     Args:
       name: name of the recipe.
@@ -122,8 +123,8 @@ def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
     return _no_derivative.bind(*batched, recipe=recipe), axes[0]
 
 
-def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
-    """Return an identity primitive for tangents that is never evaluated: it is transposed, or it raises."""
+def _tangent_primitive(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
+    """Return an identity primitive for tangents that is never evaluated: it is transposed, or an error is raised."""
     primitive = Primitive(name)
     primitive.def_impl(refuse)
     primitive.def_abstract_eval(lambda tangent, *_, **__: tangent)
@@ -133,12 +134,12 @@ def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[...,
     return primitive
 
 
-_no_derivative = _linear("no_second_derivative", _refuse, _refuse)
+_no_derivative = _tangent_primitive("no_second_derivative", _refuse, _refuse)
 batching.primitive_batchers[_no_derivative] = _map_batch
-_forward_tangent = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
-_backward_tangent = _linear("no_forward_derivative", _refuse_forward, lambda tangent, *_, layer: [tangent])
+_forward_tangent = _tangent_primitive("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
+_backward_tangent = _tangent_primitive("no_forward_derivative", _refuse_forward, lambda tangent, *_, layer: [tangent])
 
-# A primitive: for a custom_jvp in a scan or remat under vmap, jax would batch the tangent, as in forward mode.
+# A primitive, because JAX batches the tangent of a custom_jvp in a scan or remat under vmap, as in forward mode.
 _operand = Primitive(REVERSE_ONLY)
 _operand.def_impl(lambda x, *, layer: x)
 _operand.def_abstract_eval(lambda x, *, layer: x)
@@ -150,20 +151,21 @@ mlir.register_lowering(_operand, lambda context, x, *, layer: [x])
 def align(
     grad: Array, residual: QTensor, dims: Dimensions, forward_spec: Operand, is_delayed: bool
 ) -> tuple[Array, QTensor]:
-    """Make a residual's scale fit the backward contraction.
+    """Return the output gradient and the residual, as operands of a backward contraction.
 
-    A scale that is shared along the backward's contraction axes stays, and so do the scales of blocks, which tile both
-    contractions. A scale that varies along these axes but not along the others (per channel in the forward) is
-    multiplied into the gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s/u)[m,n] q[k,n] · u``, where u, the power of two
-    below the largest s, keeps a small gradient from becoming smaller. A residual with any other scale (forward tiles)
-    is dequantized and quantized again along the backward's contraction, in the forward's dtype and tiles.
+    A scale that is constant along the contraction axes of the backward pass does not change. Scales of blocks do not
+    change either, because blocks tile both contractions. A scale that varies along the contraction axes only (per
+    channel in the forward pass) is multiplied into the gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s/u)[m,n] q[k,n] ·
+    u``, where u is the power of two below the largest s. The division by u keeps small gradients in range. A residual
+    with other scales (forward tiles) is dequantized, and quantized again along the contraction axes of the backward
+    pass, in the dtype and tiles of the forward pass.
 
     Args:
       grad: output gradient, lhs of ``dims``.
       residual: residual of the operand, rhs of ``dims``.
       dims: backward contraction.
       forward_spec: spec of the residual in the forward pass.
-      is_delayed: whether the gradient is quantized once, before its residuals are known.
+      is_delayed: whether the gradient is already quantized, once for both contractions.
 
     Returns:
       The gradient and the residual to contract.
@@ -187,7 +189,7 @@ def align(
         if kept != sorted(kept):
             factor = factor.transpose(kept + others)
         factor = factor.reshape(target)
-        folded = grad.astype(jnp.float32) * broadcastable(factor, grad)
+        folded = grad.astype(jnp.float32) * reshard_like(factor, grad)
         return folded, QTensor(residual.qvalue, unit.reshape((1,) * residual.ndim))
     again = dataclasses.replace(forward_spec, rounding="nearest")
     return grad, quantize(dequantize(residual), again, dims.rhs_contract, batch=dims.rhs_batch)
@@ -196,7 +198,7 @@ def align(
 def without_outer(x: QTensor | Array, dtype: str) -> tuple[Array, Array | None]:
     """Return the values to quantize again, and the outer scale, which ``with_outer`` applies afterwards.
 
-    Elements times block scales have six bits, which fit in bfloat16.
+    The products of elements and block scales have six significant bits, which bfloat16 represents exactly.
     """
     if not isinstance(x, QTensor):
         return x, None

@@ -1,6 +1,6 @@
 """Rows in groups: quantization of the operands of a ragged matmul, each group separately.
 
-With a recipe that shares scales of experts, all groups share the scale of the whole tensor: its rows form one group.
+If the recipe has ``shares_experts``, all groups share one per-tensor scale, as if all rows were one group.
 
 Shapes: M rows, C columns, G groups.
 """
@@ -24,7 +24,7 @@ from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import all_reduce
 from jaxquant.formats import encode_tensor
-from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
+from jaxquant.ops.contract import DEQUANTIZED_MARK, to_float_operand
 from jaxquant.ops.gradients import without_outer
 from jaxquant.ops.operand import cast_dtype
 
@@ -34,7 +34,7 @@ Array = jax.Array
 class Rows(NamedTuple):
     """Quantized rows with one scale per group: qvalue [M, C], scale [G, 1] or [G, C].
 
-    Rows with separate scales are a ``QTensor``.
+    Rows that have one scale each are a ``QTensor`` instead.
     """
 
     qvalue: Array
@@ -86,8 +86,8 @@ class Slabs(NamedTuple):
     Tiles along the rows lie within a slab, and therefore within a group.
 
     Attributes:
-      source: row at each place, [T, step]; M for a place that is padded with zeros.
-      groups: groups of the slabs.
+      source: index of the row that is copied to each place of a slab, [T, step]; M for a place with zeros.
+      groups: group of each slab, and number of slabs of each group.
     """
 
     source: Array
@@ -96,7 +96,7 @@ class Slabs(NamedTuple):
     @classmethod
     def of(cls, groups: Groups, step: int) -> Slabs:
         rows, count = groups.ids.size, groups.sizes.size
-        # The largest number of slabs that any group sizes need.
+        # Upper bound of the number of slabs, for all group sizes.
         slabs = Groups.of(-(-groups.sizes // step), max(1, (rows + min(rows, count) * (step - 1)) // step))
         first = jnp.arange(slabs.ids.size) - expand_groups(slabs.starts, slabs.ids)
         place = first[:, None] * step + jnp.arange(step)[None]
@@ -108,7 +108,7 @@ class Slabs(NamedTuple):
         """The rows of all slabs, in groups."""
         return Groups(jnp.repeat(self.groups.ids, self.source.shape[1]), self.groups.sizes * self.source.shape[1])
 
-    def cut(self, rows: Array) -> Array:
+    def copy_rows(self, rows: Array) -> Array:
         """Copy rows [M, C] to the rows [T · step, C] of all slabs."""
         if not rows.shape[0]:
             return jnp.zeros((self.source.size, rows.shape[1]), rows.dtype)
@@ -117,7 +117,7 @@ class Slabs(NamedTuple):
     def quantize(
         self, recipe: Recipe, x: Array, spec: TensorSpec, key: RandomKey | None, floor: float = SMALLEST_SCALE
     ) -> QTensor | Rows:
-        """Quantize slabs along their rows: in tiles, [T, step, C], or all rows of a group together (``rows``)."""
+        """Quantize slabs along their rows: in tiles with shape [T, step, C], or with one scale for a group's rows."""
         if spec.tile_size is None:
             return quantize_rows(recipe, x, spec, self.rows, True, key, floor)
         x = x.reshape(*self.source.shape, x.shape[1])
@@ -157,7 +157,7 @@ def quantize_rows(
     key: RandomKey | None,
     floor: float = SMALLEST_SCALE,
 ) -> QTensor | Rows:
-    """Quantize rows with separate scales (contracting columns) or a scale per group (per tensor, contracting rows)."""
+    """Quantize rows, with one scale per row, or one per group for per-tensor scales and for contracted rows."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
     compute, (ids, sizes) = cast_dtype(recipe, x.dtype.name), groups
@@ -165,12 +165,12 @@ def quantize_rows(
     if has_own and not contracts_rows:
         whole = functools.partial(groups.largest, except_axes=recipe.expert_axes) if x.size else None
         return quantize(x, spec, (1,), key=key, floor=floor, outer_amax=whole, compute_dtype=compute)
-    is_whole = spec.granularity == "per_tensor"  # a scale of the parts on all devices
+    is_whole = spec.granularity == "per_tensor"  # one scale for the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
     statistic = all_reduce(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if (average := spec.calibration.average) is not None:
-        unit = power_of_two_below(statistic)  # exact, and no square overflows
+        unit = power_of_two_below(statistic)  # the division is exact, and no square overflows
         each = average[0](x.astype(jnp.float32) / expand_groups(unit, ids))
         total = jax.ops.segment_sum(each, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
         total = total if has_own else total.sum(axis=1, keepdims=True)
@@ -178,14 +178,14 @@ def quantize_rows(
         if is_whole:
             total, count = (all_reduce(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = average[1](total / jnp.maximum(count, 1)) * unit
-    # The statistic of a single number is that number.
+    # A block of one element: ``compute_scale`` uses each group's statistic as it is.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
     return Rows(quantize_with_scale(x, spec, expand_groups(scale, ids), None, key, compute).qvalue, scale)
 
 
 def slab_size(recipe: Recipe, lhs: Any) -> int:
-    """Return the number of rows of a slab for the weight gradient: whole tiles, runs and vectors; 0 without tiles.
+    """Return the number of rows of a slab for the weight gradient: whole tiles, EDEN vectors and rotations; 0 if none.
 
     Args:
       recipe: recipe of the matmul.
@@ -217,7 +217,7 @@ def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key:
 # -- operands: rows with scales of their groups (Rows) or their own (QTensor), slabs and weights (QTensor), arrays -----
 
 
-def is_plain(side: Any, axis: int) -> bool:
+def has_free_scales(side: Any, axis: int) -> bool:
     """Check whether the scales of a quantized operand are shared along its contraction axis."""
     if not isinstance(side, QTensor):
         return isinstance(side, Rows)
@@ -237,20 +237,20 @@ def slice_rows(rows: Any, part: slice) -> Any:
     return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
 
 
-def floats(side: Any, groups: Groups, dtype: str) -> Array:
+def to_float(side: Any, groups: Groups, dtype: str) -> Array:
     if isinstance(side, Rows):
         return side.dequantize(groups.ids, dtype)
     return dequantize(side, dtype) if isinstance(side, QTensor) else side
 
 
-def values(side: Any, groups: Groups, dtype: str) -> Array:
+def to_operand(side: Any, groups: Groups, dtype: str) -> Array:
     """Return an operand of a float matmul, without its outer scale, which multiplies the product."""
     if isinstance(side, Rows):
         return checkpoint_name(side.dequantize(groups.ids, dtype), DEQUANTIZED_MARK)
-    return inner(side, dtype)
+    return to_float_operand(side, dtype)
 
 
-def as_rows(side: Any) -> Any:
+def slabs_to_rows(side: Any) -> Any:
     """Return slabs as rows, without their outer scales."""
     if not isinstance(side, QTensor):
         return side
@@ -259,7 +259,7 @@ def as_rows(side: Any) -> Any:
 
 
 def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
-    """Return outer scales in the layout of the result: of rows, of the rows' weights, or of the slabs' groups."""
+    """Return outer scales in the layout of the result: one per row, per row's weight, or per slab's group."""
     scale = side.outer_scale
     assert scale is not None
     if contracts_rows:
@@ -267,6 +267,6 @@ def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
     return scale if scale.ndim == 2 else expand_groups(scale[:, 0], groups.ids)
 
 
-def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
+def split_outer(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
     """Return the values to quantize again, and the outer scale to apply later; see ``gradients.without_outer``."""
-    return (floats(side, groups, "float32"), None) if isinstance(side, Rows) else without_outer(side, dtype)
+    return (to_float(side, groups, "float32"), None) if isinstance(side, Rows) else without_outer(side, dtype)

@@ -1,4 +1,4 @@
-"""Selection of the code that computes part of an op: XLA or a kernel. It affects speed only, except for ``BLOCKS``."""
+"""Selection of the code that computes part of an op: XLA or a kernel. Except for ``BLOCKS``, only the speed differs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ IMPLEMENTATIONS = ("xla", "pallas")
 """Implementations; the first one runs everywhere."""
 
 BLOCKS = "matmul of blocks"
-"""Product of two operands in blocks. ``cudnn`` is the instruction of the chip. ``pallas`` is our kernel for Hopper; it
-sums exact products in float32, as cuDNN does. ``xla`` dequantizes the operands, which rounds them, and multiplies."""
+"""Product of two operands in blocks: by ``cudnn`` (the instruction of the chip), by ``pallas`` (our kernel for Hopper,
+which sums exact products in float32, as cuDNN does), or by ``xla`` (a matmul of the rounded, dequantized operands)."""
 BLOCKS_PAY = "on an H200 kernels train fp8_block 1.39 times as fast as XLA: benchmarks/results/gemm-set-nvidia-h200.md"
 """Reason why Hopper GPUs multiply blocks with the kernel by default."""
 STORED_CASTS_PAY = "an H200 casts a tensor with its amax 1.85 times as fast: benchmarks/results/kernels-nvidia-h200.md"
@@ -37,7 +37,7 @@ class Choice:
 
     Attributes:
       name: one of ``IMPLEMENTATIONS``, or "cudnn" for blocks.
-      reason: reason in words.
+      reason: reason for the choice, in words.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def requests_kernel(self) -> bool:
-        """Whether a kernel was requested or selected, even if it does not run."""
+        """Whether a kernel was requested or selected, even if that kernel cannot run."""
         return self.name == "pallas" or self.reason.startswith(REFUSED)
 
 
@@ -81,7 +81,7 @@ def check_implementation(op: str, implementation: str | None) -> None:
       ValueError: the implementation is neither None nor one of ``IMPLEMENTATIONS``.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        known = f"known ones are {', '.join(IMPLEMENTATIONS)}; None selects one"
+        known = f"use {', '.join(IMPLEMENTATIONS)}, or None to select one automatically"
         hint = nearest(implementation, IMPLEMENTATIONS, otherwise=known)
         raise ValueError(f"implementation {implementation!r} of {op} is not known; {hint}")
 
@@ -114,19 +114,24 @@ def record_choice(piece: str, choice: Choice) -> Choice:
     return choice
 
 
-def select_block_matmul(chip: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
+def select_block_matmul(
+    chip_refusal: str | None, implementation: str | None, refusal: Callable[[], str | None]
+) -> Choice:
     """Select the implementation of a product of two operands in blocks, and record it for ``choices_made``.
 
     Args:
-      chip: reason why the chip's own block matmul cannot compute the product, or None if it can.
-      implementation: requested implementation. None selects the chip's own matmul, or else the kernel if it can run.
-      kernel: function that returns the reason why the kernel cannot, or None if it can. Called only if the chip cannot.
+      chip_refusal: reason why the chip's own block matmul cannot compute the product, or None if it can.
+      implementation: requested implementation. None selects the chip's own matmul, or else the kernel if possible.
+      refusal: function that returns the reason why the kernel cannot compute the product, or None if it can. Called
+        only if the chip cannot compute the product.
     """
     if implementation == "xla":
         return record_choice(BLOCKS, Choice("xla", "requested"))
-    if chip is None:
+    if chip_refusal is None:
         prefix = REFUSED if implementation == "pallas" else ""
         return record_choice(BLOCKS, Choice("cudnn", f"{prefix}the chip multiplies these blocks"))
-    if (why := kernel()) is not None:
-        return record_choice(BLOCKS, Choice("xla", f"{chip}; {why}" if implementation is None else f"{REFUSED}{why}"))
+    if (why := refusal()) is not None:
+        return record_choice(
+            BLOCKS, Choice("xla", f"{chip_refusal}; {why}" if implementation is None else f"{REFUSED}{why}")
+        )
     return record_choice(BLOCKS, Choice("pallas", BLOCKS_PAY if implementation is None else "requested"))

@@ -113,7 +113,7 @@ def quantize_operand(
         return _unobserved(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)
     is_cast = is_stored and spec.scaling == "delayed" and spec.rounding == "nearest"
-    split = _split(x, axes, batch) if is_cast else None
+    split = _first_axis(x, axes, batch) if is_cast else None
     cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, split=split)
     if static_scale is not None and spec.outer_scale:
         outer = static_scale.reshape((1,) * x.ndim)
@@ -135,7 +135,7 @@ def quantize_operand(
         more["except_axes"] = recipe.expert_axes
         return _unobserved(row_major(quantize(x, spec, axes, key=key, **more)))
     if state is None or recipe.delayed is None:
-        raise ValueError(f"recipe {recipe.name!r} uses delayed scaling and needs quant state; pass the state of init")
+        raise ValueError(f"recipe {recipe.name!r} uses delayed scaling and needs quant state; pass the state from init")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
     if delayed.is_warm(state):
         scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
@@ -144,7 +144,7 @@ def quantize_operand(
             tensor, other = other, tensor  # the copy has the contraction last
         amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if kernel_amax is None else kernel_amax, x, except_axes=whole)
         if kernel_amax is not None:
-            return poisoned(tensor, amax, spec), poisoned(other, amax, spec), Observation(scale, amax)
+            return poison_tensor(tensor, amax, spec), poison_tensor(other, amax, spec), Observation(scale, amax)
     else:
         amax = all_reduce(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
@@ -158,7 +158,7 @@ def quantize_operand(
         # reduced over devices and the cast is not.
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
-    tensor = poisoned(tensor, amax, spec)
+    tensor = poison_tensor(tensor, amax, spec)
     return tensor, tensor, Observation(scale, amax)
 
 
@@ -167,17 +167,17 @@ def _unobserved(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
     return tensor, tensor, None
 
 
-def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
-    """Set the scales of an integer tensor to NaN if its input has NaN or infinity; see ``delayed.poison_lost``."""
+def poison_tensor(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
+    """Set the scales of an integer tensor to NaN if its input has NaN or infinity; see ``delayed.poison_scale``."""
     return dataclasses.replace(tensor, scale=delayed.poison_scale(tensor.scale, amax, element(spec.dtype)))
 
 
-def _split(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
-    """Return the axis at which the transposed copy is split, or None if a copy saves no time.
+def _first_axis(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
+    """Return the axis that is first in the memory of the transposed copy, or None if a copy saves no time.
 
-    Hopper's 8-bit matmuls read operands with the contraction last. One matmul reads the tensor as stored, the others
-    read a copy whose memory begins at this axis. A forward pass without a backward pass writes an unused copy. The
-    kernel was not measured on other GPUs; TPUs read either layout.
+    Hopper's 8-bit matmuls read operands whose contraction axes are last in memory. One matmul reads the stored tensor,
+    the other matmuls read the copy. A forward pass without a backward pass writes a copy that no matmul reads. There
+    are no copies on other GPUs, on which the kernel was not measured, or on TPUs, which can read both layouts.
     """
     first, last = tuple(range(len(axes))), tuple(range(x.ndim - len(axes), x.ndim))
     if batch or not 0 < len(axes) < x.ndim or tuple(sorted(axes)) not in (first, last) or capability_of(x)[0] != 9:
@@ -196,7 +196,7 @@ def _cast(
     split: int | None,
     refusal: str | None = None,
 ) -> tuple[QTensor, QTensor, Array | None]:
-    """Quantize with a known scale. Returns the tensor, its copy (``_split``), and the amax if a kernel computed it."""
+    """Quantize with a known scale. Returns the tensor, its copy (``_first_axis``), and the amax of a kernel or None."""
     scale = scale.reshape((1,) * x.ndim)
 
     def refused() -> str | None:
@@ -225,8 +225,8 @@ def _cast_tiles(x: Array, spec: TensorSpec, axes: Sequence[int], scale: Array, c
     axis, step = axes[-1], spec.tile_size or 1
     if len(axes) > 1 or scale.size != -(-x.shape[axis] // step):
         raise ValueError(
-            f"{scale.size} static scales do not fit an operand of shape {x.shape} in tiles of {step} along its "
-            f"contraction axes {tuple(axes)}; give one, or one for each tile of a single axis"
+            f"{scale.size} static scales are not valid for an operand of shape {x.shape} in tiles of {step} along its "
+            f"contraction axes {tuple(axes)}; pass one scale, or one for each tile of a single axis"
         )
     block = tuple(step if i == axis else max(1, size) for i, size in enumerate(x.shape))
     scale = scale.reshape([-1 if i == axis else 1 for i in range(x.ndim)])

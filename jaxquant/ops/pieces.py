@@ -46,7 +46,7 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
         raise ValueError(
-            f"recipe {recipe.name!r} needs state of {wanted or 'no tensor'}, got {given or 'none'}; make it with {make}"
+            f"recipe {recipe.name!r} needs state of {wanted or 'no tensor'}, got {given or 'none'}; pass {make}"
         )
 
 
@@ -76,7 +76,7 @@ def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, re
 
     Raises:
       TypeError: an operand is not float.
-      NotImplementedError: an operand's type is sharded by an explicit mesh, or there is a reason.
+      NotImplementedError: an operand is sharded on an explicit mesh, or ``reason`` is not empty.
     """
     check_float(op, lhs=lhs, rhs=rhs)
     for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if isinstance(rhs, QTensor) else rhs)):
@@ -96,8 +96,8 @@ def hashable_precision(precision: Any) -> Any:
     return None if precision is None else jax.lax.Precision(precision)
 
 
-def eight_bits(qvalue: Array) -> Array:
-    """Cast 4-bit qvalues to an 8-bit dtype in which they are exact; others stay.
+def to_eight_bits(qvalue: Array) -> Array:
+    """Cast 4-bit qvalues to an 8-bit dtype in which they are exact. Other dtypes do not change.
 
     XLA has no ragged matmul and no convolution of 4-bit operands.
     """
@@ -120,7 +120,7 @@ def with_shards(recipe: Recipe, lhs: Array, axes: Sequence[int]) -> Recipe:
 
 
 def unsupported(recipe: Recipe) -> str:
-    """Return the reason why ops without a plain matrix product cannot run a recipe, or "" if they can."""
+    """Return the reason why convolutions and ragged matmuls cannot run a recipe, or "" if they can."""
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
     backward = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
@@ -138,7 +138,7 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
+def rescale(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
     """Multiply a result by the scales of both operands, which have the layout of the result."""
     dtype = scale_dtype(recipe, out_dtype)
     if dtype == "float32" or out.dtype == jnp.int32:
@@ -146,7 +146,7 @@ def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array
     return out * left.astype(dtype) * right.astype(dtype)
 
 
-def evaluate(jaxpr: Jaxpr, operands: Sequence[Any], compute: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
+def evaluate_jaxpr(jaxpr: Jaxpr, operands: Sequence[Any], compute: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
     """Run a program whose equations have one result each, and return its one result.
 
     Args:

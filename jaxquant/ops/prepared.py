@@ -1,7 +1,7 @@
 """prepared: an operand of a contraction as the forward pass reads it, and its residual for the backward pass.
 
-Neither depends on the other operand. So an activation that several layers read (query, key and value) is prepared once,
-by ``share``:
+Both are independent of the other operand of the contraction. An activation that several layers read (query, key and
+value) is therefore prepared only once, by ``share``:
 
     x ── share, by all their states ──► QuantizedOperand ──► dot_general(x, weight, state, prepared) in each layer
 """
@@ -45,9 +45,9 @@ class Residual(NamedTuple):
 
     Attributes:
       tensor: qvalues of the forward pass, a separate quantization, or the float tensor.
-      mask: elements that a clipping calibration cut off, eight to a byte. None if there are none, or if the qvalues
-        show them.
-      observation: observation of delayed scaling, without the scale if the tensor has it.
+      mask: bit mask of clipped elements, eight to a byte. None if no element can be clipped, or if the qvalues show
+        which elements were clipped.
+      observation: observation of delayed scaling, without the scale if ``tensor`` stores the scale.
     """
 
     tensor: QTensor | Array
@@ -104,7 +104,7 @@ def make_prepared(
         kept, own = _quantize_residual(x, recipe, side, axes, key, **more)
         observation = own if observation is None else observation
     elif kind == "forward" and observation is not None and spec is not None and element(spec.dtype).kind != "int":
-        observation = observation._replace(scale=None)  # the tensor has it; for integers see delayed.poison_lost
+        observation = observation._replace(scale=None)  # the tensor stores it; for integers see delayed.poison_scale
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
     return QuantizedOperand(forward, Residual(tag(kept), None if reads else clip_mask(x, forward, spec), observation))
 
@@ -123,16 +123,16 @@ def tag(residual: Any) -> Any:
 def _quantize_residual(
     x: Array, recipe: Recipe, side: Side, axes: Axes, key: RandomKey | None, **more: Any
 ) -> tuple[QTensor, Observation | None]:
-    """Quantize an operand along the backward's contraction axes now, so that the float tensor need not be kept."""
+    """Quantize an operand along the backward's contraction axes now, so that the float tensor need not be saved."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
-    matmul, spec = getattr(recipe, name), recipe.resolve(name, side)
+    matmul, spec, recipe = getattr(recipe, name), recipe.resolve(name, side), recipe.for_matmul(name)
     assert spec is not None
     own, shards = forward_key(x, spec, key), matmul.shards
     axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in more["batch"])
     if matmul.rotation is not None and axes:  # the gradient of a product with a vector contracts no axis
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
-    tensor, _, observation = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
+    tensor, _, observation = quantize_operand(x, spec, axes, recipe=recipe, key=own, shards=shards, **more)
     return tensor, observation
 
 
@@ -173,7 +173,7 @@ def can_share(recipe: Recipe) -> bool:
 
 
 def reads_clip(operand: Operand) -> bool:
-    """Check whether qvalues show clipped elements: these have the largest value, and the range is fixed.
+    """Check whether qvalues show which elements were clipped: those with the largest value of a fixed range.
 
     Elements that round up to the largest value lose their gradient too.
     """
@@ -192,13 +192,13 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
 
 # -- one read of an operand for all its matmuls, by a kernel -----------------------------------------------------------
 # The forward pass contracts the features of an activation, the weight gradient contracts its tokens; both gradients
-# read the output gradient. Each needs tiles along its own contraction, for which XLA's program reads the operand again.
+# read the output gradient. Each matmul needs tiles along its contraction axes, for each of which XLA reads the operand.
 
 
 def cast_all(
     x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, others: Any = ()
 ) -> list[tuple[Dequantized | None, QTensor | None]] | None:
-    """Return an operand's values and elements for each cast, or None if XLA quantizes it, one cast after the other.
+    """Return an operand's values and elements for each cast, or None if XLA computes the casts separately.
 
     Args:
       x: operand.
@@ -258,7 +258,7 @@ def cast_forward(
     casts = [cast._replace(has_values=has_values, has_elements=kind == "forward" or not has_values)]
     if kind == "own":
         matmul = getattr(recipe, name)
-        if matmul.rotation is not None or matmul.shards > 1 or recipe.part(name) is not recipe:
+        if matmul.rotation is not None or matmul.shards > 1 or recipe.for_matmul(name) is not recipe:
             return None
         assert own is not None
         others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))

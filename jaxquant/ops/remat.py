@@ -1,4 +1,4 @@
-"""Memory of the backward pass: remat policies of quantized layers, and float functions that keep FP8 inputs."""
+"""Memory of the backward pass: remat policies of quantized layers, and float functions that save inputs in FP8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxquant.ops.gradients import RESIDUAL_NAME, RESULT_NAME, first_order
 save_quantized = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
 """Remat policy that keeps the residuals of quantized layers (one byte an element) and recomputes the rest.
 
-The rest includes the results of matmuls: they are computed again wherever a norm, a gate or attention needs them.
+The rest includes the results of matmuls: matmuls run again if a norm, a gate or attention needs their results.
 """
 
 _KERNELS = frozenset(
@@ -83,11 +83,11 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
     Args:
       function: function of positional arguments, which are pytrees of arrays. Pass every array that needs a gradient as
         an argument; the function must not close over it.
-      argnums: arguments whose float arrays of 16 elements or more along the last axis are kept in FP8. The others are
-        kept as they are.
+      argnums: arguments whose float arrays of 16 elements or more along the last axis are kept in FP8. Other arrays
+        keep their dtype.
 
     Raises:
-      ValueError: the call does not have one of the argument numbers.
+      ValueError: one of the argument numbers is out of range for the call.
       TypeError: the call passes an argument by name.
 
     Source: FP8 activations of COAT (arXiv 2410.19313), section 5.
@@ -105,7 +105,7 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
         for place in places:
             if not -len(arguments) <= place < len(arguments):
                 raise ValueError(
-                    f"compress_residuals: argnums has {place}, but {name} was called with {len(arguments)} arguments"
+                    f"compress_residuals: argnums has {place}, but {name} got {len(arguments)} arguments; use positions"
                 )
         return run(*arguments)
 

@@ -1,4 +1,4 @@
-"""N:M weight sparsity on a schedule: n of every m weights along the contraction axis, with a mask between updates."""
+"""N:M weight sparsity on a schedule: n of every m weights along the contraction axis are kept, the others are zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def initial_state(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> dict[str, Array]:
-    """Return the state of a weight: steps taken, mask of the next step (bfloat16, 1 keeps), uses (0 in a state)."""
+    """Return the state of a weight: step count, mask of the next step (bfloat16, 1 for a kept weight), uses (0)."""
     zero = jnp.zeros((), jnp.float32)
     mask = (
         magnitude_mask(weight, spec, axes)
@@ -59,7 +59,7 @@ def check_groups(spec: SparsitySpec, shape: Sequence[int], axes: Sequence[int]) 
     size = math.prod(shape[axis] for axis in axes)
     if size % spec.m:
         raise ValueError(
-            f"weight_sparsity_m {spec.m} does not divide the contraction of size {size} (shape {tuple(shape)}); choose "
+            f"weight_sparsity_m {spec.m} does not divide the contraction of size {size} (shape {tuple(shape)}); use "
             f"a divisor of {size}, or keep the layer dense with a rule"
         )
 
@@ -68,9 +68,9 @@ def check_groups(spec: SparsitySpec, shape: Sequence[int], axes: Sequence[int]) 
 def sparsify(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: dict[str, Array]) -> Array:
     """Zero the weights that the state's mask excludes, in training and in evaluation.
 
-    The mask is all ones before ``start_step``. The step before it, and before every ``update_step``-th after it,
-    computes the next mask from its weights. The gradient reaches all weights, so that a masked weight can recover. The
-    "gradient" of the state is the state after the step.
+    The mask is all ones before ``start_step``. At ``start_step``, and every ``update_step`` steps after it, a new mask
+    is used; the previous step computes the new mask from its weights. The gradient reaches all weights, so that a
+    masked weight can recover. The "gradient" of the state is the state after the step.
 
     Args:
       spec: n, m and the schedule.
@@ -79,7 +79,7 @@ def sparsify(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: di
       state: state from ``initial_state``.
 
     Returns:
-      The weights; all NaN if an optimizer changed the state, which a negative use count shows.
+      The masked weights, or all NaN if ``uses`` is negative, which shows that an optimizer changed the state.
     """
     is_trained = state["uses"] < 0
     masked = jnp.where(is_trained, jnp.nan, 0.0).astype(weight.dtype)

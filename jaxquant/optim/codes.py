@@ -18,12 +18,12 @@ SMALLEST = 2.0**-126
 """Smallest normal number of float32."""
 
 _E4M3 = ELEMENTS["float8_e4m3fn"]
-_SPREAD = math.log2(_E4M3.max**2 / 2)  # binary orders of magnitude covered by the codes of fp8_coat
-_DECADES = 7  # in the map of int8_dynamic
+_BINARY_ORDERS = math.log2(_E4M3.max**2 / 2)  # binary orders of magnitude covered by the codes of fp8_coat
+_DECADES = 7  # number of decades in the map of int8_dynamic
 
 
 class Coded(NamedTuple):
-    """A moment in 8 bits, in groups of ``g`` neighbours along one axis, which is written last here.
+    """A moment in 8 bits, in groups of ``g`` neighbours along one axis (the last axis in the shapes below).
 
     Attributes:
       codes: codes, one for each element.
@@ -58,19 +58,19 @@ class Codec:
     decode: Callable[[Coded, bool, int], Groups]
 
 
-def _relative(x: Groups, largest: Float[Array, "*T"], axis: int) -> Groups:
-    """Return x / largest, so that the reciprocal is not subnormal if a compiler multiplies by it."""
+def _divide(x: Groups, largest: Float[Array, "*T"], axis: int) -> Groups:
+    """Return x / largest. Large divisors are scaled, because a compiler may multiply by a subnormal reciprocal."""
     shrink = jnp.where(largest > 1, 0.125, 1.0)
-    return x * _over(shrink, axis) / _over(jnp.maximum(largest, SMALLEST) * shrink, axis)
+    return x * _expand(shrink, axis) / _expand(jnp.maximum(largest, SMALLEST) * shrink, axis)
 
 
-def _over(x: Float[Array, "*T"], axis: int) -> Groups:
+def _expand(x: Float[Array, "*T"], axis: int) -> Groups:
     """Add the axis of a group's elements to an array with one number per group."""
     return jnp.expand_dims(x, axis)
 
 
-def _second(magnitude: Groups, code: Groups) -> Groups:
-    """Return second moments; a nonzero code times a small magnitude must not underflow to 0."""
+def _second_moment(magnitude: Groups, code: Groups) -> Groups:
+    """Return second moments; if the code is not 0, they are at least ``SMALLEST``, so that they do not underflow."""
     return jnp.where(code == 0, 0, jnp.maximum(magnitude, SMALLEST))
 
 
@@ -79,7 +79,7 @@ def _encode_coat(x: Groups, signed: bool, axis: int) -> Coded:
 
     k is the exponent, in sixteenths, that spreads the group's magnitudes over the range of e4m3: the floor of
     ``log2(448² / 2) / log2(largest / smallest)``, where smallest is the smallest nonzero magnitude. COAT writes
-    (|x| / c)^k / s with c = √(largest · smallest) and s = (largest / c)^k / 448, from which c cancels. Here k is at
+    (|x| / c)^k / s with c = √(largest · smallest) and s = (largest / c)^k / 448, and c cancels out. Here k is at
     most 255 / 16: groups whose magnitudes lie within a factor of 2.06 are not spread further. Ratios above 2^126 are
     clipped to 2^126.
 
@@ -89,9 +89,9 @@ def _encode_coat(x: Groups, signed: bool, axis: int) -> Coded:
     largest = magnitude.max(axis)
     top = jnp.maximum(largest, SMALLEST)
     low = jnp.clip(jnp.where(magnitude > 0, magnitude, jnp.inf).min(axis), SMALLEST, top)
-    ratio = jnp.clip(jnp.log2(top) - jnp.log2(low), _SPREAD / 16, 126)
-    exponent = jnp.clip(jnp.floor(_SPREAD * 16 / ratio), 1, 255)
-    power = _over(exponent, axis) / 16 * jnp.log2(jnp.maximum(_relative(magnitude, largest, axis), SMALLEST))
+    ratio = jnp.clip(jnp.log2(top) - jnp.log2(low), _BINARY_ORDERS / 16, 126)
+    exponent = jnp.clip(jnp.floor(_BINARY_ORDERS * 16 / ratio), 1, 255)
+    power = _expand(exponent, axis) / 16 * jnp.log2(jnp.maximum(_divide(magnitude, largest, axis), SMALLEST))
     code = jnp.clip(_E4M3.max * jnp.exp2(power), 2.0 ** (_E4M3.min_exponent - _E4M3.mantissa_bits), _E4M3.max)
     code = jnp.where(magnitude > 0, jnp.copysign(code, x) if signed else code, 0)
     return Coded(code.astype(_E4M3.name), largest, exponent)
@@ -100,27 +100,27 @@ def _encode_coat(x: Groups, signed: bool, axis: int) -> Coded:
 def _decode_coat(coded: Coded, signed: bool, axis: int) -> Groups:
     assert coded.exponent is not None
     code, exponent = coded.codes.astype(jnp.float32), coded.exponent.astype(jnp.float32)
-    magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (_over(exponent, axis) / 16)) * _over(
+    magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (_expand(exponent, axis) / 16)) * _expand(
         coded.largest, axis
     )
-    return jnp.copysign(magnitude, code) if signed else _second(magnitude, code)
+    return jnp.copysign(magnitude, code) if signed else _second_moment(magnitude, code)
 
 
 def _encode_dynamic(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as the nearest value of a map of decades, relative to the largest magnitude.
 
-    Decade d of 7 has n = 2^d values (2^(d+1) without signs), the centers of n equal cells of [0.1, 1] · 10^(d-6); 0
-    and 1 complete the map. Code 0 is 0. Codes are ordered by magnitude and consist of an exponent and a fraction, like
-    a float, so no table is read. Negative values are stored in two's complement. Code 128 is +1, because the map does
-    not contain -1. Without signs, a nonzero value has at least code 1.
+    Decade d of 7 has n = 2^d values (2^(d+1) without signs), the centers of n equal cells of [0.1, 1] · 10^(d-6); 0 and
+    1 complete the map. Code 0 is 0. Codes are ordered by magnitude and consist of an exponent and a fraction, like a
+    float, so decoding needs no table. Negative values are stored in two's complement. Code 128 is +1, because the map
+    does not contain -1. Without signs, the code of a nonzero value is at least 1.
 
     Source: Dettmers, 8-bit Optimizers (arXiv 2110.02861), ``create_dynamic_map`` of bitsandbytes.
     """
     first = 1 if signed else 2
     largest = jnp.abs(x).max(axis)
-    y = _relative(jnp.abs(x), largest, axis)
+    y = _divide(jnp.abs(x), largest, axis)
     decade = jnp.zeros(y.shape, jnp.int32)
-    for d in range(1, _DECADES):  # a decade starts half way between its first value and the last of the one below
+    for d in range(1, _DECADES):  # starts half way between its first value and the last value below it
         decade += (y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))).astype(jnp.int32)
     n = first * _power_of_two(decade)
     code = n + jnp.clip(jnp.floor((y * _power_of_ten(_DECADES - 1 - decade) - 0.1) * (n / 0.9)), 0, n - 1)
@@ -140,11 +140,11 @@ def _decode_dynamic(coded: Coded, signed: bool, axis: int) -> Groups:
     code = coded.codes.astype(jnp.int32).astype(jnp.float32)
     negative = jnp.logical_and(signed, code > most)
     place = jnp.where(negative, 256 - code, code) + (first - 1)
-    decade = (jax.lax.bitcast_convert_type(place / first, jnp.int32) >> 23) - 127  # its binary logarithm, rounded down
+    decade = (jax.lax.bitcast_convert_type(place / first, jnp.int32) >> 23) - 127  # floor of the binary logarithm
     cell = (place + 0.5) / (first * _power_of_two(decade)) - 1
     magnitude = jnp.where(place == most, 1, (0.1 + 0.9 * cell) / _power_of_ten(_DECADES - 1 - decade))
-    magnitude = jnp.where(code == 0, 0, magnitude) * _over(coded.largest, axis)
-    return jnp.where(negative, -magnitude, magnitude) if signed else _second(magnitude, code)
+    magnitude = jnp.where(code == 0, 0, magnitude) * _expand(coded.largest, axis)
+    return jnp.where(negative, -magnitude, magnitude) if signed else _second_moment(magnitude, code)
 
 
 def _power_of_two(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -152,7 +152,7 @@ def _power_of_two(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _power_of_ten(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return 10^n for 0 <= n < 8, exactly, as a product over the bits of n, which needs few operations."""
+    """Return the exact value of 10^n for 0 <= n < 8, as a product over the bits of n, which needs few operations."""
     bits = [jnp.where(n & 2**i, 10.0 ** (2**i), 1.0) for i in range(3)]
     return bits[0] * bits[1] * bits[2]
 
@@ -160,12 +160,12 @@ def _power_of_ten(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _encode_linear(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as ``code = round(127 · x / largest)``, ties to even."""
     largest = jnp.abs(x).max(axis)
-    code = jnp.round(_relative(x, largest, axis) * ELEMENTS["int8"].max)
+    code = jnp.round(_divide(x, largest, axis) * ELEMENTS["int8"].max)
     return Coded(code.astype(jnp.int8), largest)
 
 
 def _decode_linear(coded: Coded, signed: bool, axis: int) -> Groups:
-    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * _over(coded.largest, axis)
+    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * _expand(coded.largest, axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Health of 8-bit moments: the share that underflows."""
+"""Health of 8-bit moments: the share of elements that underflow."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _E4M3 = ELEMENTS["float8_e4m3fn"]
 
 
 def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str, Float[Array, ""]]]:
-    """Return the shares of 8-bit moments at the low end of their code, by path.
+    """Return, for each 8-bit moment by path, the shares of elements with the two smallest codes.
 
     ``zero`` is the share of code 0: the moment was 0 or, if it is signed, underflowed. ``smallest`` is the share of the
     smallest nonzero code, to which a second moment underflows. Moments do not overflow, because the largest magnitude
-    of a group is the largest value of the code. If the shares grow, the range of the groups exceeds the code: list
-    these moments in ``float32``, or use ``fp8_coat``, which spreads any group over its code.
+    of a group is the largest value of the code. If the shares grow, the values in a group span more than the range of
+    the code: list these moments in ``float32``, or use ``fp8_coat``, which adapts the range to each group.
 
     Args:
       state: optimizer state that contains states of ``jaxquant.optim.quantize_state``, as arrays or tracers.
@@ -33,7 +33,7 @@ def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str,
     def read(start: str, path: str, signed: bool, tree: Any) -> Any:
         for name, codes in leaves_by_path(tree).items():
             if codes.dtype.itemsize == 1:
-                at = _ends(codes, signed)
+                at = _low_end_masks(codes, signed)
                 found["/".join(filter(None, (start, path, name)))] = {end: jnp.mean(each) for end, each in at.items()}
         return tree
 
@@ -44,8 +44,8 @@ def moment_health(state: Any, moments: Moments = MOMENTS) -> dict[str, dict[str,
     return found
 
 
-def _ends(codes: Array, signed: bool) -> dict[str, Array]:
-    """Return masks of the codes that are 0, and of those with the smallest nonzero magnitude."""
+def _low_end_masks(codes: Array, signed: bool) -> dict[str, Array]:
+    """Return a mask of the codes that are 0, and a mask of the codes with the smallest nonzero magnitude."""
     x, smallest = codes.astype(jnp.float32), 1.0
     if codes.dtype == _E4M3.name:
         smallest = 2.0 ** (_E4M3.min_exponent - _E4M3.mantissa_bits)

@@ -31,7 +31,7 @@ class Part:
       scalars: mapping from variable to scalar, for scalars that are computed outside of the part, such as bias
         corrections and the learning rate.
       equations: equations of the part.
-      refusal: reason that no kernel can compute the part, or None.
+      refusal: reason why the part cannot be computed separately, or None.
     """
 
     inputs: list[int] = dataclasses.field(default_factory=list)
@@ -46,13 +46,13 @@ class Update:
 
     Args:
       function: flat function, arrays -> arrays.
-      inputs: shapes of its inputs.
+      inputs: shapes of the inputs of ``function``.
       large: indices of the inputs that can belong to parts.
     """
 
     def __init__(self, function: Callable[..., Sequence[Array]], inputs: Sequence[Any], large: Collection[int]) -> None:
         traced = jax.make_jaxpr(function)(*inputs)
-        flat = jax.make_jaxpr(lambda *args: _inlined(traced.jaxpr, traced.consts, args))(*inputs)
+        flat = jax.make_jaxpr(lambda *args: _eval_inlined(traced.jaxpr, traced.consts, args))(*inputs)
         self._jaxpr: Any = flat.jaxpr
         self._consts = flat.consts
         self._owner = {v: Part([i]) for i, v in enumerate(self._jaxpr.invars) if i in large}
@@ -63,20 +63,20 @@ class Update:
             self._add_equation(equation)
         roots = [part for part in map(self._part, self._owner) if part is not None]
         self.parts = list({id(part): part for part in roots}.values())
-        """All parts, including those with a refusal."""
+        """All parts, including parts with a refusal."""
         for i, v in enumerate(self._jaxpr.outvars):
             if (part := self._part(v)) is not None:
                 part.outputs.append(i)
 
-    def rest(self, inputs: Sequence[Any], excluded: Sequence[Part]) -> tuple[list[Any], list[list[Array]]]:
-        """Compute everything except some parts.
+    def run_rest(self, inputs: Sequence[Any], excluded: Sequence[Part]) -> tuple[list[Any], list[list[Array]]]:
+        """Compute the update without some of its parts.
 
         Args:
           inputs: inputs of the update; inputs of the excluded parts are not read.
-          taken: excluded parts.
+          excluded: parts that are computed elsewhere.
 
         Returns:
-          All outputs, with None for outputs of the excluded parts, and the scalars of each excluded part.
+          All outputs of the update (None for outputs of the excluded parts), and the scalars of each excluded part.
         """
         excluded_outputs = {number for part in excluded for number in part.outputs}
         skipped = {id(equation) for part in excluded for equation in part.equations}
@@ -92,10 +92,10 @@ class Update:
         return outputs, [[next(results).astype(jnp.float32) for _ in part.scalars] for part in excluded]
 
     def dtype(self, output: int) -> Any:
-        """Return the dtype of an output, by its index."""
+        """Return the dtype of the output with index ``output``."""
         return self._jaxpr.outvars[output].aval.dtype
 
-    def run(self, part: Part, scalars: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
+    def run_part(self, part: Part, scalars: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
         """Compute a part on arrays of any shape.
 
         Args:
@@ -107,7 +107,7 @@ class Update:
         for (v, _), x in zip(part.scalars.items(), scalars, strict=True):
             value = x != 0 if v.aval.dtype == bool else x
             arrays[v] = jnp.broadcast_to(value, inputs[0].shape) if v.aval.shape else value
-        for equation in part.equations:  # eval_jaxpr would compute on the mesh of the trace
+        for equation in part.equations:  # eval_jaxpr would use the mesh of the trace
             operands = [v.val if isinstance(v, Literal) else arrays[v] for v in equation.invars]
             arrays[equation.outvars[0]] = equation.primitive.bind(*operands, **equation.params)
         return [arrays[self._jaxpr.outvars[i]] for i in part.outputs]
@@ -167,13 +167,13 @@ def _jaxpr(constants: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[An
     return Jaxpr(constants, inputs, outputs, equations, debug_info=info)
 
 
-def _inlined(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr with its calls of jitted functions inlined."""
+def _eval_inlined(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, and inline its calls of jitted functions."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else known[v]  # noqa: E731
     for equation in jaxpr.eqns:
         if (inner := equation.params.get(_CALLS.get(equation.primitive.name, ""))) is not None:
-            results = _inlined(inner.jaxpr, inner.consts, [read(v) for v in equation.invars])
+            results = _eval_inlined(inner.jaxpr, inner.consts, [read(v) for v in equation.invars])
         else:
             operands = {v: known[v] for v in equation.invars if not isinstance(v, Literal)}
             results = eval_jaxpr(_jaxpr([], list(operands), equation.outvars, [equation]), [], *operands.values())

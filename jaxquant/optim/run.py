@@ -21,9 +21,9 @@ from jaxquant.optim.codes import Codec, Coded
 from jaxquant.optim.parts import Part, Update
 
 Shardings = Callable[[str, Any], NamedSharding | None]
-PIECE = "optimizer update"
-_OVERFLOWS = 2.0**54
-"""Bound on momenta: above it the square of the gradient overflows float32 ((1 - b1) · 2^64, with b1 at most 0.999)."""
+OP_NAME = "optimizer update"
+_MAX_MOMENTUM = 2.0**54
+"""Bound of momenta. Above it, squares of gradients overflow float32 ((1 - b1) · 2^64, with b1 at most 0.999)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run(
     applies: bool,
     changes: jax.Array | None = None,
 ) -> Any:
-    """Run a function of trees with each ``Moment`` decoded to float32; return the result with each as ``Coded``.
+    """Run a function of trees on moments decoded to float32; return its result with moments encoded as ``Coded``.
 
     Args:
       function: function (updates, state, parameters) -> (updates or parameters, state).
@@ -77,12 +77,12 @@ def run(
       implementation: "xla", "pallas" or None, as for ``quantize_state``.
       shardings: function that returns the sharding of a parameter, or None; see ``quantize_state``.
       applies: whether the function returns parameters instead of updates.
-      changes: flag, or None. If it is False, the old state is returned, and the old parameters if the function returns
-        parameters.
+      changes: flag, or None. If the flag is False, the old state is returned, with the old parameters if the function
+        returns parameters.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Moment))
     start, end = len(jax.tree.leaves(args[0])), len(leaves) - len(jax.tree.leaves(args[2]))
-    floats = [_decoded(x) if isinstance(x, Moment) else x for x in leaves]
+    floats = [_decode_moment(x) if isinstance(x, Moment) else x for x in leaves]
     structure: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -98,13 +98,13 @@ def run(
         shapes = {x.coded.codes.shape for x in coded}
         update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
         taken = [part for part in update.parts if _runs_separately(part, leaves, kernel, implementation, shardings)]
-        out, scalars = update.rest(floats, taken)
+        out, scalars = update.run_rest(floats, taken)
         last: dict[Any, dict[int, Any]] = {}
         for part, numbers in zip(taken, scalars, strict=True):
             before = len(out) - end  # offset from the index of a state's input to the index of its output
             states = {i + before: i for i in range(start, end)}
             if kernel:
-                order = sorted(part.inputs, reverse=applies)  # weights come after the state, gradients before it
+                order = sorted(part.inputs, reverse=applies)  # inputs: gradients, state, weights
                 made = _run_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:
@@ -117,7 +117,7 @@ def run(
         if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
             out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
     if changes is not None:
-        first = 0 if applies else before + start  # updates do not replace an old array
+        first = 0 if applies else before + start  # updates replace no old array
         for o, old in enumerate([*(leaves[end:] if applies else ()), *leaves[start:end]], first):
             if o not in chosen:
                 kept = old.coded if isinstance(old, Moment) else old
@@ -128,27 +128,27 @@ def run(
 def _runs_separately(
     part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
 ) -> bool:
-    """Return whether a part is computed separately, and record the choice."""
+    """Return whether to compute a part separately, and record the choice."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
     if not coded:
         return False
     if not kernel:
         if part.refusal:
-            record_choice(PIECE, Choice("xla", f"{coded[0].path}: not one parameter at a time, because {part.refusal}"))
+            record_choice(OP_NAME, Choice("xla", f"{coded[0].path}: not updated separately, because {part.refusal}"))
         return part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
     if why is None and len({x.axis for x in coded}) > 1:
-        why = "its moments have groups along different axes"
+        why = "the moments of the parameter have groups along different axes"
     if why is None:
-        why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
-    reason = "requested" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+        why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding_of(coded[0], shardings))
+    reason = "requested" if implementation else "XLA for TPUs would hold many float32 moments at once"
     refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
-    record_choice(PIECE, Choice("pallas", reason) if why is None else Choice("xla", refused))
+    record_choice(OP_NAME, Choice("pallas", reason) if why is None else Choice("xla", refused))
     return why is None
 
 
-def _sharding(moment: Moment, shardings: Shardings | None) -> NamedSharding | None:
+def _sharding_of(moment: Moment, shardings: Shardings | None) -> NamedSharding | None:
     return None if shardings is None else shardings(moment.path, moment.coded.codes)
 
 
@@ -169,7 +169,7 @@ def _run_kernel(
       scalars: scalars of the part.
       leaves: inputs of the complete update, with coded moments.
       states: mapping from the index of an output that is state to the index of the input that it replaces.
-      order: indices of inputs, in the order in which other outputs reuse their memory.
+      order: indices of inputs; outputs that are not state reuse the memory of these inputs in this order.
       shardings, changes: arguments of ``run``.
 
     Returns:
@@ -183,7 +183,7 @@ def _run_kernel(
     arrays, place, results = [], {}, []
     for i, x in coded_inputs.items():
         place[i] = len(arrays)
-        arrays += _present(x)
+        arrays += _arrays_of(x)
     free = [i for i in order if i not in moments and i not in states.values()]
     for o in part.outputs:
         dtype, i = update.dtype(o), states.get(o)
@@ -191,7 +191,7 @@ def _run_kernel(
             i = next((i for i in free if leaves[i].dtype == dtype), None)
             free = [each for each in free if each != i]
         if i in moments:
-            parts = _present(coded_inputs[i])
+            parts = _arrays_of(coded_inputs[i])
             results += [Result(x.dtype.name, moments[i].group if n else 1, place[i] + n) for n, x in enumerate(parts)]
         else:
             results.append(Result(dtype.name, 1, None if i is None else place.get(i)))
@@ -199,22 +199,22 @@ def _run_kernel(
     def body(scalars: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         rest, floats = iter(arrays), []
         for i, x in coded_inputs.items():
-            parts = Coded(*(next(rest) for _ in _present(x)), *[None] * (x.largest is None))
-            floats.append(_decoded(dataclasses.replace(moments[i], coded=parts)) if i in moments else parts.codes)
+            parts = Coded(*(next(rest) for _ in _arrays_of(x)), *[None] * (x.largest is None))
+            floats.append(_decode_moment(dataclasses.replace(moments[i], coded=parts)) if i in moments else parts.codes)
         made = []
-        for o, x in zip(part.outputs, update.run(part, scalars, floats), strict=True):
+        for o, x in zip(part.outputs, update.run_part(part, scalars, floats), strict=True):
             m = moments.get(states.get(o, -1))
-            made += [x] if m is None else _present(_coded(m.codec, m.signed, m.axis, x.shape[m.axis] // m.group, x))
+            made += [x] if m is None else _arrays_of(_encode(m.codec, m.signed, m.axis, x.shape[m.axis] // m.group, x))
         return made
 
     step = math.lcm(*(x.group for x in moments.values()))
-    sharding = _sharding(first, shardings)
+    sharding = _sharding_of(first, shardings)
     where = {"axis": first.axis, "step": step, "sharding": sharding}
     made = iter(api.update(body, scalars, arrays, results, changes=changes, **where))
 
     def output(o: int) -> Any:
         i = states.get(o, -1)
-        return Coded(*(next(made) for _ in _present(coded_inputs[i]))) if i in moments else next(made)
+        return Coded(*(next(made) for _ in _arrays_of(coded_inputs[i]))) if i in moments else next(made)
 
     return {o: output(o) for o in part.outputs}
 
@@ -230,14 +230,13 @@ def _run_sequentially(
     """Compute a part with XLA after the previous part is done.
 
     XLA:GPU would compute many parts at once and hold the float32 moments of all of them. Therefore the largest
-    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. No float32
-    array of a parameter's size passes through the barrier, because the barrier would keep it alive.
+    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. A barrier keeps
+    its operands alive, so no float32 array of a parameter's size passes through it.
 
     Args:
       update, part, scalars, leaves, states: arguments of ``_run_kernel``.
-      last: codes of the previous part, by output index, for each set of axes over which arrays vary inside
-        ``jax.shard_map``, because the outputs of a barrier vary over the axes of all its inputs. It is updated in
-        place.
+      last: codes of the previous part, by output index; updated in place. There is one entry for each set of axes over
+        which arrays vary inside ``jax.shard_map``, because a barrier's outputs vary over the axes of all its inputs.
 
     Returns:
       Outputs by index: a ``Coded`` for a moment, an array otherwise.
@@ -249,8 +248,8 @@ def _run_sequentially(
     )
     for i, m in moments.items():
         moments[i] = dataclasses.replace(m, coded=m.coded._replace(largest=largest[i]))
-    inputs = [_decoded(moments[i]) if i in moments else leaves[i] for i in part.inputs]
-    made: dict[int, Any] = dict(zip(part.outputs, update.run(part, scalars, inputs), strict=True))
+    inputs = [_decode_moment(moments[i]) if i in moments else leaves[i] for i in part.inputs]
+    made: dict[int, Any] = dict(zip(part.outputs, update.run_part(part, scalars, inputs), strict=True))
     codes = {}
     for o in made:
         if (m := moments.get(states.get(o, -1))) is not None:
@@ -259,7 +258,7 @@ def _run_sequentially(
     return previous | made | codes
 
 
-def _present(coded: Coded) -> list[jax.Array]:
+def _arrays_of(coded: Coded) -> list[jax.Array]:
     return [x for x in coded if x is not None]
 
 
@@ -267,8 +266,8 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _coded(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> Coded:
-    x = jnp.where(jnp.abs(x) < (_OVERFLOWS if signed else jnp.inf), x, 0).astype(jnp.float32)
+def _encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> Coded:
+    x = jnp.where(jnp.abs(x) < (_MAX_MOMENTUM if signed else jnp.inf), x, 0).astype(jnp.float32)
     coded = codec.encode(split_axes(x, {x.ndim + axis: groups}), signed, x.ndim + axis + 1)
     return coded._replace(codes=merge_axes(coded.codes, x))
 
@@ -284,13 +283,13 @@ def encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> 
       groups: number of groups along the axis.
       x: moment.
     """
-    coded = _coded(codec, signed, axis, groups, x)
+    coded = _encode(codec, signed, axis, groups, x)
     if coded.exponent is None:
         return coded
     return coded._replace(codes=prevent_excess_precision(coded.codes), exponent=coded.exponent.astype(jnp.uint8))
 
 
-def _decoded(moment: Moment) -> jax.Array:
+def _decode_moment(moment: Moment) -> jax.Array:
     return _decode(moment.codec, moment.signed, moment.axis, moment.coded)
 
 

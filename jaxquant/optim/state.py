@@ -16,7 +16,7 @@ from optax import contrib
 from jaxquant.core.paths import array_bytes, join_path, leaves_by_path, map_by_path
 from jaxquant.core.sharding import platform_of
 from jaxquant.core.typed import nearest
-from jaxquant.kernels.optimizer_update.tuning import LANES, MOST
+from jaxquant.kernels.optimizer_update.tuning import LANES, MAX_ELEMENTS
 from jaxquant.optim.codes import SCHEMES, Codec, Coded
 from jaxquant.optim.run import Moment, Shardings, axis_of, encode, run
 from jaxquant.optim.weights import CompensatedState, RoundState
@@ -39,18 +39,18 @@ MOMENTS: Moments = MappingProxyType(
 )
 """Moments of each class of optimizer state, and whether they are signed."""
 
-_FEWEST = 4096  # minimum number of elements of an 8-bit moment
-_LEAST_GROUP = 16  # a group's largest magnitude then costs a quarter of a byte per element
+_MIN_ELEMENTS = 4096  # minimum number of elements of an 8-bit moment
+_MIN_GROUP = 16  # a group's largest magnitude then costs a quarter of a byte per element
 
 
 class QuantizedState(NamedTuple):
-    """State of ``quantize_state``. Checkpoints store the codes, so that loading does not encode again.
+    """State of ``quantize_state``. Checkpoints store the codes, so loading does not encode again.
 
     Attributes:
       inner: state of the optimizer, with codes instead of moments. Partition rules that match a moment's shape or the
         end of its path also match its codes.
       largest: tree of the largest magnitude of every group, for each moment by its path in ``inner``; None if the
-        moment is float32. Each array has the rank of its parameter.
+        moment is float32. Each array has as many axes as its parameter.
       exponent: tree of the exponents of ``fp8_coat``, with the same structure.
     """
 
@@ -64,7 +64,7 @@ class NewWeights(NamedTuple):
 
     Attributes:
       weights: new weights.
-      guard: random key, which makes any further update transformation fail instead of producing wrong weights.
+      guard: random key. It makes a further update transformation fail instead of producing wrong weights.
     """
 
     weights: Any
@@ -86,13 +86,14 @@ def quantize_state(
     """Return an optimizer that stores the moments of another optimizer in 8 bits.
 
     Each step decodes the moments to float32, runs ``tx`` on gradients and parameters cast to float32, and encodes the
-    new moments; updates are float32. Groups of neighbours along one axis depend only on the shape of a moment, so
-    sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group of 16 or more
-    divides that axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
+    new moments; updates are float32. The groups of neighbours along one axis depend only on the shape of a moment, so
+    sharding changes no bit. A moment stays float32 if it has fewer than 4096 elements, if no group size of 16 or more
+    divides the axis, or if ``float32`` lists it; ``describe_state`` reports all moments. If the gradient of an element
     or its square is not finite, the moments of the element restart at 0 and do not affect its group in later steps; the
     update of that step is the result of ``tx``. Nonzero second moments never become 0.
 
-    ``optax.MultiSteps`` (accumulated gradients are not moments) and ``stochastic_round`` belong outside.
+    Apply ``optax.MultiSteps`` and ``stochastic_round`` outside of ``quantize_state``. (``optax.MultiSteps`` accumulates
+    gradients, which are not moments.)
 
         tx = optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3), "fp8_coat"))
 
@@ -100,19 +101,19 @@ def quantize_state(
       tx: optimizer.
       scheme: key of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
       float32: names of parameters, layers or moments (parts of paths) that stay float32.
-      shards: maximum number of devices that share a parameter's axis of groups, or a function of a moment's path and
-        that axis, counted from the end. If possible, a group lies on one device.
+      shards: maximum number of devices over which the axis of the groups is sharded, or a function (path of a moment,
+        axis counted from the end) -> number of devices. If possible, a group lies on one device.
       moments: moments of each class of optimizer state: ``MOMENTS``, or ``MOMENTS`` with your own classes added.
       axis: axis of the groups, counted from the end; or "rows": the second-last axis, an earlier axis if its groups are
-        larger, or the last axis if neither has groups. None selects the last axis; on TPUs, unless ``implementation``
-        is "xla", it selects "rows". ``update`` keeps the axis of an existing state, on any platform.
-      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, instead of updates. The
-        kernel then writes weights, which saves 12 bytes of memory traffic per parameter. The optimizer must be the last
-        of a chain, and not inside ``optax.MultiSteps``.
-      implementation: "xla", or "pallas" for the kernel, which CPUs interpret. None selects the kernel on TPUs. XLA
-        computes what the kernel does not support, such as an optimizer that mixes elements;
-        ``jaxquant.ops.implementation.choices_made`` lists these. On GPUs XLA computes one parameter after the other, so
-        that not all float32 moments are in memory at once.
+        larger, or the last axis if neither has groups. None selects "rows" on TPUs (unless ``implementation`` is
+        "xla"), otherwise the last axis. ``update`` keeps the axis of an existing state, on any platform.
+      apply: whether ``update`` returns ``NewWeights`` (for ``apply_updates`` of this module) instead of updates. The
+        kernel then writes the weights itself, which saves 12 bytes of memory traffic per parameter. The optimizer must
+        be the last of a chain, and not inside ``optax.MultiSteps``.
+      implementation: "xla", or "pallas" for the kernel, which CPUs interpret. None selects the kernel on TPUs. If
+        the kernel does not support a parameter or optimizer, for example an optimizer that mixes elements, XLA computes
+        the update, and ``jaxquant.ops.implementation.choices_made`` lists the reason. On GPUs XLA computes one
+        parameter after the other, so that not all float32 moments are in memory at once.
       shardings: function of a moment's path and its codes that returns the sharding of its parameter. The kernel needs
         this function if the mesh has ``Auto`` axes, unless the optimizer runs inside ``jax.shard_map``.
 
@@ -140,17 +141,17 @@ def quantize_state(
         axis = -1
 
     def init(params: optax.Params) -> QuantizedState:
-        state = tx.init(_float32(params))
-        _check(state, moments, names)
+        state = tx.init(_to_float32(params))
+        _check_state(state, moments, names)
 
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             codec = row.codec(signed)
 
             def of_leaf(path: str, x: jax.Array) -> Coded:
-                found = _groups(_join(name, path), codec, x, names, shards, axis)
+                found = _choose_groups(_join(name, path), codec, x, names, shards, axis)
                 if found is None:
                     return Coded(x, None)
-                # Without the barrier, XLA would constant-fold the encoding of zeros: minutes for a large model.
+                # Without the barrier, XLA would constant-fold the encoding of zeros, which can take minutes.
                 return encode(codec, signed, *found, jax.lax.optimization_barrier(x))
 
             return map_by_path(of_leaf, tree)
@@ -176,7 +177,7 @@ def quantize_state(
                 if codes.dtype.name != codec.dtype:
                     raise ValueError(
                         f"the moment {path!r} has codes of {codes.dtype.name}, but scheme {scheme!r} uses "
-                        f"{codec.dtype}: another scheme made them, or they were cast; make a new state with init"
+                        f"{codec.dtype}: another scheme created them, or they were cast; create a new state with init"
                     )
                 return Moment(path, codec, signed, Coded(codes, *rest))
 
@@ -184,7 +185,7 @@ def quantize_state(
             return jax.tree.map(of_leaf, paths, tree, state.largest[name], state.exponent[name])
 
         def function(updates: Any, inner: Any, params: Any) -> Any:
-            new, inner = inner_update(_float32(updates), inner, _float32(params), **extra)
+            new, inner = inner_update(_to_float32(updates), inner, _to_float32(params), **extra)
             return optax.apply_updates(params, new) if apply else new, inner
 
         inner = map_moments(of_moment, moments, state.inner)
@@ -196,7 +197,7 @@ def quantize_state(
 
 
 class Changes:
-    """Flag whether an update changes anything; ``update_where`` passes it to every ``quantize_state``.
+    """Flag whether to apply an update; ``update_where`` passes the flag to every ``quantize_state``.
 
     Attributes:
       reads: number of times that the flag was read.
@@ -206,7 +207,7 @@ class Changes:
         self._flag, self.reads = flag, 0
 
     def read(self) -> jax.Array:
-        """Return the flag, and count the call."""
+        """Return the flag, and increment ``reads``."""
         self.reads += 1
         return self._flag
 
@@ -214,22 +215,22 @@ class Changes:
 def update_where(
     changes: Bool[Array, ""], tx: Transformation, gradients: Any, state: Any, params: Any, **extra: Any
 ) -> tuple[Any, Any]:
-    """Return new weights and a new state or, if ``changes`` is False, the old ones unchanged.
+    """Return new weights and a new state or, if ``changes`` is False, the old weights and the old state.
 
-    If a kernel writes new arrays into the memory of the old ones, selecting between them after the update would keep
-    both. ``quantize_state`` selects internally; for other results, this function selects.
+    A kernel can write new arrays into the memory of the old arrays. A ``jnp.where`` after the update would keep both in
+    memory. Therefore ``quantize_state`` chooses its own arrays internally; this function chooses all other arrays.
 
     Args:
       changes: whether to apply the update, for example "loss and gradients are finite".
       tx: optimizer, with or without ``quantize_state`` in it; ``optax.MultiSteps`` is supported.
-      gradients, state, params: arguments of its ``update``.
-      extra: further arguments of its ``update``.
+      gradients, state, params: arguments of ``tx.update``.
+      extra: further arguments of ``tx.update``.
 
     Raises:
-      ValueError: a transformation around ``quantize_state`` does not pass extra arguments on.
+      ValueError: a transformation around ``quantize_state`` does not forward extra arguments.
     """
     flag = counted = Changes(changes)
-    if isinstance(tx, optax.MultiSteps):  # it may trace its optimizer in several branches, so count in a separate trace
+    if isinstance(tx, optax.MultiSteps):  # may trace its optimizer in several branches, so count in another trace
         counted, inner, optimizer = Changes(changes), tx.inner_opt, tx
         jax.eval_shape(lambda: inner.update(gradients, state.inner_opt_state, params, changes=counted, **extra))
     else:
@@ -266,8 +267,8 @@ def describe_state(state: Any) -> dict[str, str]:
     """Return the storage of each moment by path: dtype, group size and bytes per element, or the reason for float32.
 
     Args:
-      state: optimizer state that contains a state of ``quantize_state``, as arrays or shapes. If a leaf is placed on a
-        mesh, groups that are split by a shard are reported.
+      state: optimizer state that contains a state of ``quantize_state``, as arrays or shapes. For leaves
+        on a mesh, the text also reports groups that are split between shards.
     """
     rows = {}
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, QuantizedState))
@@ -287,11 +288,11 @@ def describe_state(state: Any) -> dict[str, str]:
                 sharding = getattr(codes, "sharding", None)
                 part = sharding.shard_shape(codes.shape)[axis] if sharding else group
                 if part % group:
-                    rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and splits them"
+                    rows[row] += f"; splits groups, because a shard has {part} elements along axis {axis}"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
-                why = "listed in float32, or groups divide no axis"
-                if codes.size < _FEWEST:
-                    why = f"fewer than {_FEWEST} elements"
+                why = "listed in float32, or no group size divides the axis"
+                if codes.size < _MIN_ELEMENTS:
+                    why = f"fewer than {_MIN_ELEMENTS} elements"
                 rows[row] = f"{codes.dtype}: {why}"
     return rows
 
@@ -300,7 +301,7 @@ def _join(*paths: str) -> str:
     return "/".join(filter(None, paths))
 
 
-def _float32(tree: Any) -> Any:
+def _to_float32(tree: Any) -> Any:
     """Cast floats that are less precise than float32 to float32."""
 
     def cast(x: Any) -> Any:
@@ -311,7 +312,7 @@ def _float32(tree: Any) -> Any:
 
 
 def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
-    """Replace each moment's tree by a function of its path, whether it is signed, and the tree."""
+    """Replace the tree of each moment with ``function(path, whether the moment is signed, tree)``."""
 
     def of_node(path: Any, node: Any) -> Any:
         fields = moments.get(type(node), {})
@@ -321,8 +322,8 @@ def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, sta
     return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=lambda node: type(node) in moments)
 
 
-def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
-    """Raise if an optimizer's state has an unknown moment or a forbidden transformation, or a name does not occur."""
+def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
+    """Raise if a state has an unknown moment or a forbidden transformation, or has no path for one of the names."""
     kinds = (RoundState, CompensatedState, QuantizedState)
     found = [
         node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)) if isinstance(node, kinds)
@@ -331,8 +332,8 @@ def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         raise ValueError("quantize_state(tx, …): tx already contains a quantize_state; remove one of the two")
     if found:
         raise ValueError(
-            "quantize_state passes float32 parameters to its optimizer, which rounds them to bfloat16; put "
-            "stochastic_round or compensated_round after it: optax.chain(quantize_state(…), stochastic_round())"
+            "quantize_state(tx, …): tx contains stochastic_round or compensated_round, but its parameters are float32; "
+            "move the rounding after quantize_state: optax.chain(quantize_state(…), stochastic_round())"
         )
     parts = {part for path in leaves_by_path(state) for part in path.split("/")}
     for name in names:
@@ -342,31 +343,31 @@ def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         if type(leaf) not in moments and _is_large(leaf) and not set(names) & set(path.split("/")):
             raise ValueError(
                 f"the optimizer's state has {path!r} of shape {leaf.shape}, in a class whose moments are unknown; put "
-                "quantize_state inside the transformation that made it, add the class to moments, or list it in float32"
+                "quantize_state inside its transformation, add the class to moments, or list the path in float32"
             )
 
 
 def _is_large(leaf: Any) -> bool:
-    return leaf.size >= _FEWEST and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.size >= _MIN_ELEMENTS and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _groups(
+def _choose_groups(
     path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards, axis: int | str | None
 ) -> tuple[int, int] | None:
-    """Return the axis of a moment's groups, counted from the end, and their number along it, or None for float32."""
+    """Return the axis of a moment's groups (counted from the end) and the number of groups, or None for float32."""
     if not _is_large(x) or set(names) & set(path.split("/")):
         return None
-    # TPUs reduce along rows without moving data, and their kernel supports no other groups and no larger blocks.
+    # TPUs reduce along rows without moving data. The TPU kernel supports only such groups, in blocks of limited size.
     of_rows = axis == "rows" or (axis is None and platform_of(x) == "tpu")
     rows, last = range(-2, -x.ndim - 1, -1) if of_rows else (), axis if isinstance(axis, int) else -1
-    fits = {each: min(codec.group, MOST // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
-    found = [(size, each) for each, most in fits.items() if (size := _group(path, most, x, shards, each))]
-    if not found and (size := _group(path, codec.group, x, shards, last)):
+    fits = {each: min(codec.group, MAX_ELEMENTS // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
+    found = [(size, each) for each, most in fits.items() if (size := _group_size(path, most, x, shards, each))]
+    if not found and (size := _group_size(path, codec.group, x, shards, last)):
         found = [(size, last)]
     return next(((each, x.shape[each] // size) for size, each in [max(found, default=(0, 0))] if size), None)
 
 
-def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | None:
+def _group_size(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | None:
     if x.ndim < -axis:
         return None
     size, most = x.shape[axis], shards(path, axis) if callable(shards) else shards
@@ -375,7 +376,7 @@ def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | 
     for devices in range(most, 0, -1):
         if most % devices == 0 and size % devices == 0:
             part = size // devices
-            for group in range(min(largest, part), _LEAST_GROUP - 1, -1):
+            for group in range(min(largest, part), _MIN_GROUP - 1, -1):
                 if part % group == 0:
                     return group
     return None

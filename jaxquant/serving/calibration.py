@@ -29,13 +29,13 @@ def calibrate(model: NNXModel, config: ConfigLike, batches: Iterable[Any], /) ->
 def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     """Create the quant state that a recipe with delayed scaling needs, for a float model that was trained without it.
 
-    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches;
-    ``convert`` derives the static scales from them as delayed scaling does. During calibration, layers run quantized,
-    each with scales from the batches so far. Recipes without quant state need no calibration; the model or variables
-    are then returned unchanged.
+    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches.
+    ``convert`` derives the static scales from these histories, as delayed scaling does. During calibration, layers run
+    quantized, each with scales from the batches so far. Recipes without quant state need no calibration: for these
+    recipes, the model or variables are returned unchanged.
 
-    ``calibrate(model, variables, config, batches)`` calibrates a Linen model, ``calibrate(model, config, batches)`` an
-    NNX model.
+    ``calibrate(model, variables, config, batches)`` calibrates a Linen model;
+    ``calibrate(model, config, batches)`` calibrates an NNX model.
 
     Args:
       model: float Linen or NNX model.
@@ -45,11 +45,11 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
         most as many as the recipe's amax history has entries.
 
     Returns:
-      Variables with quant state, or a quantized NNX model with it, for ``convert``.
+      Variables with quant state, or a quantized NNX model with quant state, for ``convert``.
 
     Raises:
-      TypeError: arguments are in another order, or ``batches`` is one array or not iterable.
-      ValueError: there are no "params", no batches, or more batches than history entries.
+      TypeError: the arguments are in the wrong order, or ``batches`` is a single array or not iterable.
+      ValueError: the variables have no "params", there are no batches, or there are more batches than history entries.
       NotImplementedError: a recipe has weight sparsity, whose mask is computed in training.
       TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """
@@ -75,13 +75,13 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     limit = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
     quantized = maybe_quantize_model(model, config, *first)
     if isinstance(quantized, nnx.Module):
-        return _observe_nnx(quantized, _at_most(limit, first, each))
+        return _observe_nnx(quantized, _limit_batches(limit, first, each))
     if "params" not in variables:
-        raise ValueError("the variables to calibrate have no collection 'params'; pass all that model.init returned")
-    return _observe_linen(quantized, variables, _at_most(limit, first, each))
+        raise ValueError("the variables to calibrate have no collection 'params'; pass all of model.init's result")
+    return _observe_linen(quantized, variables, _limit_batches(limit, first, each))
 
 
-def _at_most(limit: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+def _limit_batches(limit: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
     yield first
     for count, batch in enumerate(rest, start=2):
         if count > limit:
@@ -98,7 +98,7 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
         def zero_loss(quant_state: Any) -> jax.Array:
             all_variables = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
             out = model.apply(all_variables, *batch, rngs={RANDOM_STREAM: key, "dropout": key}, mutable=others or False)
-            return _zero(out)
+            return _zero_of(out)
 
         return update(quant_state, jax.grad(zero_loss)(quant_state))
 
@@ -113,8 +113,8 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     return plain | {OVERWRITE_WITH_GRADIENT: quant_state}
 
 
-def _zero(out: Any) -> jax.Array:
-    """Return a zero that depends on every float output, so that its gradient carries the observations."""
+def _zero_of(out: Any) -> jax.Array:
+    """Return a zero that depends on every float output; its gradient holds the observed amaxes."""
     floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum((0 * jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 
@@ -123,7 +123,7 @@ def _observe_nnx(model: nnx.Module, batches: Iterable[Any]) -> nnx.Module:
     @nnx.jit
     def observe(model: nnx.Module, batch: Any) -> None:
         def zero_loss(model: Any) -> jax.Array:
-            return _zero(model(*batch))
+            return _zero_of(model(*batch))
 
         nnx_state.advance(model, nnx_state.grad(zero_loss)(model))
 

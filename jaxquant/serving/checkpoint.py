@@ -27,7 +27,7 @@ from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
 from jaxquant.export.sums import NAME as SUMS
 from jaxquant.export.sums import check_sums, write_sums
 from jaxquant.serving.leaves import Leaf, check_like, describe, flatten, unflatten
-from jaxquant.serving.placement import ChooseSharding, choose_sharding, place, to_stored
+from jaxquant.serving.placement import ChooseSharding, choose_sharding, read_array, to_stored
 
 __all__ = ["Checkpoint", "load", "read_manifest", "save"]
 
@@ -78,7 +78,7 @@ def save(
 ) -> None:
     """Write a quantized checkpoint atomically.
 
-    The files are written to ``DIRECTORY.jaxquant-partial``, which is then renamed; a leftover folder of that name is
+    The files are written to ``DIRECTORY.jaxquant-partial``, which is then renamed; an existing folder of that name is
     replaced. Every process of a run calls this with the same global arrays. The first process gathers and writes one
     array at a time.
 
@@ -91,8 +91,8 @@ def save(
 
     Raises:
       FileExistsError: the directory exists.
-      ValueError: params is the whole variables dict, or holds a kernel that no recipe of the config produces.
-      ValueError, TypeError: a value cannot be stored in a checkpoint; the message names it.
+      ValueError: ``params`` is the whole variables dict, or has a kernel that no recipe of the config produces.
+      ValueError, TypeError: a value cannot be stored in a checkpoint; the message names the value.
     """
     directory = Path(directory).resolve()
     if taken := sorted({NAME, ARRAYS, SUMS} & set(files or {})):
@@ -100,10 +100,10 @@ def save(
     if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
         raise ValueError("params is the whole variables dict (it has a collection 'params'); save variables['params']")
     leaves = flatten(params)
-    _check_made_by(leaves, config)
+    _check_produced_by(leaves, config)
     rows = [describe(path, leaf) for path, leaf in leaves.items()]
     contents = {"format": FORMAT, "version": VERSION}
-    contents |= {"config": _as_json("config", config), "extra": _as_json("extra", extra or {})}
+    contents |= {"config": _to_json_values("config", config), "extra": _to_json_values("extra", extra or {})}
     contents |= {"leaves": [row.as_row() for row in rows]}
     if directory.exists():
         raise FileExistsError(f"{directory} exists; choose a folder that does not exist, or remove this one")
@@ -135,8 +135,8 @@ def save(
         multihost_utils.sync_global_devices("checkpoint saved")
 
 
-def _as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping in the form in which it will be read back."""
+def _to_json_values(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping as ``json.loads`` will return it, or raise if it cannot be written."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"{name} is {type(mapping).__name__}, not a mapping; pass a dict of plain values")
     try:
@@ -145,19 +145,20 @@ def _as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
         raise type(error)(f"{name} cannot be written as JSON ({error}); pass plain finite values") from None
 
 
-def _check_made_by(leaves: Mapping[str, Any], config: Any) -> None:
+def _check_produced_by(leaves: Mapping[str, Any], config: Any) -> None:
     """Raise if a kernel has an element type or format that no recipe of the config produces."""
     if not isinstance(config, Mapping) or "quantization" not in config:
         return
     resolver = QuantConfig.from_any(config).resolver()
     specs = [recipe.fwd.rhs for recipe in ([] if resolver is None else resolver.recipes)]
     produced = [spec.codec or spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
+    if produced and not any(isinstance(leaf, QTensor) for leaf in leaves.values()):
+        raise ValueError("params has no converted kernel; pass the parameters that jaxquant.convert returns")
     for path, leaf in leaves.items():
-        if isinstance(leaf, QTensor) and (leaf.codec or leaf.qvalue.dtype.name) not in produced:
+        if isinstance(leaf, QTensor) and (kind := leaf.codec or leaf.qvalue.dtype.name) not in produced:
             raise ValueError(
-                f"params has {path!r} in {leaf.codec or leaf.qvalue.dtype.name}, but quantization "
-                f"{config['quantization']!r} produces {', '.join(produced) or 'no quantized kernels'}; pass the config "
-                "that the parameters were converted with"
+                f"params has {path!r} in {kind}, but quantization {config['quantization']!r} produces "
+                f"{', '.join(produced) or 'no quantized kernels'}; pass the config that converted the parameters"
             )
 
 
@@ -173,16 +174,16 @@ def read_manifest(directory: str | Path) -> Manifest:
     if not directory.exists():
         raise FileNotFoundError(f"checkpoint {directory} does not exist; pass a folder that `jaxquant convert` wrote")
     if not path.is_file():
-        raise ValueError(f"{directory} is not a quantized checkpoint: it has no {NAME}; convert a run into it first")
+        raise ValueError(f"{directory} is not a quantized checkpoint: it has no {NAME}; pass a folder with {NAME}")
     try:
         contents = convert(dict[str, Any], json.loads(path.read_bytes()), "the file")
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON of a checkpoint ({error}); {_REPLACE}") from None
+        raise ValueError(f"{path} is not a valid JSON object ({error}); {_REPLACE}") from None
     version = contents.get("version")
     if contents.get("format") == FORMAT and version == 1:
         raise ValueError(
-            f"checkpoint {directory} has format version 1, which jaxquant reads at commit a87bb9a; convert the "
-            f"run again, or load it with that commit and save it as {ARRAYS}"
+            f"checkpoint {directory} has format version 1, which only commit a87bb9a of jaxquant reads; convert "
+            f"the run again, or load the checkpoint with that commit and save it as {ARRAYS}"
         )
     if contents.get("format") == FORMAT and type(version) is int and version > VERSION:
         raise ValueError(
@@ -192,7 +193,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     check_sums(directory, [NAME])
     if contents.get("format") != FORMAT or version != VERSION:
         problem = f"its format is {show(contents.get('format'))}, version {show(version)}"
-        raise ValueError(f"{path} is not of a quantized checkpoint: {problem}; choose another folder, or {_REPLACE}")
+        raise ValueError(f"{path} is not from a quantized checkpoint: {problem}; choose another folder, or {_REPLACE}")
     try:
         parts = {name: convert(dict[str, Any], contents.get(name), name) for name in ("config", "extra")}
         rows = convert(list[Any], contents.get("leaves"), "leaves")
@@ -216,7 +217,7 @@ def _read_leaf(row: Any, place: str) -> Leaf:
     arrays = leaf.arrays().items()
     like = {path: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for path, array in arrays}
     if describe(leaf.path, leaf.assemble(like)) != leaf or any(n < 1 for array in like.values() for n in array.shape):
-        raise ValueError(f"{place} does not describe a valid leaf, got {show(row)}")
+        raise ValueError(f"{place} is not a valid leaf: {show(row)}")
     return leaf
 
 
@@ -234,18 +235,18 @@ def load(
 
     Args:
       directory: folder that ``save`` wrote.
-      like: tree that the model expects, with ``jax.ShapeDtypeStruct`` for arrays, also inside ``QTensor``. Its
-        shardings are ignored.
+      like: tree that the model expects, with ``jax.ShapeDtypeStruct`` for arrays, also inside ``QTensor``. Shardings
+        in this tree are ignored.
       sharding: sharding of all arrays, or a function (path, shape, dtype name) -> sharding that is called for each
         array. The parts of a ``QTensor`` have the paths ``PATH/qvalue``, ``PATH/scale``, ``PATH/zero_point``,
-        ``PATH/outer_scale`` and ``PATH/input_scale``; shape and dtype are those in the model. None selects the
-        default device.
+        ``PATH/outer_scale`` and ``PATH/input_scale``; shape and dtype are the shape and dtype in the
+        model. None selects the default device.
       verify: whether to compare the files with their checksums. Names, shapes and dtypes are always checked.
 
     Raises:
       FileNotFoundError: the directory does not exist.
-      ValueError: the directory is not a quantized checkpoint of a supported version, is damaged, does not match
-        ``like``, or a sharding does not fit an array. The message names the directory, file or leaf.
+      ValueError: the directory is not a quantized checkpoint of a supported version, is damaged or does not match
+        ``like``, or a sharding is not valid for an array. The message names the directory, file or leaf.
     """
     directory = Path(directory).resolve()
     manifest = read_manifest(directory)
@@ -263,9 +264,9 @@ def load(
     if actual != expected:
         name = min(path for path in actual.keys() | expected.keys() if actual.get(path) != expected.get(path))
         listed, present = (show(each.get(name, "nothing")) for each in (expected, actual))
-        raise ValueError(f"{directory}: {NAME} lists {show(name)} as {listed}, {ARRAYS} has {present}; convert again")
+        raise ValueError(f"{directory}: {NAME} lists {show(name)} as {listed}, but {ARRAYS} has {present}; {_REPLACE}")
     leaves = {
-        leaf.path: leaf.assemble({path: place(array, file, shardings[path]) for path, array in leaf.arrays().items()})
+        leaf.path: leaf.assemble({path: read_array(x, file, shardings[path]) for path, x in leaf.arrays().items()})
         for leaf in manifest.leaves
     }
     return Checkpoint(unflatten(leaves), manifest.config, manifest.extra, manifest.version)

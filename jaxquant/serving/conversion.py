@@ -45,8 +45,8 @@ def convert(model: NNXModel, config: ConfigLike, /, *example_inputs: Any, **exam
 def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     """Convert a trained model's float kernels to quantized ones.
 
-    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model, ``convert(model,
-    config, *example_inputs)`` an NNX model. The arguments are not changed.
+    ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model;
+    ``convert(model, config, *example_inputs)`` converts an NNX model. The arguments are not modified.
 
     Args:
       model: float Linen model whose variables are converted, or NNX model.
@@ -58,23 +58,22 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
 
     Returns:
       For Linen: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an ``input_scale``
-        if the recipe has a static scale for activations. Collections other than quant state are kept; boxes with names
-        of axes are removed. To run the variables, pass a config with ``checkpoint_is_quantized`` true to
+        if the recipe has a static scale for activations. Collections other than quant state are copied; metadata boxes
+        (names of axes) are removed. To run the variables, pass a config with ``checkpoint_is_quantized`` true to
         ``maybe_quantize_model(model, config, …)``. For NNX: a converted model, ready to be called.
 
     Raises:
-      TypeError: arguments are in another order, or the model is not a Flax module.
-      ValueError: a kernel is missing, has another shape, or is already converted; quant state is missing, or has not
-        observed an amax that a static scale needs; ``save_quantized_params_path`` is set, which ``convert`` does not
-        write.
+      TypeError: the arguments are in the wrong order, or the model is not a Flax module.
+      ValueError: a kernel is missing, has another shape, or is already converted; quant state is missing, or has
+        no amax for a static scale; ``save_quantized_params_path`` is set, but ``convert`` writes no files.
       TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """
     variables, config, *example_inputs = sort_arguments("convert", model, arguments, "*inputs", example_kwargs)
-    config = _config(config)
+    config = _parse_config(config)
     if isinstance(model, nnx.Module):
         return convert_nnx(model, config, *example_inputs, **example_kwargs)
     if face_of(model) is not None:
-        raise ValueError(f"{type(model).__name__} is quantized; give convert the float model")
+        raise ValueError(f"{type(model).__name__} is quantized; pass the float model to convert")
     variables = meta.unbox(dict(variables))
     kernels_by_path = linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs)
     leaves: dict[Any, Any] = flatten_dict(variables["params"])
@@ -84,7 +83,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     return {"params": params, **others}
 
 
-def _config(config_like: Any) -> QuantConfig:
+def _parse_config(config_like: Any) -> QuantConfig:
     config = QuantConfig.from_any(config_like)
     reason = "is not written by convert; leave it empty and save the result of convert with jaxquant.serving.save"
     refuse_fields(config, {"save_quantized_params_path": reason}, ValueError)
@@ -96,7 +95,7 @@ def find_kernels(
 ) -> dict[str, LayerKernel]:
     """Return the kernels of a Linen model that a config quantizes, by layer path; see ``convert``.
 
-    The key of a second kernel of the same layer is the path of its parameter.
+    If a layer has a second kernel, its key is the path of the parameter.
 
     Args:
       model: float model.
@@ -104,7 +103,7 @@ def find_kernels(
       config: same as for ``maybe_quantize_model``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``.
     """
-    config = _config(config)
+    config = _parse_config(config)
     kernels_by_path: dict[str, LayerKernel] = {}
     for path, layer in linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs).items():
         kernels_by_path[path if layer.path in kernels_by_path else layer.path] = layer
@@ -114,11 +113,12 @@ def find_kernels(
 def convert_each(
     layers: Mapping[str, LayerKernel], read: Read, shapes: Tree, progress: Callable[[str], None] | None = None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Convert parameters that ``read`` loads, in bounded memory: one layer of one kernel is float at a time.
+    """Convert parameters in bounded memory: float kernels are loaded one layer at a time.
 
     Args:
       layers: result of ``find_kernels``.
-      read: function (path in the variables, index of leading axes) -> array of that slice; ``()`` is the whole array.
+      read: function (path in the variables, index of leading axes) -> array of that slice; the index ``()`` selects the
+        whole array.
       shapes: variables, as arrays or ``jax.ShapeDtypeStruct``.
       progress: function that is called with each finished path.
 
@@ -139,7 +139,7 @@ def convert_each(
 
 
 def _convert_slices(layer: LayerKernel, read: Read) -> QTensor:
-    """Convert a kernel layer by layer into arrays of the full shape."""
+    """Convert a stacked kernel one layer at a time, into arrays of the full shape."""
     result = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), layer.made) if layer.stacked else None
     for index in itertools.product(*(range(layer.made.shape[axis]) for axis in layer.stacked)):
         at = dict(zip(layer.stacked, index, strict=True))

@@ -1,9 +1,9 @@
 """Functional key/value cache, float or quantized: a pytree that functions take and return.
 
-The key and value of a token are quantized once, when they are written, by their own absmax: ``dkv`` uses one scale per
-head of a position, ``heads_and_dkv`` one scale for all heads of a position. The cache contents therefore do not depend
-on the number of tokens written at once. Integers are clipped to ±qmax (the bound of absmax is qmax + 0.5), and a row of
-zeros has scale 1. Four-bit elements are packed in pairs along head_dim.
+The key and value of a token are quantized once, when they are written, with scales from their own absmax: ``dkv`` uses
+one scale per head of a position, ``heads_and_dkv`` one scale for all heads of a position. The cache contents therefore
+do not depend on the number of tokens written at once. Integers are clipped to ±qmax (the bound of absmax is qmax +
+0.5), and a row of zeros has scale 1. Four-bit elements are packed in pairs along head_dim.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ KVQuantDtype = Literal[""] | KVCacheName
 KVQuantAxis = Literal["dkv", "heads_and_dkv"]
 
 SPECS: Final = {name: TensorSpec(element) for name, element in KV_ELEMENTS.items()}
-"""Tensor spec of each ``kv_quant_dtype``: absmax along the axes of ``SHARED_AXES``."""
+"""Tensor spec of each ``kv_quant_dtype``: absmax over the axes in ``SHARED_AXES``."""
 
 SHARED_AXES: Final = {"dkv": (3,), "heads_and_dkv": (2, 3)}
 """Axes of [B, S, H, D] that share a scale, for each ``kv_quant_axis``."""
 
 PACKED: Final[dict[str, str]] = {name: element for name, element in KV_ELEMENTS.items() if element in PACKED_DTYPES}
-"""Element type of each four-bit ``kv_quant_dtype``; these are stored packed."""
+"""Element type of each four-bit ``kv_quant_dtype``. These elements are stored packed."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +49,7 @@ class KVCache:
       key, value: arrays [B, (layers,) T, H, D]; four-bit elements are bytes, with D halved and rounded up.
       key_scale, value_scale: float32 scales with size 1 along shared axes, or None if the cache is not quantized.
       head_dim: size D.
-      kv_quant_dtype, kv_quant_axis: options of ``QuantConfig``; "" is not quantized.
+      kv_quant_dtype, kv_quant_axis: options of ``QuantConfig``; with dtype "" the cache is not quantized.
     """
 
     key: jax.Array
@@ -109,7 +109,7 @@ def empty(
     if kv_quant_dtype:
         shared = SHARED_AXES[kv_quant_axis]
         scale = jnp.ones((*lead, length, 1 if 2 in shared else heads, 1), jnp.float32)
-    # Keys and values need separate buffers: a cache is donated, and a buffer can be donated only once.
+    # Keys and values need separate buffers, because a donated cache can donate a buffer only once.
     scale_too = None if scale is None else scale.copy()
     return KVCache(stored, stored.copy(), scale, scale_too, head_dim, kv_quant_dtype, kv_quant_axis)
 
@@ -135,15 +135,15 @@ def append(
     Args:
       cache: cache to write to.
       key, value: arrays [B, S, H, D], any float dtype.
-      positions: positions [B, S] of the tokens; or the first position, for all rows or [B].
-      valid: mask [B, S], False for padding, which is not written; None writes all tokens.
+      positions: positions [B, S] of the tokens, or first positions [B] of the rows, or one first position for all rows.
+      valid: mask [B, S], which is False for padding; padding is not written. None writes all tokens.
       layer: index of the layer if the cache has layers; may be traced.
 
     Returns:
       The updated cache.
 
     Raises:
-      ValueError: a shape does not fit the cache, or a concrete position is outside of the cache. Traced positions
+      ValueError: a shape does not match the cache, or a concrete position is outside of the cache. Traced positions
         outside of the cache are not written, and the caller must check them.
     """
     _check_layer(cache, layer)
@@ -151,13 +151,13 @@ def append(
     expected = (rows, key.shape[1] if key.ndim == 4 else 0, heads, cache.head_dim)
     if key.shape != expected or value.shape != expected:
         raise ValueError(
-            f"key of shape {key.shape} and value of shape {value.shape} do not fit a KV cache of {rows} rows, {heads} "
-            f"heads and head_dim {cache.head_dim}; both must be [batch, tokens, heads, head_dim]"
+            f"key of shape {key.shape} and value of shape {value.shape} do not match a KV cache of {rows} rows, "
+            f"{heads} heads and head_dim {cache.head_dim}; both must be [batch, tokens, heads, head_dim]"
         )
     if valid is None and key.shape[1] > length:
-        raise ValueError(f"{key.shape[1]} tokens do not fit a KV cache of length {length}; create a longer one")
-    places = _places(positions, rows, key.shape[1])
-    _check_places(places, valid, length)
+        raise ValueError(f"{key.shape[1]} tokens exceed a KV cache of length {length}; create a longer cache")
+    places = _expand_positions(positions, rows, key.shape[1])
+    _check_positions(places, valid, length)
     places = jnp.asarray(places)
     if valid is not None:
         places = jnp.where(valid, places, length)
@@ -197,7 +197,7 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
 
 
 def nbytes(cache: KVCache) -> int:
-    """Return the bytes of a cache, including its scales."""
+    """Return the size of a cache in bytes, including its scales."""
     return sum(math.ceil(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) / 8) for leaf in jax.tree.leaves(cache))
 
 
@@ -214,22 +214,22 @@ def _encode(cache: KVCache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return pack(tensor.qvalue) if cache.kv_quant_dtype in PACKED else tensor.qvalue, tensor.scale
 
 
-def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:
+def _expand_positions(positions: int | jax.Array, rows: int, tokens: int) -> Any:
     """Return [B, S] positions; a numpy array if the positions are concrete."""
     known: Any = positions if isinstance(positions, Tracer) else np.asarray(positions)
     if known.ndim == 2:
         if known.shape != (rows, tokens):
-            raise ValueError(f"positions of shape {known.shape} do not fit {rows} rows of {tokens} tokens")
+            raise ValueError(f"positions of shape {known.shape} do not match {rows} rows of {tokens} tokens")
         return known
     if known.ndim == 1 and known.shape != (rows,):
-        raise ValueError(f"positions of shape {known.shape} do not fit {rows} rows; pass one first position per row")
+        raise ValueError(f"positions of shape {known.shape} do not match {rows} rows; pass one position per row")
     first = known[:, None] if known.ndim == 1 else known
     steps = np.arange(tokens)[None]
     return (first + steps) + np.zeros((rows, 1), np.int32)
 
 
-def _check_places(places: Any, valid: jax.Array | None, length: int) -> None:
-    """Raise if a concrete position is outside of the cache; padding may be."""
+def _check_positions(places: Any, valid: jax.Array | None, length: int) -> None:
+    """Raise if a concrete position is outside of the cache; padding is not checked."""
     if isinstance(places, Tracer) or isinstance(valid, Tracer):
         return
     used = places if valid is None else places[np.asarray(valid)]
@@ -244,6 +244,8 @@ def _check_places(places: Any, valid: jax.Array | None, length: int) -> None:
 def _check_layer(cache: KVCache, layer: int | jax.Array | None) -> None:
     if (cache.layers is None) != (layer is None):
         has = "no layers" if cache.layers is None else f"{cache.layers} layers"
-        raise ValueError(f"layer {layer!r} does not fit a KV cache with {has}; pass layer only if the cache has layers")
+        raise ValueError(
+            f"layer {layer!r} is invalid for a KV cache with {has}; pass layer only if the cache has layers"
+        )
     if cache.layers is not None and isinstance(layer, int) and not 0 <= layer < cache.layers:
-        raise ValueError(f"layer {layer} is not one of the {cache.layers} of the KV cache")
+        raise ValueError(f"layer {layer} of a KV cache must be from 0 to {cache.layers - 1}")

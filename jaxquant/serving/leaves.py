@@ -32,7 +32,7 @@ class Leaf:
       dtype, shape: dtype and shape of the elements in the model.
       bytes: bytes on disk.
       scale_shape, scale_dtype: shape and dtype of the scale of a ``QTensor``.
-      zero_point: whether there is a zero point; it has ``dtype`` and ``scale_shape``.
+      zero_point: whether the ``QTensor`` has a zero point, which has the dtype ``dtype`` and the shape ``scale_shape``.
       outer_shape, input_shape: shapes of the outer scale and of the input scale, both float32, or None.
       block: block shape of a ``QTensor`` if its array shapes do not determine it, otherwise None.
       codec: tensor format of a ``QTensor`` without scales; ``shape`` is then the shape of its bytes.
@@ -54,12 +54,12 @@ class Leaf:
     float_dtype: str | None = None
     read_as: str | None = None
 
-    def arrays(self) -> dict[str, Stored]:
-        """Return the stored arrays by path; a ``QTensor`` has one to five."""
+    def arrays(self) -> dict[str, StoredArray]:
+        """Return the stored arrays by path; a ``QTensor`` has one to five arrays."""
         if self.role == "array":
-            return {self.path: Stored(self.path, self.shape, self.dtype)}
+            return {self.path: StoredArray(self.path, self.shape, self.dtype)}
         paths = {f"{self.path}/{name}": of for name, of in self._parts().items()}
-        return {path: Stored(path, *of) for path, of in paths.items()}
+        return {path: StoredArray(path, *of) for path, of in paths.items()}
 
     def as_row(self) -> dict[str, Any]:
         """Return the fields for the manifest, without empty optional fields."""
@@ -87,7 +87,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredArray:
     """One array of a checkpoint: ``shape`` and ``dtype`` in the model, ``stored_*`` on disk."""
 
     path: str
@@ -116,7 +116,7 @@ def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
 
     Args:
       params: nested dict of arrays and ``QTensor``.
-      empty: whether empty mappings are allowed; they are left out.
+      empty: whether empty mappings are allowed; the result omits these mappings.
 
     Raises:
       TypeError: a node is not a mapping, array or ``QTensor``, or a key is not a string.
@@ -134,26 +134,26 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
     path = "/".join(keys)
     if isinstance(node, Mapping):
         if keys and not node and not empty:
-            raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; leave it out")
+            raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; remove it")
         for key, child in node.items():
             if not isinstance(key, str):
-                raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; keys are strings")
+                raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; use string keys")
             if not key or "/" in key:
-                raise ValueError(f'{path or "params"} has the key {key!r}; a key is not empty and contains no "/"')
+                raise ValueError(f'{path or "params"} has the key {key!r}; use a key that is not empty and has no "/"')
             yield from _walk(child, (*keys, key), empty)
     elif isinstance(node, QTensor) or (hasattr(node, "shape") and hasattr(node, "dtype")):
         yield path, node
     else:
-        raise TypeError(f"{path} is {type(node).__name__}, not an array or a QTensor; convert it with jnp.asarray")
+        raise TypeError(f"{path} is {type(node).__name__}, not an array or a QTensor; pass nested dicts of arrays")
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested dict that ``flatten`` flattened."""
+    """Return the nested dict for a result of ``flatten``."""
     return unflatten_dict(dict(leaves), sep="/")
 
 
 def describe(path: str, leaf: Any) -> Leaf:
-    """Return the description of a leaf, which may be abstract.
+    """Return the description of a leaf; the leaf may be abstract.
 
     Raises:
       ValueError: the dtype or shape cannot be stored.
@@ -171,16 +171,16 @@ def describe(path: str, leaf: Any) -> Leaf:
         described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **fields)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
-            raise ValueError(f"{array.path} is a scalar {array.dtype}, which cannot be packed; give it an axis")
+            raise ValueError(f"{array.path} is a scalar {array.dtype}, which cannot be packed; reshape it to (1,)")
         if 0 in array.shape:
-            raise ValueError(f"{array.path} has shape {array.shape}, so it is empty; leave it out")
+            raise ValueError(f"{array.path} has shape {array.shape}, so it is empty; remove it")
     return dataclasses.replace(described, bytes=sum(array.bytes for array in described.arrays().values()))
 
 
 def _dtype_name(path: str, array: Any) -> str:
     name = array.dtype.name
     if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(f"{path} is {name}, which JAX would read with 32 bits; cast it or set jax_enable_x64")
+        raise ValueError(f"{path} is {name}, which JAX would load in 32 bits; cast it or set jax_enable_x64")
     if name not in PACKED_DTYPES and array.dtype not in NAMES:
         supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
         raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {supported}")
@@ -205,7 +205,7 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
         lines += [f"{path}: {'; '.join(differences)}"] if differences else []
     if lines:
         raise ValueError(
-            f"checkpoint {directory} does not fit the model; load it into the model that it was converted from, with "
+            f"checkpoint {directory} does not match the model; load it into the model that it was converted from, with "
             "the same config:" + "".join(f"\n  {line}" for line in lines)
         )
 
@@ -213,7 +213,7 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
 def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = [name for name in ("role", "shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if "role" not in names:
-        # A layer reads its weight in ``read_as``; the dtype of the float parameter may differ.
+        # Layers use a weight in the dtype ``read_as``; the dtype of the float parameter may differ.
         more = ("scale_shape", "scale_dtype", "zero_point", *(name for name in _OPTIONAL if name != "float_dtype"))
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [

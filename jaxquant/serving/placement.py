@@ -1,4 +1,4 @@
-"""Reading and writing arrays of a checkpoint: packed in the file, unpacked on the devices into the shardings."""
+"""Reading and writing arrays of a checkpoint: packed in the file, unpacked and sharded on the devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.formats.packing import unpack
-from jaxquant.serving.leaves import Stored
+from jaxquant.serving.leaves import StoredArray
 
 ChooseSharding = Callable[[str, tuple[int, ...], str], Sharding]
 """Function (path, shape, dtype name) of an array in the model -> its sharding."""
 
 
-def to_stored(stored: Stored, array: Any) -> np.ndarray:
+def to_stored(stored: StoredArray, array: Any) -> np.ndarray:
     """Return an array in host memory in its stored form: four-bit elements in pairs, the first in the low bits.
 
     Raises:
@@ -36,8 +36,8 @@ def to_stored(stored: Stored, array: Any) -> np.ndarray:
     return packed
 
 
-def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
-    """Read an array onto devices, one shard at a time in host memory. Replicated shards are read once."""
+def read_array(stored: StoredArray, file: SafetensorsFile, sharding: Sharding) -> jax.Array:
+    """Read an array onto devices; host memory holds one shard at a time. Replicated shards are read once."""
     shape, auto_sharding, mapped = stored.stored_shape, with_auto_axes(sharding), file[stored.path]
     devices: dict[Any, list[Any]] = {}
     for device, index in auto_sharding.addressable_devices_indices_map(shape).items():
@@ -45,7 +45,7 @@ def place(stored: Stored, file: SafetensorsFile, sharding: Sharding) -> jax.Arra
         devices.setdefault(spans, []).append(device)
     placed = []
     for spans, owners in devices.items():
-        shard = np.array(mapped[tuple(slice(*span) for span in spans)])  # a copy: no device array aliases the file
+        shard = np.array(mapped[tuple(slice(*span) for span in spans)])  # no device array may alias the file
         file.release()
         shard = shard if stored.is_packed else shard.view(stored.dtype)
         kinds = [SingleDeviceSharding(device, memory_kind=auto_sharding.memory_kind) for device in owners]
@@ -61,7 +61,7 @@ def _unpacker(dtype: str, size: int, sharding: Sharding) -> Any:
     return jax.jit(functools.partial(unpack, dtype=dtype, size=size), out_shardings=sharding)
 
 
-def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) -> Sharding:
+def choose_sharding(array: StoredArray, requested: Sharding | ChooseSharding | None) -> Sharding:
     """Return the sharding of one array.
 
     Raises:
@@ -77,7 +77,7 @@ def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) 
         shape = sharding.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"the sharding of {array.path} does not fit its shape {array.shape} ({first_line(error)}); "
+            f"the sharding of {array.path} is not valid for shape {array.shape} ({first_line(error)}); "
             "choose another sharding"
         ) from None
     if array.is_packed and _splits_bytes(array, sharding):
@@ -88,13 +88,13 @@ def choose_sharding(array: Stored, requested: Sharding | ChooseSharding | None) 
     return sharding
 
 
-def _splits_bytes(array: Stored, sharding: Sharding) -> bool:
+def _splits_bytes(array: StoredArray, sharding: Sharding) -> bool:
     shard_shape = sharding.shard_shape(array.shape)[-1]
     return shard_shape != array.shape[-1] and shard_shape % 2 == 1
 
 
 def with_auto_axes(sharding: Sharding) -> Sharding:
-    """Return the same sharding on a mesh with Auto axes, since unpacking has no explicit sharding rules."""
+    """Return the same sharding on a mesh with Auto axes, because unpacking has no explicit sharding rules."""
     if not isinstance(sharding, NamedSharding) or all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return sharding
     names = sharding.mesh.axis_names

@@ -1,8 +1,8 @@
 """Causal attention by XLA, by cuDNN's kernel on NVIDIA GPUs, or by the splash attention kernel on TPUs.
 
 All compute grouped-query attention with separate packed documents. XLA stores the scores of every pair of tokens; the
-kernels do not. They encode documents differently (``visibility``): XLA as a mask of pairs, cuDNN as a bias of pairs,
-splash as segment ids.
+kernels do not. Each kind encodes the documents differently (``visibility``): XLA as a mask over pairs of tokens, cuDNN
+as a bias over pairs, splash as segment ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("t
 """Platforms of each kernel, by their jax names."""
 
 _MASKED = -(2.0**41)  # as in jax's own cuDNN attention; differences of larger biases overflow
-_LANES = 128  # of a TPU vector register; splash attention needs a multiple
+_LANES = 128  # lanes of a TPU vector register; splash attention needs a multiple
 _BLOCKS = (512, 256, 128)  # queries and keys per splash program: the largest that divides the length
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Apply rotary position embedding to [batch, sequence, heads, head_dim], halves rotated, angles in float32."""
+    """Apply rotary position embedding to an array [batch, sequence, heads, head_dim].
+
+    The two halves of the last axis are rotated as pairs. Angles are computed in float32.
+    """
     half = x.shape[-1] // 2
     wavelength = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) / wavelength
@@ -53,7 +56,7 @@ def choose(requested: str, platform: str, head_dim: int, length: int, dtype: str
     """Choose the attention implementation.
 
     Args:
-      asked: requested implementation: "auto", "xla", "cudnn" or "splash".
+      requested: requested implementation: "auto", "xla", "cudnn" or "splash".
       platform: platform of the devices, as jax names it.
       head_dim, length, dtype: head size, sequence length and dtype of the model.
 
@@ -101,9 +104,9 @@ def attend(
 
     Args:
       query: array [batch, sequence, query heads, head_dim].
-      key, value: arrays [batch, places, key heads, head_dim].
-      visible: result of ``visibility``. XLA accepts any mask [batch or 1, 1, sequence, places]; for cuDNN it is None if
-        each row is one document.
+      key, value: arrays [batch, key positions, key heads, head_dim].
+      visible: result of ``visibility``. XLA accepts any mask [batch or 1, 1, sequence, key positions]. For cuDNN,
+        ``visible`` is None if each row is one document.
       kind: attention implementation.
       sharding: sharding of the model's activations, or None on one device. A splash kernel runs on each device's shard.
       interpret: whether to run a splash kernel in the interpreter, without a TPU.
@@ -127,7 +130,7 @@ def attend(
         mesh=sharding.mesh,
         in_specs=(data, data, data, PartitionSpec(rows, None)),
         out_specs=data,
-        check_vma=False,  # the kernel's results carry no mesh axes
+        check_vma=False,  # the kernel's results have no varying mesh axes
     )(query, key, value, visible)
 
 

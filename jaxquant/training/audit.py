@@ -1,4 +1,4 @@
-"""Training step of a configuration on devices that may be absent, for ``jaxquant audit`` and ``jaxquant coverage``."""
+"""Training step of a configuration, for ``jaxquant audit`` and ``jaxquant coverage``; no device is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxquant.training.tokenizer import open_tokenizer
 def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return the jitted training step of a configuration and the shapes of its arguments, on a mesh of ``devices``.
 
-    The dataset is not read: the vocabulary size is ``vocab_size``, or the tokenizer's if that is 0.
+    The dataset is not read. The vocabulary size is ``vocab_size``, or the tokenizer's size if ``vocab_size`` is 0.
 
     Args:
       path: YAML file.
@@ -27,7 +27,7 @@ def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tupl
       devices: devices of the mesh.
 
     Raises:
-      TypeError, ValueError, NotImplementedError, OSError: the configuration is invalid or does not fit the devices.
+      TypeError, ValueError, NotImplementedError, OSError: the configuration is invalid or does not match the devices.
     """
     config = read_config(path, overrides)
     built = build(config, config.vocab_size or open_tokenizer(config.tokenizer_path).vocab_size, devices)
@@ -36,5 +36,5 @@ def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tupl
     batch = {name: tokens for name in ("inputs", "targets", "segment_ids", "positions")}
     is_healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=built.replicated)
     state = built.abstract_state
-    state = state._replace(quant_state=quantization_state.warm(state.quant_state))  # a step after the first
+    state = state._replace(quant_state=quantization_state.warm(state.quant_state))  # as after the first step
     return built.step, (state, batch, is_healthy)

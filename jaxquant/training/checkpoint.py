@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved asynchronously, committed atomically, and skipped if they do not load."""
+"""Checkpoints of a run: saved asynchronously and committed atomically; a checkpoint that does not load is skipped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
 
 
 def finished(run_dir: Path, config: TrainConfig) -> float | None:
-    """Return the held-out loss of a complete run, from its files only; None if steps are left.
+    """Return the held-out loss of a run from its files, or None if the run is not complete.
 
     Args:
       run_dir: folder of the run.
@@ -45,7 +45,7 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
     """
     folder = run_dir.resolve() / "checkpoints"
     step = max(ocp.utils.checkpoint_steps(folder), default=0) if folder.is_dir() else 0
-    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # ``restore`` reports it
+    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # ``restore`` reports the error
     try:
         made_with = sums.config_of(folder / str(step))
     except unreadable:
@@ -63,15 +63,15 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
 
 
 def _compare(made_with: TrainConfig, config: TrainConfig, folder: Path, step: int) -> dict[str, tuple[Any, Any]]:
-    message = f"checkpoint {step} in {folder} belongs to another run; choose another run_dir or undo"
-    return sums.compare(made_with, config, message, "asked")
+    message = f"checkpoint {step} in {folder} belongs to another run; choose another run_dir or undo these changes"
+    return sums.compare(made_with, config, message, "now")
 
 
 class Checkpoints:
     """The ``checkpoints`` folder of a run; a context manager whose exit waits for pending writes.
 
     Attributes:
-      changes: value in the restored checkpoint and requested value of each field of ``ADJUSTABLE`` that differs.
+      changes: fields of ``ADJUSTABLE`` that differ from the restored checkpoint, with both values.
 
     Raises:
       ValueError: the path of the folder is not a folder.
@@ -82,9 +82,9 @@ class Checkpoints:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
         _silence_failed_saves()
-        self._saving: int | None = None  # started, not known to be complete
+        self._saving: int | None = None  # step of a save that may not be complete
         self.changes: dict[str, tuple[Any, Any]] = {}
-        # Runs in the first process after all have written their parts and before the folder is renamed.
+        # Runs in the first process, after all processes have written their parts and before the folder is renamed.
         summed = ocp.AsyncOptions(post_finalization_callback=self._write_sums)
         keep = {"max_to_keep": config.checkpoint_keep, "cleanup_tmp_directories": True, "async_options": summed}
         self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(**keep))
@@ -105,7 +105,7 @@ class Checkpoints:
         """Save asynchronously, unless this step is already saved.
 
         Raises:
-          OSError: the previous save, or the synchronous part of this one, cannot be written.
+          OSError: the previous save, or the synchronous part of this save, cannot be written.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -146,7 +146,7 @@ class Checkpoints:
         """Load the newest complete checkpoint; return None if there is no checkpoint.
 
         A checkpoint that is damaged or does not load is moved to ``unreadable_checkpoints`` with a message, and the
-        previous one is tried.
+        previous checkpoint is tried.
 
         Args:
           abstract_state: shapes and shardings.
@@ -161,7 +161,7 @@ class Checkpoints:
             if failure is None:
                 different = _compare(sums.config_of(self._folder / str(step)), self._config, self._folder, step)
                 restored, failure = self._load(step, abstract_state)
-                # No process resumes from a checkpoint that one of them cannot read.
+                # If one process cannot read a checkpoint, no process resumes from it.
                 if processes.all_agree(restored is not None):
                     self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
                     for name, (before, now) in different.items():
@@ -174,12 +174,12 @@ class Checkpoints:
         if broken:
             restored = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
             if self._config.optimizer_state != "float32":
-                restored += "; for an 8-bit optimizer state from TPUs set optimizer_state_axis=rows, else =last"
+                restored += "; if TPUs saved this 8-bit optimizer state, set optimizer_state_axis=rows, otherwise =last"
             raise ValueError(f"{restored}; choose another run_dir or delete that folder to start over")
         return None
 
     def _find_damage(self, step: int) -> str | None:
-        """Return the damage that a process found in its share of a checkpoint's files, or None."""
+        """Return the damage in a checkpoint's files, or None. Each process checks a share of the files."""
         damage = None
         try:
             sums.check_checkpoint_sums(self._folder / str(step), None, jax.process_index(), jax.process_count())
@@ -192,14 +192,14 @@ class Checkpoints:
         return damage or "damage found by another process; see its output"
 
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
-        """Return the state and data position of a checkpoint, or the reason why it does not load."""
+        """Return the state and data position of a checkpoint, or the reason why the checkpoint does not load."""
         try:
             shapes = ocp.args.StandardRestore(abstract._asdict())
             restored = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
             state, data_state = TrainState(**restored["state"]), restored["data"]["value"]
         except Exception as error:
-            # Orbax reports metadata with ValueError, KeyError or TypeError, missing files with OSError, and an array
-            # that cannot be read with a bare Exception. Anything else (such as out of memory) is not caused by the
+            # Orbax raises ValueError, KeyError or TypeError for damaged metadata, OSError for missing files, and a bare
+            # Exception for an array that it cannot read. Other errors (such as out of memory) are not caused by the
             # files.
             if not isinstance(error, (ValueError, KeyError, TypeError, OSError)) and type(error) is not Exception:
                 raise
@@ -233,7 +233,7 @@ def _raise_os_errors() -> Iterator[None]:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError, with the file if the error names one."""
+    """Return the reason of an OSError, with the file if the error names a file."""
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -248,7 +248,7 @@ _REDUNDANT_RECORDS = {
 
 @functools.cache
 def _silence_failed_saves() -> None:
-    """Hide the tracebacks of a failed save, which is reported in one sentence. Other log records are unchanged."""
+    """Hide the tracebacks of a failed save, which the program reports in one sentence; keep other log records."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         words = _REDUNDANT_RECORDS[record.name]
@@ -269,10 +269,10 @@ def _silence_failed_saves() -> None:
 # -- single arrays -----------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 64 * 2**20
-"""Largest chunk; a reader holds one chunk in addition to the requested part."""
+"""Bytes of the largest chunk; a reader holds one chunk in memory in addition to the requested part."""
 
 SLICE_BYTES = 2**20
-"""Smallest slice of a leading axis that gets its own chunk."""
+"""Size from which a slice of a leading axis is a separate chunk."""
 
 _ONE = {"limit": 1}
 _CONTEXT = ts.Context(
@@ -284,16 +284,16 @@ _CONTEXT = ts.Context(
 def save_args(array: Any) -> ocp.SaveArgs:
     """Return orbax options that split an array into chunks of at most 64 MiB, preferably along leading axes.
 
-    An array below the limit is one chunk (or one per device). A larger array of stacked layers or experts is split into
-    its slices, a large matrix along its longest axis.
+    An array below the limit is one chunk, or one chunk per device. A larger array of stacked layers or experts is split
+    into its slices, a large matrix along its longest axis.
 
     Args:
-      array: array with shape and dtype. If it has a sharding, orbax splits it by shard in any case.
+      array: array with shape and dtype. Orbax also splits an array with a sharding by shard.
     """
     sharding = getattr(array, "sharding", None)
     shape = tuple(array.shape if sharding is None else sharding.shard_shape(array.shape))
     sizes, axes = [math.prod(shape[axis:]) * array.dtype.itemsize for axis in range(len(shape) + 1)], 0
-    # Matrices are never read by single rows.
+    # No reader reads single rows of a matrix.
     while sizes[axes] > CHUNK_BYTES and axes < len(shape) - 2 and sizes[axes + 1] >= SLICE_BYTES:
         axes += 1
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(axes)))

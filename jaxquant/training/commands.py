@@ -27,11 +27,11 @@ from jaxquant.training.processes import check_devices
 from jaxquant.training.serving import Served, open_served
 from jaxquant.training.tokenizer import TextStream
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
 
 
 def compare(folders: Sequence[str], out: str) -> None:
-    """Print a table that compares training runs, and write one HTML page with curves, bytes and dtypes."""
+    """Print a table that compares training runs, and write an HTML page with their curves, bytes and dtypes."""
     runs = report.load_runs(folders)
     rows = report.comparison_rows(runs)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -108,13 +108,13 @@ def serve(
 
     Args:
       texts: prompts.
-      file: file with one prompt a line, "-" for standard input; None if ``texts`` are the prompts.
+      file: file with one prompt per line, "-" for standard input; None if ``texts`` are the prompts.
       directory: folder of a run or of a converted checkpoint.
       max_new_tokens: tokens to generate for each prompt.
-      max_length: longest text in tokens; 0 for that of the run.
+      max_length: longest text in tokens; 0 selects the sequence length of the run.
       temperature, top_p, seed: parameters of ``Sampling``.
-      kv_cache: dtype of the KV cache, "none" for float; None for that of the config.
-      kv_axis: axes that share a scale of the KV cache; None for those of the config.
+      kv_cache: dtype of the KV cache, "none" for float; None selects the config's.
+      kv_axis: axes that share a scale of the KV cache; None selects the config's.
       slots: prompts that run at the same time.
       prefill_chunk: tokens of a prompt that one step processes.
 
@@ -142,7 +142,7 @@ def serve(
 
 
 def _read_prompts(texts: Sequence[str], file: str | None) -> tuple[list[str], list[str]]:
-    """Return the prompts and their names in messages."""
+    """Return the prompts, each with its name for messages."""
     if file is None:
         names = [f"prompt {number}" for number in range(1, len(texts) + 1)]
         return [_text(os.fsencode(text), name) for text, name in zip(texts, names, strict=True)], names
@@ -152,7 +152,7 @@ def _read_prompts(texts: Sequence[str], file: str | None) -> tuple[list[str], li
     except OSError as error:
         raise ValueError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
     if not data:
-        raise ValueError(f"{name} holds no prompt; write one a line")
+        raise ValueError(f"{name} contains no prompt; write one prompt per line")
     lines = data.removesuffix(b"\n").split(b"\n")  # splitlines() would split at form feeds too
     names = [f"{name} line {number}" for number in range(1, len(lines) + 1)]
     return [_text(line.removesuffix(b"\r"), name) for line, name in zip(lines, names, strict=True)], names
@@ -166,7 +166,7 @@ def _text(data: bytes, name: str) -> str:
 
 
 class Printer:
-    """Prints one completion token by token, or several in the order of their prompts."""
+    """Printer of completions: one completion token by token, several in the order of their prompts."""
 
     def __init__(self, served: Served, texts: list[str], tokens: list[Any]):
         self._texts, self._is_streaming = texts, len(texts) == 1
@@ -198,9 +198,10 @@ class Printer:
 
 @contextmanager
 def _shown(verb: str) -> Iterator[Any]:
-    """Return a function to call with each row; a terminal shows the tensor at hand, and the end is a table of all.
+    """Yield a function to call with each row; print a table of all rows at the end.
 
-    Layers that are alike stand in one line, with their number, their bytes together and the worst SQNR.
+    A terminal also shows the current tensor. In the table, tensors that differ only in their layer share one line, with
+    their number, total bytes and lowest SQNR.
     """
     rows: list[Row] = []
     with Console(stderr=True).status(verb) as status:
@@ -218,21 +219,20 @@ def _shown(verb: str) -> Iterator[Any]:
         }
         for (name, format, shape), group in merged.items()
     ]
-    count = sum(row.shape != () for row in rows)  # the tokenizer is not one
+    count = sum(row.shape != () for row in rows)  # the tokenizer is not a tensor
     total = dict.fromkeys(lines[0], "") | {"tensor": f"{count} tensors", "bytes": f"{sum(r.bytes for r in rows):,}"}
     terminal.show_rows([*lines, total], ["tensor", "format"])
 
 
 def _format_sqnr(value: float) -> str:
-    text = "exact" if value == math.inf else f"{value:.1f}"
-    return "" if math.isnan(value) else text  # the tokenizer has no SQNR
+    return "" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f}"  # NaN: the tokenizer
 
 
 def return_large_blocks() -> None:
     """Make glibc return blocks above 1 MiB to the system as soon as they are freed.
 
-    By default it learns to keep blocks of up to 32 MiB for later: a program that handles a model layer by layer would
-    hold several times what it uses. Elsewhere this does nothing.
+    By default glibc keeps freed blocks of up to 32 MiB for later, so a program that handles a model layer by layer
+    would hold several times the memory that it uses. Without glibc, the function does nothing.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -240,7 +240,7 @@ def return_large_blocks() -> None:
 
 @contextmanager
 def _timed() -> Iterator[Callable[[], str]]:
-    """Yield a function that describes the elapsed time and the peak memory; freed memory is returned at once."""
+    """Yield a function that describes the elapsed time and the peak memory. Also calls ``return_large_blocks``."""
     check_devices()
     began = time.perf_counter()
     return_large_blocks()

@@ -101,7 +101,8 @@ class TrainConfig(Shape, QuantConfig):
         each chunk under half a gigabyte per sequence.
       dtype: dtype of activations and matmuls.
       dataset: type of the training data. ``stdlib`` is the source code of Python's standard library. ``text`` has one
-        document in each file, ``jsonl`` one document in each line, and ``parquet`` one document in each row.
+        document in each file of a folder; a single file is split into documents at line ends. ``jsonl`` has one
+        document in each line, and ``parquet`` has one document in each row.
       dataset_path: file or folder of the training data; folders are searched recursively.
       dataset_text_field: JSON field or Parquet column that contains the text.
       tokenizer_path: path of a Hugging Face ``tokenizer.json``; "" means that each byte is a token.

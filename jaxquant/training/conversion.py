@@ -1,6 +1,6 @@
 """Conversion of a run's checkpoint into a quantized checkpoint for serving, reading one array at a time.
 
-The optimizer state is not read, and memory holds only the requested arrays: one float layer during a conversion.
+The optimizer state is not read. During a conversion, memory holds one float layer at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CALIBRATION_BATCHES = 8
 
 
 KINDS = ("params", "quant_state")
-"""Parts of a training state that are read here."""
+"""Fields of the training state that a conversion reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Parameters:
       step: step of the checkpoint.
       config: configuration of the run, with ``remat_policy`` "none".
       shapes: trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
-      stores: arrays by path, "params/..." or "quant_state/...", not read yet.
+      stores: opened arrays by path, "params/..." or "quant_state/..."; they are not in memory.
     """
 
     step: int
@@ -65,13 +65,13 @@ class Parameters:
     _folder: Path = dataclasses.field(repr=False)
 
     def variables(self, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
-        """Return the variables of the decoder: parameters as shapes, quant state as arrays."""
+        """Return the variables of the decoder, with shapes for the parameters and arrays for the quant state."""
         _, state = quantization_state.split(jax.eval_shape(lambda: initial_variables(self.config, shape, tokens)))
         state = map_by_path(lambda path, _: jnp.asarray(self.read(f"quant_state/{path}")), state)
         return quantization_state.merge(self.shapes["params"], state)
 
     def read(self, path: str, *index: int) -> np.ndarray:
-        """Read one array, or the slice at an index of its leading axes; weights in float32, as in ``shapes``.
+        """Read one array, or a slice at an index of its leading axes. Weights are float32, as in ``shapes``.
 
         Raises:
           ValueError: the files cannot be read.
@@ -92,12 +92,12 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 
     Args:
       run_dir: folder of the run.
-      step: step of the checkpoint; None selects the newest that opens.
+      step: step of the checkpoint; None selects the newest checkpoint that opens.
       say: function that prints checkpoints that do not open and are skipped.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: there is no checkpoint, none of this step, or none that opens; the message names them.
+      ValueError: the run has no checkpoint, no checkpoint of this step, or no checkpoint that opens.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -105,9 +105,9 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
     folder = run_dir.resolve() / "checkpoints"
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
-        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or choose another run")
+        raise ValueError(f"{run_dir} has no checkpoint of `jaxquant train`; let it save one, or choose another run")
     if step not in (None, *steps):
-        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; use one of {', '.join(map(str, steps))}")
     for number in reversed(steps) if step is None else [step]:
         try:
             shapes, stores = _open(folder, number)
@@ -118,9 +118,9 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
         else:
             config = config_of(folder / str(number))
             check_config_file(run_dir, number, config)
-            config = dataclasses.replace(config, remat_policy="none")  # one policy needs a quantized run
+            config = dataclasses.replace(config, remat_policy="none")  # the policy "quantized" needs a quantized run
             return Parameters(number, config, shapes, stores, folder / str(number) / "state")
-    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; choose another run, or train this one again")
+    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; choose another run, or train this run again")
 
 
 def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
@@ -189,7 +189,7 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 
 
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """Reset fields that linear layers do not read, and change other fields."""
+    """Return a config with the fields reset that linear layers do not read, and with the given changes."""
     return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
 
 
@@ -198,7 +198,7 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
-    """Return the fields of ``QuantConfig`` from a configuration that has more, as plain data."""
+    """Return the fields of ``QuantConfig`` in a training configuration, as a mapping."""
     every = to_mapping(config)
     return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
 
@@ -220,19 +220,20 @@ def convert_run(
       run: folder of the run.
       out: folder to write; it must not exist.
       changes: changes for ``served_config``; empty keeps the quantization of the run.
-      step: step of the checkpoint; None is the newest.
+      step: step of the checkpoint; None selects the newest.
       say: function that prints the progress.
 
     Raises:
       FileNotFoundError, FileExistsError: the run does not exist, or ``out`` exists.
-      ValueError: there is nothing to quantize, or the checkpoint or quantization does not fit.
+      ValueError: the run is not quantized and ``changes`` has no quantization, no checkpoint opens, or the quantization
+        is not valid for the model.
     """
     out, stored = new_folder(out), open_parameters(run, step, say)
     trained = stored.config
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
     if not config.strings:
-        raise ValueError(f"run {run} is not quantized; pass a quantization to serve it with, as quantization=int8")
+        raise ValueError(f"run {run} is not quantized; pass a quantization, such as quantization=int8")
     defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
     if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
         replaced = f"quantization {config.quantization!r} replaces the run's options, including {', '.join(names)}"
@@ -240,7 +241,7 @@ def convert_run(
     _, shape, tokens = decoder_of(config)
     shapes = stored.variables(shape, tokens)
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
-    # Layers that were not trained with a recipe get its quant state from held-out text.
+    # Layers that were not trained with this recipe get their quant state from held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)
@@ -281,7 +282,7 @@ def save_served(
 
 
 def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
-    """Return functions that convert the kernels that a run quantizes, by layer path: index of stacked layers -> kernel.
+    """Return, for each layer that a run quantizes, a function from the index in the stack to the converted kernel.
 
     Args:
       stored: checkpoint of the run.
@@ -316,13 +317,13 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 
 
 def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
-    """Return the initial variables of the decoder in Linen's form; see ``converted_shapes`` for the arguments."""
+    """Return the decoder's initial variables as a Linen variable dict; see ``converted_shapes`` for the arguments."""
     model = make_model(_as_trained(config), shape, tokens)
     return quantization_state.merge(*model.init(jax.random.key(0)))
 
 
 def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
-    """Cast an array to the dtype in which the decoder reads it: float32 for scales of norms and for routers."""
+    """Cast embeddings and float kernels to the dtype in which the decoder reads them; routers stay in float32."""
     is_router = path.endswith("gate/kernel")
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:
         return leaf
@@ -330,7 +331,7 @@ def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
 
 
 def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, say: Say) -> Any:
-    """Calibrate quant state for a run's float parameters, which are all in memory at once."""
+    """Calibrate the quant state of a run on held-out text; all float parameters are in memory at once."""
     batches = CALIBRATION_BATCHES
     params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)

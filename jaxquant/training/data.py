@@ -1,4 +1,4 @@
-"""Corpus in memory, split by document into train and held-out, and its batches, shuffled and packed by grain."""
+"""Corpus in memory, split by document into a training and a held-out part; grain shuffles and packs the batches."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Corpus:
 
     Attributes:
       tokens: all documents, concatenated, in the smallest unsigned dtype that holds the vocabulary.
-      starts: start offset of each document, and the end of the last one.
-      train, held_out: indices of the documents of each part, ascending. No document, and no copy of one, is in both.
+      starts: start offset of each document, followed by the end of the last document.
+      train, held_out: indices of the documents of each part, ascending. No document, and no copy of a document, is in
+        both parts.
       vocab_size: multiple of 64 that is larger than every token.
       pad: padding token.
       description: one line with source, files, tokens and split.
@@ -72,12 +73,12 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     source = open_source(dataset, path, field)
     flat, starts, digests = _tokenize(source, tokenizer)
     if len(starts) == 1:
-        raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files holds any text")
+        raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files has text")
     distinct = np.unique(digests)
     if len(distinct) < 2:
-        size = f"it has {len(starts) - 1} documents, {len(distinct)} of them different"
+        size = f"it has {len(starts) - 1} documents and {len(distinct)} distinct text"
         fix = "provide at least 2 different documents"
-        raise ValueError(f"dataset {source.label} leaves the held-out part empty: {size}; {fix}")
+        raise ValueError(f"dataset {source.label} has no held-out part: {size}; {fix}")
     last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
     held_out, train = np.flatnonzero(digests <= last), np.flatnonzero(digests > last)
     lengths = np.diff(starts)
@@ -111,7 +112,7 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
 class TrainIterator:
     """Endless iterator over training batches.
 
-    Its position is small and JSON-serializable, the same on every process, and names the corpus that it belongs to.
+    Its position is small, JSON-serializable and equal on every process, and contains a hash of the corpus.
     """
 
     def __init__(self, stream: grain.IterDataset, fingerprint: str):
@@ -129,7 +130,7 @@ class TrainIterator:
         return {"stream": self._stream, "position": copy.deepcopy(self._iterator.get_state())}
 
     def set_state(self, state: Any) -> None:
-        """Move to a position; the next batch is the one that followed ``get_state``.
+        """Move to a position; the next batch is the batch that followed the ``get_state`` call.
 
         Raises:
           ValueError: the position belongs to another text.
@@ -145,15 +146,15 @@ class TrainIterator:
 class Data:
     """Data of a run.
 
-    A batch holds four arrays ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; documents, or chunks
-    of one, numbered from 1 in each row; 0 is padding), ``positions`` (int32, from 0 in each segment). Where segment_ids
-    > 0, ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target crosses into
-    another document.
+    A batch holds four arrays ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; number of the
+    document or chunk, from 1 in each row; 0 is padding), ``positions`` (int32, from 0 in each segment). Where
+    segment_ids > 0, ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target
+    belongs to another document.
 
     Attributes:
       train: iterator over endless batches.
-      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If there are
-        fewer, it returns each token once, and padding rows fill the last batch.
+      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the text has
+        fewer batches, each token is returned once, and padding rows fill the last batch.
       vocab_size: multiple of 64 that is larger than every token.
       description: one line with source, files, tokens and split.
     """
@@ -171,7 +172,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     ``processes.place`` gives each device its rows.
 
     Args:
-      config: configuration of the run. With ``packing`` a row holds as many documents as fit, otherwise one.
+      config: configuration of the run. With ``packing``, a row has as many documents as fit, otherwise one document.
       batch_size: rows of a batch, over all processes.
 
     Raises:
@@ -182,7 +183,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
     chunks = Chunks(corpus, corpus.train, config.sequence_length)
     _check_size(chunks, batch_size, config, corpus)
-    # Grain shuffles epoch e with seed + e. Hash the seed, so that two seeds share no epoch.
+    # Grain shuffles epoch e with seed + e. Hash the seed, so that two seeds never have the same epoch.
     seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
     held_out = Chunks(corpus, corpus.held_out, config.sequence_length)
 
@@ -210,8 +211,8 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
 class Chunks:
     """Random-access source of the chunks of some documents, for grain.
 
-    A document of n tokens has n − 1 targets. Chunk k has the inputs from k·S on, and the targets one token later, so
-    each token except for the document's first is a target exactly once.
+    A document of n tokens has n − 1 targets. Chunk k has S inputs from token k·S on, and the targets are one token
+    later, so every token except the document's first is a target exactly once.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, sequence_length: int):

@@ -1,7 +1,7 @@
 """Export of runs and converted checkpoints to Llama checkpoints of other frameworks, and the mapping of their tensors.
 
-A kernel is [in…, out…] here and [out, in] there, with heads concatenated; norms and the embedding are the same. Both
-use the half-split rotary embedding, and multiply by ``silu(gate) · up``.
+A kernel is [in…, out…] here and [out, in] there, with heads concatenated; norms and the embedding have the same layout.
+Both models rotate the halves of a head and compute ``silu(gate) · up``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIELDS = {
     **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
     **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
 }
-"""Field of a Llama's shape for each field of the decoder's shape."""
+"""Name of a field of the decoder's shape -> name of the field of a Llama's shape."""
 
 
 class Place(NamedTuple):
@@ -66,7 +66,7 @@ Read = Callable[[str, tuple[int, ...]], Any]
 
 
 def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
-    """Return the position in the parameters of each tensor of a Llama, by module."""
+    """Return, for each module of a Llama, the position of its tensor in the parameters."""
     found = {name: Place(path) for path, name in _WHOLE.items() if name != "lm_head" or not shape.tied}
     for index in range(shape.layers):
         for path, name in _LAYER.items():
@@ -90,7 +90,7 @@ def from_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
-    """Return a quantized kernel as [out, in] or [out, bytes], or None if its blocks or bytes do not allow it."""
+    """Return a quantized kernel as [out, in] or [out, bytes], or None if its blocks cannot be transposed."""
     if tensor.codec is None:
         try:
             return tensor.reshape(shape[::-1]).transpose((1, 0))
@@ -115,13 +115,13 @@ def export_run(
     """Export a checkpoint of a run, or a converted checkpoint.
 
     Args:
-      directory: folder of a run, or one that ``jaxquant convert`` wrote. Kernels that are already converted to the
-        requested format keep their bytes; others are dequantized first.
+      directory: folder of a run or of a converted checkpoint. Kernels that are already converted to the requested
+        format keep their bytes; other converted kernels are dequantized first.
       out: folder or file to write; it must not exist.
       format: format of the checkpoint, see ``jaxquant.export.FORMATS``.
-      step: step of a run's checkpoint; None is the newest.
+      step: step of a run's checkpoint; None selects the newest.
       say: function that prints the progress.
-      written: ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
+      written: arguments ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
 
     Raises:
       FileNotFoundError, FileExistsError: the folder does not exist, or ``out`` exists.
@@ -139,15 +139,15 @@ def open_source(
 
     Args:
       directory, step, say: same as for ``export_run``.
-      measures: whether to measure the inputs of linear layers on held-out text.
+      measures: whether to measure the input amaxes of linear layers on held-out text.
     """
     folder = Path(directory)
     if (folder / "config.yml").is_file():
         return _open_run(folder, step, measures, say)
     if not (folder / "jaxquant.json").is_file():
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that `jaxquant convert` wrote")
+        raise FileNotFoundError(f"{folder} has no config.yml or jaxquant.json; pass a run or a converted checkpoint")
     if measures:
-        raise ValueError(f"{folder} is converted, but this format stores scales of inputs; export the run itself")
+        raise ValueError(f"{folder} is converted, but this format stores scales of inputs; export the run instead")
     return _open_converted(folder)
 
 
@@ -181,7 +181,7 @@ def _open_converted(folder: Path) -> Source:
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
 
     def at(path: str, index: tuple[int, ...]) -> Any:
-        # Indexing with 0 removes the stacked axis, also from the block.
+        # Indexing removes the axis of stacked layers; ``QTensor`` removes it from the block shape, too.
         return jax.tree.map(lambda part: part[index], leaves[path]) if index else leaves[path]
 
     def read(path: str, index: tuple[int, ...]) -> np.ndarray:
@@ -196,7 +196,7 @@ def _open_converted(folder: Path) -> Source:
 
 
 def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
-    """Return a decoder as a Llama.
+    """Return a decoder as a ``Source`` with the names of a Llama.
 
     Raises:
       NotImplementedError: the decoder and a Llama do not have the same parameters.

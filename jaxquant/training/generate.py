@@ -5,13 +5,12 @@ depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``,
 
 * A prompt is prefilled separately, in chunks of one size. The last chunk is padded with copies of its last token, which
   are not written to the cache and do not change a per-tensor scale.
-* Decoding is a function of one row that is mapped over the slots, so a dynamic per-tensor scale covers one token; in a
-  prefill it covers a chunk. With such recipes (``fp8_current``, ``aqt_fp8_full`` without bounds; delayed scaling before
-  its first step) the tokens of a prompt share a scale with their chunk, another ``prefill_chunk`` may change the
-  completion, and the cache is not exactly what one pass over the whole text would compute. All other recipes have
-  scales per token, or static scales.
+* Decoding maps a function of one row over the slots, so a dynamic per-tensor scale covers one token. In a prefill, the
+  scale covers a chunk. This concerns ``fp8_current``, ``aqt_fp8_full`` without bounds, and delayed scaling before its
+  first step: another ``prefill_chunk`` may change the completion, and the cache may differ slightly from the cache of
+  one pass over the whole text. All other recipes have scales per token, or static scales.
 
-The random key depends on the number of the prompt and on the position. A finished slot is reused for the next prompt.
+The random key depends on the prompt's number and on the position. A finished slot is reused for the next prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Completion:
     Attributes:
       prompt: prompt that was continued.
       tokens: new tokens, without the end of the document.
-      stopped: reason for the end: ``max_new_tokens``, ``cache_end``, ``document_end``, or ``refused``.
+      stopped: reason for the end: ``max_new_tokens``, ``cache_end``, ``document_end`` or ``refused``.
       message: reason why a prompt was refused, as one sentence; otherwise "".
     """
 
@@ -69,7 +68,8 @@ class Sampling:
     """Method of choosing a token from logits.
 
     Attributes:
-      temperature: 0 selects the most likely token; otherwise logits are divided by it and a token is sampled.
+      temperature: 0 selects the most likely token; otherwise the logits are divided by the temperature and a token is
+        sampled.
       top_p: sample from the smallest set of most likely tokens that reaches this share of the probability.
       seed: seed of the samples.
 
@@ -101,28 +101,28 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    # Subtract the maximum and use a normal float32 temperature, so that a tiny temperature is greedy and nothing
-    # overflows.
+    # Subtract the maximum, and raise the temperature to a normal float32 number: a tiny temperature then selects the
+    # most likely token, and nothing overflows.
     logits = logits.astype(jnp.float32)
     logits = (logits - logits.max()) / max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
     if sampling.top_p < 1:
         ordered = jnp.sort(logits, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered)) - jax.nn.softmax(ordered)
-        # The most likely token stays, even if a small top_p is rounded.
+        # Keep the most likely token, even if a small top_p rounds to 0.
         kept = (before < sampling.top_p).at[0].set(True)
         logits = jnp.where(logits >= jnp.where(kept, ordered, jnp.inf).min(), logits, -jnp.inf)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
 class Engine:
-    """A decoder with a cache of ``slots`` texts with ``max_length`` tokens each.
+    """A decoder with a cache for ``slots`` texts of ``max_length`` tokens each.
 
     Args:
       model, params, quant_state: decoder, its parameters and its quant state.
       shape: shape of the decoder.
-      max_length: positions of a text, for prompt and completion together.
+      max_length: maximum number of tokens of a prompt and its completion together.
       slots: number of texts that are decoded together.
-      prefill_chunk: tokens of a prompt per prefill call.
+      prefill_chunk: number of tokens of a prompt per prefill call.
       sampling: method of choosing tokens.
       end_token: token that ends a text, or None.
       quantization: ``kv_quant_dtype`` and ``kv_quant_axis`` of the cache, see ``jaxquant.serving.kv_cache``.
@@ -204,7 +204,7 @@ class Engine:
         return self._model.apply(*variables, *inputs, rngs={"quant": jax.random.key(0)}, cache=cache)
 
     def _sample(self, logits: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
-        """Choose the token at a position of the prompt with a number."""
+        """Choose the next token at a position of prompt ``number``."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._sampling.seed), number), position)
         return sample(logits, key, self._sampling)
 
@@ -224,7 +224,7 @@ class Engine:
             return self._sample(logits[0, 0], number, position + 1), jax.tree.map(lambda leaf: leaf[0], one)
 
         slots = cache, tokens, valid, positions, numbers
-        # jax cannot vmap a ragged matmul with shared weights, so experts process one slot at a time.
+        # jax cannot vmap a ragged matmul with shared weights, so a decoder with experts processes one slot at a time.
         return jax.lax.map(lambda one: decode(*one), slots) if self._has_experts else jax.vmap(decode)(*slots)
 
     # -- all prompts -------------------------------------------------------------------------------------------------

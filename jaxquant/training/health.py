@@ -2,7 +2,7 @@
 
 At a health step the model runs forward and backward once more on part of the step's batch, with the state that the step
 starts from. Statistics of ``input`` and ``output_grad``, and dynamic per-tensor scales, cover only the sampled
-sequences. Kernels, and scales from quant state, are complete.
+sequences. Statistics of kernels, and scales from quant state, do not depend on the sample.
 
 If a state or a step is not finite, the first non-finite array is reported with its layer.
 """
@@ -34,19 +34,19 @@ from jaxquant.training.sharding import BATCH
 from jaxquant.training.step import Batch, Program, TrainState, example_inputs
 
 SHARE = 8
-"""One in this many sequences of a batch is measured, unless ``health_sequences`` is set."""
+"""Number of sequences of a batch for each measured sequence, unless ``health_sequences`` is set."""
 
 WARN_SATURATED = 0.01
-"""Share of clipped elements above which a line is printed.
+"""Share of clipped elements above which a warning is printed.
 
 Delayed scaling that follows its tensor clips almost nothing; a calibration that clips one element in a hundred has too
 small a range.
 """
 
 WARN_SQNR_DB = {8: 20.0, 4: 10.0}
-"""SQNR in dB below which a line is printed, by bits of the element.
+"""SQNR in dB below which a warning is printed, by bits of the element.
 
-20 dB is a root mean square error of a tenth of the tensor, 10 dB of a third. N(0, 1) has 31.5 dB (e4m3), 25.8 (e5m2),
+At 20 dB, the RMS error is a tenth of the tensor's RMS; at 10 dB, a third. N(0, 1) has 31.5 dB (e4m3), 25.8 (e5m2),
 about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the limit has lost more than twice that error to clipping,
 flushing or outliers.
 """
@@ -58,7 +58,7 @@ class Health:
     """A jitted health pass.
 
     Attributes:
-      rows: linear layers.
+      rows: linear layers, with the dtypes of their tensors.
       sequences: number of sequences measured per batch.
       measure: function (state, batch) -> ({statistic: float32 [rows, 3]}, shares of ``jaxquant.optim.moment_health``);
         does not change the state.
@@ -130,7 +130,7 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
 
 
 class HealthLog:
-    """Writer of health passes that also prints one line for each tensor with a fault, once.
+    """Writer of health passes that also prints one warning for each tensor with a fault.
 
     Args:
       health: health pass.
@@ -158,8 +158,9 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray], moments: di
 
     If the optimizer has 8-bit moments, the line also has the shares of moments that underflow, by path.
 
-    A missing number (the scale of a float tensor) is null, and so is an infinite one, which JSON cannot represent: the
-    SQNR of a tensor that quantization does not change, the amax of a tensor whose ``nonfinite`` is above 0.
+    A missing number (the scale of a float tensor) is null. An infinite number is also null, because JSON cannot
+    represent it: the SQNR of a tensor that quantization does not change, or the amax of a tensor whose ``nonfinite`` is
+    above 0.
 
     Args:
       step: step of the pass.
@@ -215,7 +216,7 @@ def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list
     return [(place, text) for _, place, text in sorted(found, key=lambda fault: fault[0])]
 
 
-# -- what is not finite ------------------------------------------------------------------------------------------------
+# -- non-finite values -------------------------------------------------------------------------------------------------
 
 
 class FiniteCheck:
@@ -247,7 +248,7 @@ def _are_finite(tree: Any) -> dict[str, jax.Array]:
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
-    """Find the linear layer with the first non-finite number of a step, by a health pass over the whole batch.
+    """Find the linear layer with the first non-finite number of a step, with a health pass over the complete batch.
 
     Args:
       program: program of the run.
@@ -258,7 +259,7 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
     monitor = health(program.model.module, program.loss, example_inputs(program.config))
     run = jax.jit(monitor, out_shardings=program.replicated)
     found = jax.device_get(processes.in_order(run(state.params, state.quant_state, dict(batch), key)))
-    # Inputs and kernels in the order of the forward pass, output gradients in that of the backward pass.
+    # Search inputs and kernels in the order of the forward pass, output gradients in the order of the backward pass.
     for columns, order in (((0, 1), 1), ((2,), -1)):
         numbers = [*range(len(monitor.rows))][::order]
         for place, number in enumerate(numbers):
@@ -266,6 +267,6 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
                 if found["nonfinite"][number, column] > 0:
                     at, before = monitor.rows[number].name, monitor.rows[numbers[place - 1]].name
                     amax = found["amax"][numbers[place - 1], column]
-                    known = f" (before it {before}, amax {amax:.4g})" if place else ""
+                    known = f" (the layer before it is {before}, amax {amax:.4g})" if place else ""
                     return f"the first non-finite {[*TENSORS][column]} of a linear layer belongs to {at}{known}"
     return "every linear layer's input, kernel and output gradient are finite; a value computed from them overflows"

@@ -21,7 +21,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.paths import leaves_by_path
-from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, stacked_blocks
+from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, mark_stacked_axes
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
@@ -42,9 +42,9 @@ from jaxquant.training.tokenizer import open_tokenizer
 Changes = Mapping[str, Any] | None
 """Fields of ``TrainConfig`` that the checkpoint does not determine."""
 Progress = Callable[[Row], object]
-"""Callback with the tokenizer and its origin, then with each tensor, its format, shape and bytes.
+"""Callback for one ``Row``: first the tokenizer with its origin, then each tensor with its format, shape and bytes.
 
-``sqnr`` compares the written tensor with the decoded float32 tensor of the checkpoint; it is infinite if they are
+``Row.sqnr`` compares the written tensor with the decoded float32 tensor of the checkpoint, and is infinite if both are
 equal.
 """
 
@@ -72,14 +72,14 @@ def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[S
 def imported_config(
     shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
 ) -> TrainConfig:
-    """Return the configuration of a run with an imported model: its shape, its tokenizer and the requested changes.
+    """Return the configuration of a run with an imported model, from its shape, tokenizer and requested changes.
 
     Raises:
       ValueError, TypeError: a requested field contradicts the shape, or a value is invalid.
     """
     fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
     if fixed := sorted(set(fields) & set(changes)):
-        raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
+        raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint} and cannot be changed; leave it out")
     for name in ("num_experts", "shared_experts", "kv_lora_rank"):
         if changes.get(name):
             raise ValueError(f"{name} is {changes[name]}, but {checkpoint} is a Llama without it; leave it out")
@@ -98,8 +98,9 @@ def import_to_run(
 ) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint; ``jaxquant train`` continues it.
 
-    Quantized layers are decoded to float32, exactly or with one rounding. A run that quantizes them again uses
-    ``native``, which keeps a grid (``TensorSpec.keeps_grid``), unless ``changes`` sets a backend.
+    Quantized layers are decoded to float32, exactly or with one rounding. A run that quantizes these layers again uses
+    the native backend, which reproduces the same integers (``TensorSpec.keeps_grid``), unless ``changes`` sets a
+    backend.
 
     Args:
       checkpoint: GGUF file, or Hugging Face folder.
@@ -109,7 +110,7 @@ def import_to_run(
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or the run exists.
-      ValueError, NotImplementedError: the checkpoint or configuration does not fit.
+      ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
@@ -136,7 +137,7 @@ def import_to_run(
 def _open_with_tokenizer(
     checkpoint: Path, changes: Mapping[str, Any], progress: Progress
 ) -> tuple[Source, HfFolder | None, dict[str, str]]:
-    """Open a checkpoint. Also returns the files of its tokenizer by name, empty if ``tokenizer_path`` is set.
+    """Open a checkpoint. Also returns the tokenizer's files by name; there are none if ``tokenizer_path`` is set.
 
     Raises:
       ValueError: there is no tokenizer.
@@ -177,7 +178,7 @@ def _is_stacked(path: str) -> bool:
 
 
 def _read(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
-    """Return the part of a float parameter that belongs to a module; ``leaf`` has the shape of the parameter."""
+    """Return the float weight of a module in the layout of the parameter; ``leaf`` has the parameter's shape."""
     return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
 
 
@@ -209,10 +210,10 @@ def import_to_serve(
 ) -> TrainConfig:
     """Write a converted checkpoint for serving from a foreign checkpoint.
 
-    Layers keep the elements and scales of the checkpoint with every string whose weights have the same type and
-    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the strings of GGML's formats and others. Without
-    a requested quantization, the string is the one that quantizes weights and inputs as the checkpoint does. Other
-    layers are converted from the decoded float weights.
+    Layers keep the elements and scales of the checkpoint if the config string has weights of the same type and
+    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the config strings of GGML's formats and others.
+    Without a requested quantization, the config string that quantizes weights and inputs like the checkpoint is used.
+    Other layers are converted from the decoded float weights.
 
     Args:
       checkpoint, progress: same as for ``import_to_run``.
@@ -221,7 +222,7 @@ def import_to_serve(
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or ``out`` exists.
-      ValueError, NotImplementedError: the checkpoint or configuration does not fit.
+      ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
     """
     checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
@@ -262,7 +263,7 @@ def import_to_serve(
     tree = {}
     for path, whole in _each_parameter(source, config, make):
         is_stack = _is_stacked(path) and isinstance(whole, QTensor)
-        tree[path] = stacked_blocks(whole, [0]) if is_stack else whole
+        tree[path] = mark_stacked_axes(whole, [0]) if is_stack else whole
     return save_served(out, unflatten(tree), config, step=0, files=files)
 
 
@@ -270,7 +271,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     """Return the config string that keeps the weights of a checkpoint and quantizes inputs as the checkpoint does.
 
     Raises:
-      ValueError: there is no such string; the message names the strings that keep the weights.
+      ValueError: there is no such config string; the message names the config strings that keep the weights.
     """
     names, kept = list(source.shape.linears()), []
     if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
@@ -290,7 +291,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
-    """Return the parts of a forward matmul that checkpoints describe too; when served, a delayed scale is static."""
+    """Return the parts of a forward matmul that a checkpoint also describes. Delayed and static scales are equal."""
 
     def plain(operand: Any, is_input: bool) -> Any:
         if not isinstance(operand, TensorSpec):
@@ -307,8 +308,8 @@ def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray 
     if spec is None or spec.scaling == "dynamic":
         return None
     if module not in source.input_amax:
-        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} needs one"
-        fix = "choose a string with dynamic scales, such as fp8_current, or import a run and convert it"
+        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} requires this scale"
+        fix = "use a string with dynamic scales, such as fp8_current, or import a run and convert that run"
         raise ValueError(f"{problem}; {fix}")
     scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
     return np.full((1,) * len(layer.shape), scale)
@@ -355,5 +356,5 @@ def _keep_weight(source: Source, folder: HfFolder | None, module: str, kernel: L
     except BlocksError:
         tensor = None
     if tensor is None or tensor.blocks != block:
-        raise ValueError(f"{module} cannot keep its values with heads {shape}; import it into a run and convert it")
+        raise ValueError(f"{module} has scales that span several heads, {shape}; import a run and convert it instead")
     return tensor

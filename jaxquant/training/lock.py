@@ -10,9 +10,9 @@ from typing import Any
 
 NAME = "writer.lock"
 STALE_S = 90.0
-"""Seconds after which a writer is considered dead if its process is not visible and it has not touched the file."""
+"""Seconds without a heartbeat after which a writer whose process is not visible is considered dead."""
 _TRY_S = 3.0  # an empty lock file is taken over after two seconds
-_LOCAL_S = 0.5  # enough to see whether a process on this host is alive
+_LOCAL_S = 0.5  # enough to check whether a process on this host is alive
 
 
 class Busy(ValueError):
@@ -33,11 +33,11 @@ class RunLock:
         self._lease = filelock.SoftFileLease(run_dir / NAME, lease_duration=STALE_S, thread_local=False)
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Acquire the lock of an existing folder; does nothing if this process has it.
+        """Acquire the lock of an existing folder; does nothing if this process already has the lock.
 
         Raises:
-          Busy: a live process holds the lock; the message names it and its host. This can take ``STALE_S`` seconds if
-            that process is not visible from here.
+          Busy: a live process holds the lock; the message names the process and its host. This can take
+            ``STALE_S`` seconds if that process is not visible from here.
           OSError: the file cannot be written.
         """
         if self._lease.is_locked:
@@ -47,7 +47,7 @@ class RunLock:
         limit = _LOCAL_S if before else _TRY_S
         if before and before.hostname != _own_hostname():
             limit = STALE_S + _TRY_S
-            say(f"{NAME} belongs to {who}; waiting up to {limit:.0f} s to see whether it is alive")
+            say(f"{NAME} belongs to {who}; waiting up to {limit:.0f} s to check whether it is alive")
         try:
             self._lease.acquire(timeout=limit)
         except self._timeout:
@@ -60,11 +60,11 @@ class RunLock:
         """Check that this process still holds the lock.
 
         Raises:
-          Busy: another process has taken the lock, which can happen after this one did not touch the file for long.
+          Busy: another process has taken the lock, because this process has not updated its heartbeat for too long.
         """
         deadline, owner = time.monotonic() + _TRY_S, self._lease.owner
         while not owner and self._run_dir.is_dir() and time.monotonic() < deadline:
-            time.sleep(0.05)  # another process that checks for staleness moves it for a moment
+            time.sleep(0.05)  # another process that checks for staleness moves the file for a moment
             owner = self._lease.owner
         if self._run_dir.is_dir() and (not owner or owner.token != self._lease.token):
             raise Busy(f"run {self._run_dir} was taken over by {_name(owner)} while this process was suspended")

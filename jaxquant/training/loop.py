@@ -57,9 +57,10 @@ class _PendingStep:
 
 
 class StopRequest:
-    """Handler of SIGTERM, SIGHUP and Ctrl-C: the first signal stops the loop after the current step, a second at once.
+    """Handler of SIGTERM, SIGHUP and Ctrl-C: the first signal stops the loop after the current step.
 
-    A closing terminal sends SIGHUP more than once, so repeats are ignored. Under ``nohup``, SIGHUP is not handled.
+    A second signal ends the process at once. A closing terminal sends SIGHUP more than once, so repeats are ignored.
+    Under ``nohup``, SIGHUP is not handled.
     """
 
     def __init__(self) -> None:
@@ -92,19 +93,19 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
       ValueError, TypeError, NotImplementedError, OSError: the configuration, the data or the run folder is invalid.
     """
     if not config.run_dir:
-        raise ValueError("run_dir is empty; name the folder of the run")
+        raise ValueError("run_dir is empty; set it to the folder of the run")
     run_dir = Path(config.run_dir)
     lock = RunLock(run_dir)
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
-        if jax.process_count() == 1 and run_dir.is_dir():  # with several processes, some may not see it yet
+        if jax.process_count() == 1 and run_dir.is_dir():  # with several processes, some may not see the folder yet
             _lock_or_raise(lambda: lock.acquire(say), run_dir)
         loss = finished(run_dir, config)
         if processes.all_agree(loss is not None) and loss is not None:
             say(f"done: {config.steps} steps, held-out loss {loss:.4f}, in {run_dir}")
             return lambda: None
         if config.tensorboard:
-            importlib.import_module("tensorboardX")  # before the step is traced, which takes minutes
+            importlib.import_module("tensorboardX")  # checked before the step is traced, which takes minutes
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         config = program.config
@@ -129,6 +130,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         low = [layer for layer in program.model.layers if layer.recipe is not None]
         share = f"{len(low)} of {len(program.model.layers)} linear layers quantized"
         say(f"model: {count:,} parameters, {share}{f' on {config.resolved_backend}' if low else ''}, {_devices()}")
+        say("compiling the step")
         resources = stack.pop_all()  # closed by the training function
 
     def train() -> None:
@@ -165,7 +167,7 @@ class _Run:
     metrics: Metrics = dataclasses.field(init=False)
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
     pending: _PendingStep | None = None
-    stop_agreed: bool = False  # whether the processes have agreed to stop
+    stop_agreed: bool = False  # true if the processes have agreed to stop
 
     def start(self, say: Callable[[str], None]) -> None:
         """Resume from the newest checkpoint, or start a new run; write config.yml and delete a stale summary.json."""
@@ -178,7 +180,7 @@ class _Run:
             self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
         if processes.is_main():
-            if int(self.state.step) < self.program.config.steps:  # left by an earlier run with fewer steps
+            if int(self.state.step) < self.program.config.steps:  # summary of an earlier run with fewer steps
                 (self.run_dir / "summary.json").unlink(missing_ok=True)
             write_config(self.run_dir, self.program.config)
 
@@ -204,7 +206,7 @@ class _Run:
     def _run_steps(self, first: int) -> float | None:
         """Run the remaining steps. Returns the last held-out loss, or None if a stop was requested before the end."""
         program, config, metrics = self.program, self.program.config, self.metrics
-        healthy = jax.device_put(np.bool_(True), program.replicated)  # like the step's output: one trace for all steps
+        healthy = jax.device_put(np.bool_(True), program.replicated)  # as the step returns it, to trace it once
         shared_stop_flag = processes.Flag(program.mesh)
         health_log = HealthLog(self.health, metrics) if self.health else None
         uses_warm_state = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
@@ -221,13 +223,13 @@ class _Run:
             self._read_pending_metrics(health_log)
             self.pending = _PendingStep(step, values, batch, before, stop_answer, measured)
             if uses_warm_state and (step == first + 1 or _is_due(step, config.eval_every)):
-                # With warm state, casts do not depend on the current amax, and kernels can compute them. This costs one
-                # more compilation, which does not pay off on CPUs.
+                # With warm quant state, casts do not depend on the current amax, and kernels can compute them. This
+                # costs one more compilation, which does not pay off on CPUs.
                 self.state = self.state._replace(quant_state=quantization_state.warm(self.state.quant_state))
             last = step == config.steps
             if (step == first + 2 or (last and step == first + 1)) and (said := _describe_implementations(config)):
                 metrics.say(said)
-            # Several processes must stop at the same step: use an earlier answer, which all of them have read.
+            # Several processes must stop at the same step: use the answer of an earlier step, which all have read.
             stops_now = self.stop_agreed if jax.process_count() > 1 else self._stop_reason is not None
             saving = last or stops_now or _is_due(step, config.checkpoint_every)
             evaluating = last or _is_due(step, config.eval_every)
@@ -258,7 +260,7 @@ class _Run:
 
     @property
     def _stop_reason(self) -> str | None:
-        """Reason why this process requests a stop, or None."""
+        """Return the reason why this process requests a stop, or None."""
         return self.stop.signal or ("a closed output" if self.metrics.is_output_closed else None)
 
     def _read_pending_metrics(self, health_log: HealthLog | None) -> None:
@@ -362,7 +364,7 @@ def _summarize(program: Program, data: Data, state: TrainState) -> dict[str, Any
 
 
 def _describe_implementations(config: TrainConfig) -> str:
-    """Describe which pieces run on kernels and why others do not; "" if no kernel was requested or chosen."""
+    """Describe which operations run on kernels and why others do not; "" if no kernel was requested or chosen."""
     made = [] if config.implementation == "xla" else [each for each in choices_made() if each[1].requests_kernel]
     reasons = sorted({f"{piece}: {each.name}, {each.reason}" for piece, each in made if each.reason != "requested"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})

@@ -18,19 +18,19 @@ from jaxquant.training import processes
 from jaxquant.training.config import TrainConfig
 
 WARM_STEPS = 2
-"""Number of first steps that a median step time leaves out, because they compile."""
+"""Number of first steps that the median step time leaves out, because these steps include compilation."""
 
 
 def warm_median(times: Sequence[float]) -> float | None:
-    """Return the median over steps without those that compile, or None if there are no others."""
+    """Return the median after ``WARM_STEPS`` steps, or over all steps if there are no more; None without steps."""
     return statistics.median(times[WARM_STEPS:] or times) if times else None
 
 
 def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) -> None:
     """Delete the lines after ``step`` and invalid lines, so that a resumed run writes no step twice.
 
-    A change that began with the next step is deleted too, since the resumed run records its own. A killed run leaves an
-    incomplete last line. Other damage is reported with ``say``; the other lines are kept.
+    Config changes that took effect in the next step are deleted too, because the resumed run records its own changes. A
+    killed run leaves an incomplete last line. Other damage is reported with ``say``; the other lines are kept.
     """
     if not path.exists():
         return
@@ -45,7 +45,7 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line, or the next step for a change; None if the line is invalid."""
+    """Return the step of a line, or the next step if the line is a config change; None if the line is invalid."""
     try:
         row = json.loads(line)
         return row["step"] + ("changed" in row) if type(row["step"]) is int else None
@@ -123,14 +123,14 @@ class Metrics:
         self.say(f"step {step}/{self._config.steps}  held-out loss {loss:.4f}")
 
     def changed(self, step: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record the fields of a resumed run that differ from the values before ``step``."""
+        """Record the config fields of a resumed run whose values differ from the values up to ``step``."""
         if changes:
             self._line("metrics.jsonl", {"step": step, "changed": {name: list(pair) for name, pair in changes.items()}})
         for name, (before, after) in changes.items():
             self.say(f"{name} is {after:g} from step {step + 1} on (before: {before:g})")
 
     def health(self, row: Mapping[str, Any], values: Mapping[str, float]) -> None:
-        """Record a row of health.jsonl, and its worst values."""
+        """Record a row of health.jsonl, and the worst values of the row in metrics.jsonl."""
         self._line("health.jsonl", row)
         self._write(row["step"], {f"health/{name}": value for name, value in values.items()})
 
@@ -139,7 +139,7 @@ class Metrics:
         return {"step_time_s": warm_median(self.step_times), "tokens_per_s": warm_median(self.tokens_per_s)}
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        """Write a line. Non-finite numbers are null in JSON, which has none, and unchanged in TensorBoard."""
+        """Write values of a step. Non-finite numbers are null in JSON and unchanged in TensorBoard."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._line("metrics.jsonl", {"step": step, **finite})
         if self._events:

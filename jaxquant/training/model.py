@@ -96,7 +96,7 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
 
     Args:
       c: shape of the decoder; its dtype is the cache's dtype if the cache is not quantized.
-      batch, length: number of rows, and of slots per row.
+      batch, length: number of texts, and number of positions per text.
       quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``.
     """
     sizes = {"layers": c.num_layers, "dtype": c.dtype}
@@ -120,7 +120,7 @@ def masks(
     """
     if cache is not None:
         if positions is None:
-            raise ValueError("tokens for a KV cache need positions: [batch, tokens], from 0")
+            raise ValueError("a KV cache requires positions; pass an array [batch, tokens], from 0")
         mask = positions[:, None, :, None] >= jnp.arange(cache.length)[None, None, None, :]
         return mask, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:
@@ -131,7 +131,8 @@ def masks(
 def head_chunks(c: DecoderConfig, length: int) -> int:
     """Return the number of chunks of a sequence's logits, for a loss that computes one chunk at a time.
 
-    It is the smallest divisor of the sequence length with at most ``HEAD_ELEMENTS`` logits in a chunk; 1 if all fit.
+    It is ``head_chunks`` of the config. If that is 0, it is the smallest divisor of the sequence length with at most
+    ``HEAD_ELEMENTS`` logits in a chunk.
     """
     if c.head_chunks:
         return c.head_chunks
@@ -172,8 +173,8 @@ class SelfAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Attention whose keys and values are computed from a latent of ``kv_lora_rank`` numbers per token, as in DeepSeek.
 
-    The last ``rope_head_dim`` numbers of each head's ``head_dim`` are rotated. For keys, all heads share them, and they
-    are computed from the token directly. A cache holds complete keys and values.
+    The last ``rope_head_dim`` numbers of each head's ``head_dim`` are rotated. All heads share the rotated part of a
+    key, which is computed from the token directly. A cache stores complete keys and values.
     """
 
     config: DecoderConfig
@@ -225,9 +226,9 @@ class Mlp(nn.Module):
 class Experts(nn.Module):
     """SwiGLU of the ``num_experts_per_tok`` experts that a router selects for each token; no token is dropped.
 
-    ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities p of ``softmax(gate(x))``,
-    divided by their sum. The router and the sum run in float32. Rows are sorted by expert, and each matrix is one
-    ``jax.lax.ragged_dot``. There is no load-balancing loss.
+    ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities of ``softmax(gate(x))``; p are
+    these probabilities divided by their sum. The router and the sum run in float32. Rows are sorted by expert, and each
+    matrix is one ``jax.lax.ragged_dot``. There is no load-balancing loss.
     """
 
     config: DecoderConfig
@@ -287,7 +288,7 @@ class Decoder(nn.Module):
 
     Packed documents are separate: a query attends only to earlier keys with its own segment id.
 
-    With a ``cache`` each row is one document. Its tokens are written to the cache at ``positions``, except for those
+    With a ``cache``, each row is one document. Its tokens are written to the cache at ``positions``, except for tokens
     with segment id 0. Each token attends to the cached values at its own and earlier positions, so the result does not
     depend on how the tokens are divided into calls. The updated cache is returned with the logits.
     """
@@ -342,7 +343,7 @@ class Decoder(nn.Module):
         cut = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
         return self.run_pieces(piece, head, (cut(x), cut(targets))).swapaxes(0, 1).reshape(targets.shape)
 
-    @nn.nowrap  # otherwise its name would be in the path of every layer
+    @nn.nowrap  # otherwise the name of this method would be in the path of every layer
     def run_layers(self, layer: Any, carry: Any) -> Any:
         """Run ``layer(module, carry, index)`` for all layers in order, and return the last carry."""
         c = self.config

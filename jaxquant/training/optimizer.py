@@ -1,4 +1,4 @@
-"""AdamW or Muon with warm-up, cosine decay and gradient clipping, for parameters only, without quant state."""
+"""AdamW or Muon with warm-up, cosine decay and gradient clipping; it updates parameters, not quant state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.training.config import TrainConfig
 from jaxquant.training.sharding import parameter_spec
 
 DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
-"""Parameters that weight decay applies to, by name; the number of axes is not enough, since scanned norms have two."""
+"""Names of the parameters to which weight decay applies. The number of axes is not enough: scanned norms have two."""
 
 AXES: dict[str, int | Literal["rows"] | None] = {"auto": None, "last": -1, "rows": "rows"}
 """Value of ``axis`` of ``quantize_state`` for each ``optimizer_state_axis``."""
@@ -26,7 +26,7 @@ ORTHOGONAL = {
     "out": contrib.MuonDimensionNumbers(reduction_axis=(-3, -2), output_axis=-1),
     **dict.fromkeys(("wi_0", "wi_1", "wo", "wq_a", "wkv_a"), _OF_MATRICES),
 }
-"""Matrices that Muon updates and their axes, by the name of the layer or of the experts; Adam updates the rest."""
+"""Matrices that Muon updates, with their axes, by name of the layer or experts parameter; Adam updates the rest."""
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
@@ -42,7 +42,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
-    """Build the optimizer. The structure of its state does not depend on clipping, so a resumed run can change it."""
+    """Build the optimizer. The structure of its state does not depend on the clipping threshold, which can change."""
 
     def sharding(path: str, moment: jax.Array) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
@@ -56,7 +56,7 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
             adam_b1=config.adam_b1,
             adam_b2=config.adam_b2,
             muon_weight_dimension_numbers=_orthogonal,
-            consistent_rms=0.2,  # as AdamW's, to share its learning rates (arXiv 2502.16982)
+            consistent_rms=0.2,  # RMS of AdamW's updates, so that its learning rates apply (arXiv 2502.16982)
         )
     else:
         tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decayed)
@@ -81,7 +81,7 @@ def _orthogonal(params: optax.Params) -> optax.Params:
 
 
 def _devices_along(path: str, axis: int) -> int:
-    """Return the number of shards that groups of moments are made for. It is the same on every mesh."""
+    """Return the number of shards for which the groups of moments are made; it is the same on every mesh."""
     return 8 if parameter_spec(*_names(path), 3 - axis)[axis] else 1
 
 

@@ -22,17 +22,17 @@ def join(*words: Any) -> None:
 
     Args:
       words: HOST:PORT of process 0, reachable from all processes; number of processes; index of this process, from 0.
-        All of them can be None.
+        All arguments can be None.
 
     Raises:
-      ValueError: only some are set, or the index is out of range.
+      ValueError: only some arguments are set, or the index is out of range.
     """
     given = dict(zip(("--coordinator-address", "--num-processes", "--process-id"), words, strict=True))
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return
     if missing:
-        raise ValueError(f"a run of several processes also needs {' and '.join(missing)}")
+        raise ValueError(f"a run of several processes also requires {' and '.join(missing)}")
     if not 0 <= words[2] < words[1]:
         raise ValueError(f"--process-id must be in 0..{words[1] - 1}, got {words[2]}")
     # Otherwise a service of jax handles SIGTERM, and a signal before the first step is lost.
@@ -41,7 +41,7 @@ def join(*words: Any) -> None:
 
 
 def check_devices() -> None:
-    """Raise if JAX cannot start the platform; JAX's own errors are of several types, and one has no message.
+    """Raise a ``ValueError`` if JAX cannot start the platform. JAX itself raises errors of several types.
 
     Raises:
       ValueError: the platform does not start; the message names it.
@@ -61,7 +61,7 @@ def is_main() -> bool:
 
 
 def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
-    """Create arrays that span all processes from equal arrays in each process. A single process leaves this to jit."""
+    """Create arrays that span all processes from equal arrays in each process; with one process, jit does this."""
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)
@@ -69,7 +69,7 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
 
 
 def in_order(result: T) -> T:
-    """Return the result of a jitted function; with several CPU processes, block until it is computed.
+    """Call a jitted function and return its result; with several CPU processes, block until the result is computed.
 
     CPUs run independent programs concurrently, so two programs can reach their collectives in a different order in each
     process and deadlock. Accelerators run programs in dispatch order.
@@ -80,7 +80,7 @@ def in_order(result: T) -> T:
 
 
 class Flag:
-    """A flag that is true for all processes once it is true for one; does not block with a single process.
+    """A flag that becomes true in all processes once it is true in one. With a single process it does not block.
 
     ``ask`` dispatches a collective after the current step. Reading its answer together with the metrics of the step
     adds no further wait.
@@ -91,7 +91,7 @@ class Flag:
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, condition: bool) -> Any:
-        """Dispatch the question, in every process. Returns the answer, for bool()."""
+        """Dispatch the collective in every process; ``bool()`` of the result is the answer."""
         if jax.process_count() == 1:
             return condition
         placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
@@ -99,13 +99,13 @@ class Flag:
 
 
 def all_agree(condition: bool) -> bool:
-    """Return whether a condition holds in every process; blocks until all of them have called."""
+    """Return whether a condition holds in every process; blocks until all processes have called this function."""
     if jax.process_count() == 1:
         return condition
     return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
 
 
 def wait_for_all(name: str) -> None:
-    """Block until every process has called."""
+    """Block until every process has called this function."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

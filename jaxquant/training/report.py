@@ -40,7 +40,7 @@ HEALTH = {  # title, bad values, colours from good to bad, whether the colours s
     "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", True),
     "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", True),
     "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", True),
-    "nonfinite": ("Not finite", "any; it started in the first layer that has them", "OrRd", True),
+    "nonfinite": ("Not finite", "any value above 0; the error started in the first such layer", "OrRd", True),
 }
 
 
@@ -50,7 +50,7 @@ class Run:
 
     Attributes:
       name: folder name, or the path if two runs have the same name.
-      config: configuration of its newest checkpoint; its ``config.yml`` if there is no checkpoint.
+      config: configuration of the newest checkpoint, or contents of ``config.yml`` if there is no checkpoint.
       train, held_out: loss by step, in nats per token.
       step_time_s: median step time in seconds, or None if no step was timed.
       summary: contents of ``summary.json``; {} for an unfinished run.
@@ -77,7 +77,7 @@ class Run:
         return self.held_out[max(self.held_out)] if self.held_out else None
 
     def gap(self, baseline: Run | None) -> float | None:
-        """Return the excess of the last held-out loss over the baseline's at that step, in percent, or None."""
+        """Return by how many percent the last held-out loss exceeds the baseline's loss at the same step, or None."""
         return _gaps(self.held_out, baseline.held_out).get(max(self.held_out)) if baseline and self.held_out else None
 
     def smoothed(self) -> dict[int, float]:
@@ -168,7 +168,7 @@ def find_baseline(runs: Iterable[Run]) -> Run | None:
     """Return the unquantized run, or None.
 
     Raises:
-      ValueError: there are two.
+      ValueError: several runs are unquantized.
     """
     plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
     if len(plain) > 1:
@@ -208,7 +208,7 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Describe the limits of the comparison."""
+    """Return sentences about the limits of the comparison."""
     found = []
     if find_baseline(runs) is None:
         found.append("There is no unquantized run, so there are no gaps and ratios.")
@@ -283,7 +283,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
         "Training loss: smoothed, each step has weight 0.1": curves(loss, smoothed),
-        "Held-out loss: on text that is not trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
+        "Held-out loss: on text that training does not use": curves(loss, [(run, run.held_out, dots) for run in runs]),
     }
     if baseline is not None and len(runs) > 1:
         others = [run for run in runs if run is not baseline]
@@ -300,7 +300,7 @@ def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, fl
 
 
 def health_maps(run: Run) -> dict[str, go.Figure]:
-    """Return the health charts of a run by caption: a map of each statistic and tensor, layers down, steps across.
+    """Return the health charts of a run by caption: one map for each statistic, layers as rows, steps as columns.
 
     Non-finite numbers have no colour; a statistic without numbers has no map.
     """

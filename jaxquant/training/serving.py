@@ -52,7 +52,7 @@ class Served:
     step: int
 
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
-        """Create an engine with the config's KV cache; ``max_length`` 0 is the sequence length of training."""
+        """Create an engine with the config's KV cache; ``max_length`` 0 selects the sequence length of training."""
         length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
         options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
         return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
@@ -64,18 +64,18 @@ class Served:
 
 
 def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Served:
-    """Open the newest checkpoint of a run's folder, or a converted one, without changing the folder.
+    """Open the newest checkpoint of a run, or a converted checkpoint, without changing the folder.
 
     Only parameters and quant state are read, onto the default device.
 
     Args:
-      directory: folder of a run, or one that ``jaxquant convert`` wrote.
+      directory: folder of a run or of a converted checkpoint.
       overrides: config fields that override the checkpoint's configuration, such as ``quantize_kvcache``; for a
-        converted checkpoint only those of the KV cache.
+        converted checkpoint, only fields of the KV cache.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError, TypeError: the folder is not a run, has no checkpoint that fits, or an override is invalid.
+      ValueError, TypeError: the folder is not a run, no checkpoint matches its config, or an override is invalid.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -97,7 +97,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             problem = f"has no {path} of shape {wanted.shape}, got {actual}"
             overridden = f" with {', '.join(overrides)}" if overrides else ""
             raise ValueError(
-                f"checkpoint {stored.step} of {folder} {problem}; its configuration needs that{overridden}"
+                f"checkpoint {stored.step} of {folder} {problem}; its configuration requires this array{overridden}"
             )
         return jnp.asarray(stored.read(path))
 
@@ -112,7 +112,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
         raise ValueError(f"{others[0]} cannot be changed in the converted checkpoint {folder}; convert the run again")
     manifest = serving.read_manifest(folder)
     if "train" not in manifest.extra:
-        raise ValueError(f"{folder} has no decoder of a training run; load it with jaxquant.serving.load")
+        raise ValueError(f"{folder} has no decoder of a training run; load the folder with jaxquant.serving.load")
     step, train = manifest.extra.get("step"), manifest.extra["train"]
     if type(step) is not int or not isinstance(train, Mapping):
         raise ValueError(f"{folder} has no step and config of a training run; convert the run again")
@@ -132,7 +132,7 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Se
 
     Args:
       run: folder of the run.
-      converted: folders of the checkpoints.
+      converted: folders of the converted checkpoints.
 
     Raises:
       FileNotFoundError, ValueError, TypeError: raised by ``open_served``; also if ``run`` is not a run.
@@ -150,7 +150,7 @@ def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> lis
     """Measure models on the held-out text of the first model's configuration.
 
     Args:
-      models: models by name; the others are compared with the first.
+      models: models by name; all others are compared with the first model.
       batches: number of batches; None is the configuration's ``eval_batches``.
 
     Returns:

@@ -17,7 +17,7 @@ from jaxquant.training.config import TrainConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
-"""Partition spec of a batch: sequences are sharded over all devices, except that a tensor group shares them."""
+"""Partition spec of a batch: sequences are sharded over data and fsdp; a tensor group shares its sequences."""
 
 PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("query", "kernel"): {"fsdp": -3, "tensor": -2},
@@ -37,7 +37,7 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("token_embedder", "embedding"): {"fsdp": -1},
     ("logits_dense", "kernel"): {"fsdp": -2},
 }
-"""(module, parameter) -> mesh axis -> axis of the parameter that it shards.
+"""(module, parameter) -> mesh axis -> sharded axis of the parameter.
 
 ``fsdp`` shards the axis of size ``emb_dim``, ``tensor`` the axis of heads or of ``mlp_dim``.
 Axes count from the end, because a scan over layers adds a leading axis. All other parameters (norms, scales and amax
@@ -49,8 +49,8 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
     """Arrange devices as (data, fsdp, tensor).
 
     Args:
-      config: sizes of the mesh, and of the axes that they have to divide.
-      devices: devices of the mesh, possibly of an absent chip; None selects all devices of all processes.
+      config: configuration with the sizes of the mesh and of the sharded axes.
+      devices: devices of the mesh, possibly abstract ones of another chip; None selects all devices of all processes.
 
     Raises:
       ValueError: the product of the sizes is not the number of devices, or a size does not divide the axis that it
@@ -61,16 +61,16 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
     mesh_text = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(f"{mesh_text}: only one of them may be -1 (all remaining devices)")
+        raise ValueError(f"{mesh_text}: only one size may be -1 (all remaining devices)")
     if rest:
         sizes[rest[0]] = len(devices) // max(math.prod(size for size in sizes.values() if size != -1), 1)
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"{mesh_text} does not match the {len(devices)} devices present")
+        raise ValueError(f"{mesh_text} does not match the {len(devices)} devices; change these sizes")
     sequences, shares = config.batch_size // config.gradient_accumulation_steps, sizes["data"] * sizes["fsdp"]
     if sequences % shares:
         raise ValueError(
-            f"batch_size / gradient_accumulation_steps is {sequences}, which {shares} devices (mesh_data x mesh_fsdp) "
-            "do not divide"
+            f"batch_size / gradient_accumulation_steps is {sequences}, which is not a multiple of the {shares} devices "
+            "along mesh_data x mesh_fsdp; change batch_size or the mesh"
         )
     for axis, names in {"fsdp": ("emb_dim",), "tensor": ("num_query_heads", "num_kv_heads", "mlp_dim")}.items():
         for name in names:
@@ -80,7 +80,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
-    """Return the partition spec of a parameter from the names of its module and itself."""
+    """Return the partition spec of a parameter, from the names of its module and of the parameter."""
     spec: list[str | None] = [None] * ndim
     for mesh_axis, axis in PARAMETER_AXES.get((module, parameter), {}).items():
         spec[axis] = mesh_axis
@@ -108,7 +108,7 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         return dataclasses.replace(table, fields=fields)
 
     def fitted(spec: Any, leaf: Any) -> NamedSharding:
-        # Values per group of moments are replicated if there are fewer groups than devices.
+        # An axis that the devices do not divide is replicated, such as the axis of a few groups of moments.
         each = zip(spec, leaf.shape, strict=False)
         fits = (axis if axis and n % mesh.shape[axis] == 0 else None for axis, n in each)
         return NamedSharding(mesh, PartitionSpec(*fits))

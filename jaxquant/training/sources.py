@@ -22,14 +22,14 @@ _SKIPPED_FOLDERS = frozenset(
     )
 )
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
-# Text files are split at line ends, so that even a single file has documents for train and held-out: parts of at most
-# this many characters, and about this many parts if the file is shorter.
+# A single text file is split at line ends, so that there are documents for the training and the held-out part: each has
+# about _PART_CHARS characters; a shorter file has about _PARTS documents.
 _PART_CHARS = 16384
 _PARTS = 20
 
 
 Documents = Iterator[tuple[str, str | None]]
-"""Texts of a corpus, always encodable as UTF-8, each with the name that determines its split (None: the text)."""
+"""Documents of a corpus, each with the name whose hash selects the split, or None to hash the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def open_source(dataset: str, path: str, field: str) -> Source:
             raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text, or another")
         return _stdlib()
     if not path:
-        raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
+        raise ValueError(f"dataset {dataset!r} needs dataset_path; set it to a file or a folder")
     read = _parts if Path(path).is_file() else _whole
     if dataset != "text":
         read = functools.partial(_json_lines if dataset == "jsonl" else _parquet_rows, field=field)
@@ -120,7 +120,7 @@ def _json_lines(file: Path, field: str) -> Documents:
             place = f"{file} line {number}"
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also raised for very long numbers and very deep nesting
+            except (ValueError, RecursionError) as error:  # long numbers, deep nesting
                 fix = "write one JSON object per line, in UTF-8"
                 raise ValueError(f"{place} is not JSON that Python can read ({error}); {fix}") from None
             if not isinstance(record, dict):
@@ -140,7 +140,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise ValueError("dataset 'parquet' needs pyarrow, which is not installed; pip install pyarrow") from None
+        raise ValueError("dataset 'parquet' requires pyarrow, which is not installed; pip install pyarrow") from None
     row = 0
     try:
         with parquet.ParquetFile(file) as table:
@@ -151,7 +151,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
                     yield _text(value, f"{file} row {row} column {field!r}"), None
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None
+        raise ValueError(f"{file} is not a Parquet file, or is damaged after row {row}: {reason}") from None
 
 
 def _read_text(file: Path) -> str:
@@ -168,7 +168,7 @@ def _text(value: object, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place} has half of a surrogate pair at character {error.start}") from None
+        raise ValueError(f"{place} has an incomplete surrogate pair at character {error.start}") from None
     return value
 
 

@@ -19,8 +19,8 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     """Read a YAML file, replace fields with ``key=value`` words, and set ``run_dir`` if it is empty.
 
     Raises:
-      TypeError, ValueError: an unknown or duplicate key, or a value of the wrong type or range; the ``config.yml`` of a
-        run that names another folder.
+      TypeError, ValueError: an unknown or duplicate key, or a value of the wrong type or range; or the
+        ``config.yml`` of a run has another ``run_dir``.
       OSError: the file cannot be read.
     """
     words = parse_overrides(overrides)
@@ -56,8 +56,8 @@ def train(
         process.
 
     Returns:
-      0 if the run ends or stops in order, 1 if it diverges or cannot write, 2 if it cannot start, 130 if Ctrl-C ends it
-      at once.
+      0 if the run is complete or stops after a signal, 1 if it diverges or cannot write, 2 if it cannot start, 130 if
+      Ctrl-C ends it at once.
     """
     terminal.accept_all_characters()
     try:

@@ -63,7 +63,7 @@ class Model:
 def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:
     """Build the decoder of a configuration and quantize it.
 
-    With ``checkpoint_is_quantized`` it runs on converted parameters (``jaxquant.convert``) and has no ``init``.
+    With ``checkpoint_is_quantized``, the model uses converted parameters (``jaxquant.convert``) and has no ``init``.
 
     Args:
       config: configuration of the run.
@@ -71,11 +71,11 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
       tokens: example tokens of one micro-batch.
 
     Raises:
-      ValueError, NotImplementedError: the quantization does not fit the model.
+      ValueError, NotImplementedError: the quantization is not valid for the model.
     """
     module = jaxquant.maybe_quantize_model(Decoder(shape), config, tokens)
     backend = config.resolved_backend
-    # Without the stream, the native backend derives its noise from the bits of each gradient.
+    # Without the random stream, the native backend derives its noise from the bits of each gradient.
     streams = (RANDOM_STREAM,) if backend and BACKENDS[backend].needs_random_stream else ()
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -138,14 +138,14 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
 
 
 def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array]:
-    """Return the tokenizer and the decoder's shape of a run, and example tokens of one sequence."""
+    """Return the tokenizer and the decoder's shape of a run, and one sequence of example tokens."""
     tokenizer = open_tokenizer(config.tokenizer_path)
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     return tokenizer, model_config(config, tokenizer.vocab_size), tokens
 
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy of the targets that are not padding, and their number."""
+    """Return the summed cross-entropy over all non-padding targets, and the number of these targets."""
     return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
 
 
@@ -164,16 +164,16 @@ def _micro_batches(batch: Batch, k: int) -> dict[str, jax.Array]:
 
 
 def example_inputs(config: TrainConfig) -> jax.Array:
-    """Return tokens of the shape of one micro-batch."""
+    """Return example tokens with the shape of one micro-batch."""
     return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
 
 
 def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
-    """Build model, quantization, optimizer and mesh of a run, on the devices given or on all devices.
+    """Build the model, quantization, optimizer and mesh of a run on ``devices``, or on all devices.
 
     Raises:
-      ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization does
-        not fit the model.
+      ValueError: the mesh does not match the devices, ``vocab_size`` is smaller than the tokenizer's, or the
+        quantization is not valid for the model.
       NotImplementedError: the backend does not support the model or an option.
     """
     mesh = make_mesh(config, devices)
@@ -246,13 +246,13 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         return jax.tree.unflatten(jax.tree.structure(state), [*placed]), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        # Also in micro-batches, so that evaluation fits in memory if training does.
+        # Evaluation also runs in micro-batches, so that it fits in memory if training does.
         of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
         parts = _micro_batches(batch, config.gradient_accumulation_steps)
         return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
 
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
-    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # the axis of groups depends on it
+    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # the platform sets the axis of groups
         shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -263,11 +263,11 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
 
 def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Resolve ``quantization_local_shard_count: -1`` from the mesh, whose devices may belong to other processes.
+    """Resolve ``quantization_local_shard_count: -1`` from the mesh; its devices may belong to several processes.
 
     Each block of the weight gradient's contraction must be on one device, because integer sums must not be added across
     devices. The number of blocks is therefore the number of devices that share the batch. Qwix splits the sequence
-    instead of the batch and keeps its own meaning, the size of the mesh.
+    instead of the batch; for Qwix, -1 remains the size of the mesh.
     """
     reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
     backend = config.resolved_backend

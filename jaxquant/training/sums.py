@@ -1,4 +1,4 @@
-"""Verification of run files: checksums of each checkpoint, and the configuration that it was made with.
+"""Verification of run files: checksums of each checkpoint, and the configuration that made the checkpoint.
 
 Each checkpoint folder contains ``SHA256SUMS``; without it, no array of the checkpoint is used. The first process writes
 it after every process has written its part and before the folder is renamed, so a checkpoint without it is incomplete
@@ -42,19 +42,19 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
     Args:
       folder: folder of the checkpoint.
       names: files to read; None reads all.
-      share, shares: index and number of the shares into which the files are divided; only one share is read. Whether
-        every file has a checksum is always checked.
+      share, shares: index and number of shares of the files; this call reads one share. It always checks that every
+        file has a checksum.
 
     Raises:
       ValueError: a file is missing, changed, or has no checksum; the message names the first one.
     """
     if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
-        raise ValueError(f"{folder} has an earlier version's sums.json; jaxquant reads it at commit a87bb9a")
+        raise ValueError(f"{folder} has an earlier version's sums.json; read it with jaxquant at commit a87bb9a")
     some = sorted(sums.read_sums(folder) if names is None else names)[share::shares]
     sums.check_sums(folder, some, late=LATE)
 
 
-# -- the configuration that made it ------------------------------------------------------------------------------------
+# -- configuration of a checkpoint -------------------------------------------------------------------------------------
 
 
 def record(config: TrainConfig) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def config_of(folder: Path) -> TrainConfig:
     """Return the configuration that made a checkpoint.
 
     Raises:
-      ValueError: see ``recorded``; or the configuration has other fields than this version of jaxquant, or a file that
-        it names has changed.
+      ValueError: see ``recorded``; the configuration has other fields than this version of jaxquant, or a file that it
+        names has changed.
     """
     contents = recorded(folder)
     check_files(folder, contents["config"], contents.get("files", {}))
@@ -127,21 +127,21 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
         here = build(TrainConfig, load_yaml(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore the file") from None
-    message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore the one or the other"
+    message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore one of the two"
     compare(made_with, here, message, "in config.yml")
 
 
 def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
-    """Return the allowed differences between a configuration and a checkpoint's: both values of each field.
+    """Return the allowed differences between a configuration and a checkpoint's, with both values of each field.
 
     Args:
       one: configuration of the checkpoint.
       other: configuration to compare; ``run_dir`` is ignored.
       message: first line of the error.
-      where: source of the second values, for the error.
+      where: place of the second values, for the error message.
 
     Raises:
-      ValueError: a field differs that determines the numerics of a run. The message has a line for each such field.
+      ValueError: fields differ that determine the numerics of a run. The message has a line for each of these fields.
     """
     before, after, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
     skipped = {"run_dir", shards} if -1 in (before[shards], after[shards]) else {"run_dir"}  # -1: not resolved

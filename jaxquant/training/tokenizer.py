@@ -10,18 +10,18 @@ import numpy as np
 
 from jaxquant.config.loader import check_ordinary, read_json
 
-# Names that models use for the tokens at the beginning and end of a text; tokenizer files do not mark these tokens.
+# Usual names of the tokens for the beginning and the end of a text; tokenizer files do not mark these tokens.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "[CLS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class Tokenizer:
-    """A tokenizer that adds tokens for the beginning and the end of a text if it has them.
+    """A tokenizer; if its vocabulary has tokens for the beginning and the end of a text, it adds them.
 
     Attributes:
       label: name in messages.
-      vocab_size: size of the vocabulary, larger than every token.
+      vocab_size: size of the vocabulary; every token is smaller.
       bos, eos: tokens at the beginning and the end of a text, or None.
       pad: padding token.
       dtype: dtype of the arrays.
@@ -35,7 +35,7 @@ class Tokenizer:
     dtype: type[np.uint16] | type[np.uint32]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode complete texts; an empty text has no tokens, not even at the beginning and the end."""
+        """Encode complete texts; an empty text has no tokens, not even ``bos`` and ``eos``."""
         first, last = (np.array([] if mark is None else [mark], self.dtype) for mark in (self.bos, self.eos))
         return [
             np.concatenate([first, np.asarray(tokens, self.dtype), last]) if len(tokens) else np.empty(0, self.dtype)
@@ -74,9 +74,9 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
-    The tokens at the beginning and the end are those in a ``tokenizer_config.json`` next to the file, otherwise the
-    ones named in ``BOS_NAMES`` and ``EOS_NAMES``. Truncation and padding in the file are turned off, because they would
-    drop text.
+    ``bos`` and ``eos`` come from a ``tokenizer_config.json`` next to the file; otherwise they are the first tokens of
+    ``BOS_NAMES`` and ``EOS_NAMES`` in the vocabulary. Truncation and padding in the file are turned off, because
+    truncation would drop text.
 
     Args:
       path: path of the file.
@@ -86,7 +86,7 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str):
-        import tokenizers  # imported here: it is slow, and bytes do not need it
+        import tokenizers  # imported here: the import is slow, and ByteTokenizer does not need it
 
         data = read_bytes(Path(path), "tokenizer_path")
         try:
@@ -105,11 +105,11 @@ class FileTokenizer(Tokenizer):
         marks = read_json(config_path) if config_path.is_file() else {}
         self.bos = None if marks.get("add_bos_token") is False else self._find(marks, "bos", BOS_NAMES)
         self.eos, pad = self._find(marks, "eos", EOS_NAMES), self._find(marks, "pad", PAD_NAMES)
-        self.pad = 0 if pad is None else pad  # any token works as padding: segment 0 masks it
+        self.pad = 0 if pad is None else pad  # any token works as padding, because segment 0 masks padding
 
     def _find(self, marks: Mapping[str, Any], kind: str, names: Sequence[str]) -> int | None:
         marked = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
-        marked = marked.get("content") if isinstance(marked, Mapping) else marked  # an entry with options
+        marked = marked.get("content") if isinstance(marked, Mapping) else marked  # a mapping with options
         numbers = (self._tokenizer.token_to_id(name) for name in (marked, *names) if isinstance(name, str))
         return next((number for number in numbers if number is not None), None)
 
@@ -121,10 +121,10 @@ class FileTokenizer(Tokenizer):
 
 
 def read_bytes(file: Path, option: str = "") -> bytes:
-    """Read a file that ``option`` of the config names.
+    """Read the file at a path; ``option`` is the config field that names it.
 
     Raises:
-      ValueError: the file cannot be read; the message names it and the reason.
+      ValueError: the file cannot be read; the message names the file and the reason.
     """
     try:
         check_ordinary(file, option)
@@ -144,31 +144,31 @@ _CONTEXT = 32
 """Number of preceding tokens that the text of a token may depend on."""
 
 _LONGEST_PART = 4
-"""Largest number of U+FFFD marks for the beginning of one character."""
+"""Largest number of U+FFFD characters that the beginning of one character decodes to."""
 
 
 class TextStream:
     """Incremental decoder from tokens to text; a character of several tokens is held back until it is complete.
 
-    Each token decodes only the last few tokens again, so the time is linear in the number of tokens.
+    ``add`` decodes only the last few tokens again, so the time is linear in the number of tokens.
 
     Args:
       tokenizer: tokenizer of the tokens.
-      before: tokens that are already decoded. The text of a token can depend on them, for example a space before a
-        word.
+      before: tokens that are already decoded. The text of the next token can depend on these tokens, for example the
+        space before a word.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._recent = list(before)[-_CONTEXT:]  # tokens of ``_num_returned`` characters, and those not returned yet
+        self._recent = list(before)[-_CONTEXT:]  # last tokens; ``_num_returned`` characters of them are returned
         self._num_returned = len(tokenizer.decode(self._recent))
 
     def add(self, token: int) -> str:
         """Return the text that this token completes."""
         self._recent.append(token)
         text = self._tokenizer.decode(self._recent)
-        # U+FFFD at the end may still become a character: the last one, or a few. More than that are bytes that are not
-        # text.
+        # The last U+FFFD characters, up to _LONGEST_PART of them, may be the beginning of a character. More of them are
+        # bytes that are not text.
         complete = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
         new = self._take_new(text[:complete])
         if len(self._recent) >= 2 * _CONTEXT:
@@ -192,5 +192,5 @@ class TextStream:
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a file, or bytes for an empty path."""
+    """Return the tokenizer of a file, or a ``ByteTokenizer`` for an empty path."""
     return FileTokenizer(path) if path else ByteTokenizer()

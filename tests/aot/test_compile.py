@@ -119,7 +119,9 @@ def test_a_program_of_another_libtpu_is_an_error_that_names_the_right_one(monkey
 
     monkeypatch.setattr(worker.importlib.metadata, "version", {"jax": "0.10.2", "libtpu": "0.0.52"}.__getitem__)
     monkeypatch.setattr(worker.importlib.metadata, "requires", lambda _: ["numpy", 'libtpu==0.0.42.*; extra == "tpu"'])
-    message = r"'v7x': jax 0.10.2 cannot read .* libtpu 0.0.52 .* libtpu==0.0.42.\*; pip install 'jax\[tpu\]==0.10.2'"
+    message = (
+        r"'v7x': jax 0.10.2 cannot read .* libtpu 0.0.52 .*libtpu==0.0.42.\*; run pip install 'jax\[tpu\]==0.10.2'"
+    )
     with pytest.raises(NotImplementedError, match=message):
         worker.compile_step(Step(), (), chip("v7x"), 1, {"target": "v7x"})
     with pytest.raises(jax.errors.JaxRuntimeError):
@@ -141,13 +143,13 @@ def test_without_its_compiler_a_target_is_an_error_that_says_what_to_install(mon
 def test_a_gpu_compiler_of_another_version_than_jaxlib_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(topology.NEEDED, "cuda", ("audit-gpu", "jax"))
     monkeypatch.setattr(topology, "TIED_TO_JAXLIB", ("flax",))
-    versions = rf"jaxlib, which is {metadata.version('jaxlib')}, got {metadata.version('flax')}; pip install flax=="
+    versions = rf"jaxlib, which is {metadata.version('jaxlib')}, got {metadata.version('flax')}; run pip install flax=="
     with pytest.raises(RuntimeError, match=rf"'h200' needs flax of the same version as {versions}"):
         topology.require_compiler(chip("h200"))
     assert main(["audit", "configs/quickstart.yml", "--target", "h200"]) == 2
     assert "of the same version as jaxlib" in capsys.readouterr().err
     monkeypatch.setitem(topology.NEEDED, "tpu", ("audit-tpu", "jax"))
-    topology.require_compiler(chip("v6e"))  # libtpu counts its versions for itself
+    topology.require_compiler(chip("v6e"))  # libtpu has versions separate from jaxlib's
 
 
 def test_a_topology_of_another_kind_is_refused():

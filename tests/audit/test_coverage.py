@@ -165,7 +165,7 @@ def test_float_matmuls_have_a_reason():
         assert said == {path: {reason} for path, reason in reasons.items()}
     variables = jaxquant.state.merge(*args[:2])
     bare = rows_of(jaxquant.coverage(jax.grad(lambda v, x: Model().apply(v, x).sum()), variables, X), "head")
-    assert {row.reason for row in bare.values()} == {"float operands: no quantization reached it"}
+    assert {row.reason for row in bare.values()} == {"float operands: quantization did not reach this matmul"}
     off = rows_of(jaxquant.coverage(step, *args, config={}), "head")
     assert {row.reason for row in off.values()} == {"quantization is off"}
 

@@ -193,7 +193,7 @@ def test_qwix_refuses_options_that_it_drops():
     for last, asked in (("wo", config), ("wo", native), ("logits", config)):  # a layer in float keeps its own
         model = jaxquant.maybe_quantize_model(Model(last), asked, X)
         is_refused = (last, asked) == ("wo", config)
-        refused = pytest.raises(NotImplementedError, match=r"precision.* ignored by Qwix; use quant_backend 'native'")
+        refused = pytest.raises(NotImplementedError, match=r"Qwix ignores precision.*; use quant_backend 'native'")
         with refused if is_refused else contextlib.nullcontext():
             jax.eval_shape(model.init_with_output, jax.random.key(0), X)
 
@@ -227,8 +227,8 @@ def test_a_refusal_names_recipe_operand_and_way_out():
 @pytest.mark.parametrize(
     ("found", "kind", "message"),
     [
-        (None, ImportError, r"qwix is not installed, and Qwix runs this config's recipe; pip install 'qwix>=0\.1\.8'"),
-        ("0.1.2", ImportError, r"qwix 0\.1\.2 is too old, Qwix needs 0\.1\.8 or newer; .*set quant_backend: native"),
+        (None, ImportError, r"qwix is not installed, but Qwix runs this config's recipe; pip install 'qwix>=0\.1\.8'"),
+        ("0.1.2", ImportError, r"qwix 0\.1\.2 is too old; Qwix needs 0\.1\.8 or newer; .*set quant_backend: native"),
         ("0.1.8", None, ""),
         ("0.1.10.dev3", UserWarning, r"Qwix was tested with qwix up to 0\.1\.8, not with 0\.1\.10\.dev3"),
     ],

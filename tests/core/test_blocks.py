@@ -95,7 +95,7 @@ GOOD = jnp.zeros((256, 200), jnp.int8)
 @pytest.mark.parametrize(
     ("scale", "rest", "message"),
     [
-        ((2,), {}, "give both the same rank"),
+        ((2,), {}, "make their ranks equal"),
         ((2, 3), {}, "which do not split every axis into equal blocks"),
         ((2, 2), {"block": (128, 64)}, r"in blocks of \(128, 64\) has scales of shape \(2, 2\), not \(2, 4\)"),
         ((1, 200), {"zero_point": jnp.zeros((1, 1), jnp.int8)}, r"a zero_point of int8\(1, 1\)"),

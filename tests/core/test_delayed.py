@@ -69,7 +69,7 @@ def _combined(amaxes, weights):
     spec = DelayedSpec(LENGTH)
     state = delayed.without_bins(delayed.initial_state(spec))
     each = jax.vmap(lambda amax: delayed.observe(state, jnp.full((1,), 0.1), amax, spec))(amaxes)
-    return delayed.largest(jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each))
+    return delayed.largest_amax(jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each))
 
 
 AMAX = st.one_of(
@@ -131,7 +131,7 @@ def test_a_state_overwritten_with_the_gradient_of_no_use_has_a_scale():
 
 def test_a_state_that_would_round_amaxes_or_has_another_length_is_refused():
     state = delayed.initial_state(DelayedSpec(LENGTH))
-    with pytest.raises(ValueError, match=r"has 4 entries and amax_history_length is 16; set it to 4, or "):
+    with pytest.raises(ValueError, match=r"has 4 entries, but amax_history_length is 16; set it to 4, or "):
         delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(16))
     state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
     with pytest.raises(TypeError, match=r"is bfloat16, but must be float32, .*cast only the parameters"):

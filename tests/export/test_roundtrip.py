@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf import gguf_name, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
@@ -140,7 +140,7 @@ def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
 )
 def test_a_converted_kernel_keeps_its_elements_and_scales(tmp_path, name, dtype):
     """A scale of a row stands for each group of the format, in bfloat16 where that has it."""
-    once = jax.jit(lambda x: quantize(x, keeping_grid(TensorSpec(dtype)), (1,)))
+    once = jax.jit(lambda x: quantize(x, keep_grid(TensorSpec(dtype)), (1,)))
     kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in SHAPE.linears()}
     export(source(quantized=kernels.__getitem__), tmp_path / "out", name)
     folder = HfFolder(tmp_path / "out")
@@ -272,5 +272,5 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     save_file({f"{Q}.bias": np.ones(4, np.float32)}, folder / "biases.safetensors")
     index["weight_map"][f"{Q}.bias"] = "biases.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="bias', but a Llama with its config has none"):
+    with pytest.raises(ValueError, match="bias', which is not part of such a Llama"):
         HfFolder(folder)

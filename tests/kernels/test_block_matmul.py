@@ -53,7 +53,7 @@ def test_the_reference_is_the_sum_of_the_products(case):
     np.testing.assert_array_equal(np.asarray(found, np.float64), expected)
 
 
-@pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+@pytest.mark.skipif(not mosaic_gpu.HAS_JAX_0_11, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
 def test_the_kernel_is_its_reference():
     command = [sys.executable, "-m", "tests.kernels.interpret_worker"]
     # The interpreter's warpgroups wait for one another: each needs a thread of XLA's.
@@ -77,7 +77,7 @@ X, W = (300, 256), (256, 200)
 KINDS = [
     ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
     ("NVIDIA H200", {}, 8, (3, 0), "an operand may be sharded automatically"),
-    ("NVIDIA B200", {}, 1, (3, 0), "pallas was requested; the block_matmul kernel is for Hopper GPUs"),
+    ("NVIDIA B200", {}, 1, (3, 0), "pallas was requested; the block_matmul kernel runs only on Hopper GPUs"),
     ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "supports scales of 1×128 or 128×128, not of (1, 32)"),
 ]
 
@@ -164,7 +164,7 @@ def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_chan
 
     expected, magnitudes = run(*given), run(*map(jnp.abs, given))
     jax.clear_caches()
-    monkeypatch.setattr(block_ragged, "choose", lambda *_: "pallas")
+    monkeypatch.setattr(block_ragged, "select_matmul", lambda *_: "pallas")
     found = run(*given)
     x, w, grad = given
     for one, other in zip(found, run(x.at[rows:].set(jnp.nan), w, grad.at[rows:].set(jnp.inf)), strict=True):

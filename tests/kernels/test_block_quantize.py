@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.core.blocks import spread
+from jaxquant.core.blocks import repeat_scale
 from jaxquant.core.qtensor import QTensor
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import api, gpu, reference, tpu
@@ -53,7 +53,7 @@ def with_nan(x, made, cast):
         return made
     rows, columns = cast.block
     hit = jnp.isnan(x).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).any((1, 3))
-    whole = spread(spread(hit, 0, x.shape[0], rows), 1, x.shape[1], columns)
+    whole = repeat_scale(repeat_scale(hit, 0, x.shape[0], rows), 1, x.shape[1], columns)
 
     def of(array, where):
         return jnp.where(where, jnp.nan, array.astype("float32")).astype(array.dtype)
@@ -62,7 +62,7 @@ def with_nan(x, made, cast):
     return reference.Blocks(tensor, None if made.values is None else of(made.values, whole))
 
 
-@pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+@pytest.mark.skipif(not mosaic_gpu.HAS_JAX_0_11, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
 @pytest.mark.parametrize("case", [*CASES[2:5], CASES[6]], ids=str)
 def test_on_a_gpu_every_bit_is_the_references(case):
     x = hard(case.shape, case.x_dtype)
@@ -80,7 +80,7 @@ def test_on_a_gpu_every_bit_is_the_references(case):
     [
         ("NVIDIA H200", "fp8_block", None, 3, (0, 3), "times as fast as XLA: benchmarks/results/kernels"),
         ("NVIDIA H200", "fp8_block", "xla", 0, (3, 0), "requested"),
-        ("NVIDIA B200", "fp8_block", "pallas", 0, (3, 0), "for TPUs and Hopper GPUs, and the device is NVIDIA B200"),
+        ("NVIDIA B200", "fp8_block", "pallas", 0, (3, 0), "on TPUs and Hopper GPUs, but the device is NVIDIA B200"),
     ],
 )
 def test_on_hopper_the_cast_is_picked(kind, name, implementation, casts, products, why):
@@ -113,5 +113,5 @@ def test_what_the_kernel_does_not_cast_is_refused_by_name():
 
     assert refusal((2, 128, 4, 96), (1, 128, 1, 1)) == ""
     for shape, block in (((256, 300), (1, 128)), ((256, 384), (1, 64)), ((0, 384), (1, 128))):
-        assert f"whole tiles of 128×128, not {shape} in blocks of" in refusal(shape, block)
+        assert f"whole tiles of 128×128, but the shape is {shape}, in blocks of" in refusal(shape, block)
     assert "rounding to nearest" in refusal(rounding="stochastic")

@@ -23,7 +23,7 @@ from jaxquant.kernels.quantize import cases as quantize_cases
 from jaxquant.kernels.quantize import gpu as quantize_gpu
 
 M, N = 128, 256
-interpreted = pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+interpreted = pytest.mark.skipif(not mosaic_gpu.HAS_JAX_0_11, reason="jax 0.10 has no public Mosaic GPU interpreter")
 
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -128,7 +128,7 @@ def compiled(step, *shapes, target):
 
 @pytest.mark.aot
 def test_kernels_compile_for_an_absent_h200():
-    products = [each for each in PRODUCTS if mosaic_gpu.NEW or each.lhs_dtype == each.rhs_dtype]
+    products = [each for each in PRODUCTS if mosaic_gpu.HAS_JAX_0_11 or each.lhs_dtype == each.rhs_dtype]
     casts = CASTS[:2]
     shapes = [[jax.ShapeDtypeStruct((M, N), each.x_dtype), jax.ShapeDtypeStruct((1, 1), jnp.float32)] for each in casts]
     for case in products:
@@ -138,7 +138,7 @@ def test_kernels_compile_for_an_absent_h200():
     shapes += [[jax.ShapeDtypeStruct(each.shape, each.x_dtype)] for each in blocks]
 
     grouped = [each for each in matmul_cases.CASES if each.groups]
-    grouped = [each for each in grouped if mosaic_gpu.NEW or each.lhs_dtype == each.rhs_dtype]
+    grouped = [each for each in grouped if mosaic_gpu.HAS_JAX_0_11 or each.lhs_dtype == each.rhs_dtype]
     shapes += [[jax.ShapeDtypeStruct(*shape) for shape in each.shapes] for each in grouped]
 
     def step(shapes):

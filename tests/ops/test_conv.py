@@ -94,5 +94,5 @@ def test_what_does_not_run_is_refused():
     for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric"), ("int8 shards", "shard_count 4")):
         with pytest.raises(NotImplementedError, match=rf"{why}.*which conv_general_dilated does not run"):
             ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES[name])
-    with pytest.raises(NotImplementedError, match="batch_group_count 2 is not quantized"):
+    with pytest.raises(NotImplementedError, match="does not support batch_group_count 2; use 1"):
         ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", batch_group_count=2, recipe=RECIPES["int8"])

@@ -20,7 +20,7 @@ from jaxquant.kernels.optimizer_update.reference import Result
 from jaxquant.kernels.optimizer_update.tuning import blocks_for
 from jaxquant.ops.implementation import choices_made
 from jaxquant.optim import apply_updates, describe_state, quantize_state, run
-from jaxquant.optim.run import PIECE
+from jaxquant.optim.run import OP_NAME
 
 OPTIMIZED = None  # XLA's program of a step has the bits of its kernel
 
@@ -104,7 +104,7 @@ def test_what_xla_computes_and_why(why: str):
     tx = quantize_state(inner, "fp8_coat", axis=axis, implementation="pallas")
     text = str(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params))
     assert "pallas_call" not in text
-    assert any(why in choice.reason for piece, choice in choices_made() if piece == PIECE), choices_made()
+    assert any(why in choice.reason for piece, choice in choices_made() if piece == OP_NAME), choices_made()
 
 
 def test_a_state_goes_on_along_its_own_axis():

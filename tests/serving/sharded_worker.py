@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     assert_same(load(folder / "Explicit").params, params())
     for path, error, message in (
         ("threes/qvalue", ValueError, "threes/qvalue splits axis 1 of size 24 into shards of 3 elements of"),
-        ("odd/qvalue", ValueError, r"the sharding of odd/qvalue does not fit its shape \(8, 7\)"),
+        ("odd/qvalue", ValueError, r"the sharding of odd/qvalue is not valid for shape \(8, 7\)"),
         ("fp8/qvalue", TypeError, "sharding returned str for"),
     ):
         cuts: dict[str, Any] = {path: "x" if error is TypeError else NamedSharding(mesh, P(None, "x"))}

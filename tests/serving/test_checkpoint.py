@@ -119,7 +119,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_with_both_sides(written: Pat
     def refused(change: Callable[[Any], Any], *lines: str) -> None:
         like = abstract(every_kind())
         change(like)
-        with pytest.raises(ValueError, match="does not fit the model") as caught:
+        with pytest.raises(ValueError, match="does not match the model") as caught:
             load(written, like=like)
         assert str(written) in str(caught.value)
         assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [*lines]

@@ -83,7 +83,7 @@ def test_a_link_is_followed_and_files_and_sums_that_miss_each_other_are_refused(
 def test_what_is_no_checkpoint_or_of_another_version(copy: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "is not a quantized checkpoint")
-    for version, words in ((1, "which jaxquant reads at commit a87bb9a"), (3, "install a newer jaxquant")):
+    for version, words in ((1, "which only commit a87bb9a of jaxquant reads"), (3, "install a newer jaxquant")):
         (copy / NAME).write_text(json.dumps({"format": "jaxquant-quantized", "version": version, "tables": "x.bin"}))
         refused(copy, f"checkpoint {copy} has format version {version}", words)
 
@@ -115,4 +115,4 @@ def test_a_leaf_or_manifest_that_is_none_is_refused_by_name(copy: Path):
         refused(copy, message)
     for text in ("[1]", "[" * 60_000, '{"version": ' + "9" * 5000 + "}"):
         (copy / NAME).write_text(text)
-        refused(copy, f"{NAME} is not valid JSON of a checkpoint")
+        refused(copy, f"{NAME} is not a valid JSON object")

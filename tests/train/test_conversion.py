@@ -185,9 +185,9 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs(""), runs("fp8")
     capsys.readouterr()  # of their training
     for run, words, message in (
-        ("", [], "is not quantized; pass a quantization to serve it with, as quantization=int8"),
+        ("", [], "is not quantized; pass a quantization, such as quantization=int8"),
         ("", ["quantization=int8", "steps=3"], "steps is not a quantization field"),
-        ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
+        ("fp8", ["--step", "5"], "has no checkpoint of step 5; use one of"),
         ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
     ):
         folder = str(runs(run))
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_does_not_fit_its_decoder_names_both_sides(converted: 
             open_served(folder)
         assert all(text in str(caught.value) for text in named)
     serving.save(tmp_path / "plain", found.params, {"quantization": "fp8"})
-    with pytest.raises(ValueError, match=r"plain has no decoder of a training run; load it with jaxquant\.s"):
+    with pytest.raises(ValueError, match=r"plain has no decoder of a training run; load the folder with jaxquant\.s"):
         open_served(tmp_path / "plain")
 
 

@@ -70,7 +70,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
 )
 def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, string, asked):
     export_run(run, tmp_path / "hf", format, say=quiet)
-    refused = f"computes; {string}, .* would keep" if asked else "has no static scale of its input, but 'fp8' needs"
+    refused = f"computes; {string}, .* would keep" if asked else "has no static scale of its input, but 'fp8' requires"
     if string != "fp8":
         fields = FIELDS if asked else FIELDS | {"quantization": "fp8"}
         with pytest.raises(ValueError, match=refused):
@@ -213,7 +213,7 @@ def test_a_run_with_delayed_scales_is_exported_with_them(finished, tmp_path):
 
 
 def test_what_does_not_map_is_refused(run, tmp_path, capsys):
-    with pytest.raises(FileNotFoundError, match="neither the folder of a run nor one that"):
+    with pytest.raises(FileNotFoundError, match=r"has no config.yml or jaxquant.json; pass a"):
         open_source(tmp_path)
     serving.save(tmp_path / "other", {"kernel": np.ones((4, 4), np.float32)}, {})
     with pytest.raises(ValueError, match="has no decoder of a"):

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused(served, finished):
         (lambda: served("", "").engine(max_length=1), "max_length 1 must be at least 2"),
         (lambda: engine.generate([Prompt([1], "prompt 1")], 0), "max_new_tokens 0 must be at least 1"),
         (lambda: engine.decode(engine.empty(), *outside), "are outside of a cache of max_length 32"),
-        (lambda: open_served(finished(""), {"mlp_dim": 16}), r"its configuration needs that with mlp_dim$"),
+        (lambda: open_served(finished(""), {"mlp_dim": 16}), r"its configuration requires this array with mlp_dim$"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

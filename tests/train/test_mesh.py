@@ -136,7 +136,7 @@ def test_a_mesh_takes_the_devices_it_is_given_or_refuses(tiny: TrainConfig):
         ({"mesh_fsdp": 1, "mesh_tensor": 8}, "num_kv_heads 2 is not a multiple of mesh_tensor 8"),
         ({"mesh_data": 3, "mesh_tensor": 2}, "mesh_data 3 x mesh_fsdp -1 x mesh_tensor 2 does not match the 8"),
         ({"mesh_fsdp": 8, "batch_size": 4}, "batch_size / gradient_accumulation_steps is 4, which 8 devices"),
-        ({"mesh_tensor": -1}, "only one of them may be -1"),
+        ({"mesh_tensor": -1}, "only one size may be -1"),
     ):
         with pytest.raises(ValueError, match=message):
             make_mesh(dataclasses.replace(tiny, **({"num_query_heads": 8} | fields)), devices)

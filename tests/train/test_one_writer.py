@@ -71,7 +71,7 @@ def test_a_writer_on_another_host_is_believed_by_its_heartbeat(tmp_path: Path, m
     finally:
         ended.set()
         heart.join()
-    assert said == [f"{lock.NAME} belongs to process 17 on elsewhere; waiting up to 4 s to see whether it is alive"]
+    assert said == [f"{lock.NAME} belongs to process 17 on elsewhere; waiting up to 4 s to check whether it is alive"]
     mine = RunLock(tmp_path)
     mine.acquire(said.append)
     assert said[2:] == ["process 17 on elsewhere is dead; taking over its lock"]

@@ -78,6 +78,6 @@ def test_two_processes_stop_resume_and_log_health_as_one_does(tiny: TrainConfig,
 def test_processes_want_all_three_words(capsys: pytest.CaptureFixture[str]):
     words = ["train", str(ROOT / "configs/models/ci.yml"), "--num-processes", "2", "run_dir=none"]
     assert main(words) == 2
-    assert "also needs --coordinator-address and --process-id" in capsys.readouterr().err
+    assert "also requires --coordinator-address and --process-id" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--process-id must be in 0\.\.1, got 2"):
         processes.join("localhost:1", 2, 2)

@@ -79,7 +79,7 @@ def test_a_finished_run_is_told_from_its_files_and_ends_again_without_its_summar
         assert [line.partition(":")[0] for line in train(tiny, copy, log_every=2)] == ["done"]
         with pytest.raises(ValueError, match="belongs to another run") as caught:
             train(tiny, copy, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
-    lines = ["  quantization: '' in the checkpoint, 'int8' asked", "  adam_b1: 0.9 in the checkpoint, 0.5 asked"]
+    lines = ["  quantization: '' in the checkpoint, 'int8' now", "  adam_b1: 0.9 in the checkpoint, 0.5 now"]
     assert str(caught.value).splitlines()[1:] == lines
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
     (copy / "summary.json").unlink()

@@ -32,7 +32,7 @@ At = Callable[[str], str]
 
 
 def lm1b(at: At) -> Problem:
-    """flax/examples/lm1b: the decoder-only transformer, which shifts its input right itself."""
+    """flax/examples/lm1b: the decoder-only transformer, whose forward pass shifts the input to the right."""
     sys.path.insert(0, at("flax/examples/lm1b"))
     import models
 
@@ -57,7 +57,7 @@ def seq2seq(at: At) -> Problem:
 
 
 def nanodo(at: At) -> Problem:
-    """nanodo: the decoder, with a head tied to the embedding, with remat."""
+    """nanodo: the decoder, with remat and with a head that is tied to the embedding."""
     sys.path.insert(0, at("nanodo"))
     from nanodo import model as nanodo_model
 
@@ -80,7 +80,7 @@ def big_vision_vit(at: At) -> Problem:
 
 
 def big_vision_gemma(at: At) -> Problem:
-    """big_vision Gemma: einsums on its own parameters, scanned."""
+    """big_vision Gemma: scanned layers that use einsums with their parameters."""
     sys.path.insert(0, at("big_vision"))
     from big_vision.models.ppp import gemma
 
@@ -127,7 +127,7 @@ def hf_bert(at: At) -> Problem:
 
 
 def hf_gpt2(at: At) -> Problem:
-    """FlaxGPT2LMHeadModel of transformers below 5: FlaxConv1D, a tied head applied from outside."""
+    """FlaxGPT2LMHeadModel of transformers below 5: FlaxConv1D layers, and a tied head outside of the decoder module."""
     import transformers
 
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
@@ -140,7 +140,7 @@ def _positions(ids: Any) -> Any:
 
 
 def _hugging_face(model: Any, loss: Callable[..., Any], arguments: Callable[[Any], tuple[Any, ...]]) -> Problem:
-    """Describe a model that holds its parameters; its face is its module, called with the model's own arguments."""
+    """Return the problem of a model that stores its parameters; the face quantizes the model's Linen module."""
     batches = [(ids,) for ids in tokens()]
     params = jax.tree.map(jax.numpy.asarray, model.params)
     face = of_linen(
@@ -173,7 +173,7 @@ def nnx_gemma(at: At) -> Problem:
 
 
 def mnist(at: At) -> Problem:
-    """flax/examples/mnist: the CNN. Its module imports TensorFlow's data sets, so only the class is executed."""
+    """flax/examples/mnist: the CNN. Its file imports tensorflow_datasets, so only the class definition is executed."""
     tree = ast.parse(pathlib.Path(at("flax/examples/mnist"), "train.py").read_text())
     cnn = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CNN")
     names: dict[str, Any] = {"nnx": nnx, "partial": functools.partial, "jnp": jnp}
@@ -187,7 +187,7 @@ def mnist(at: At) -> Problem:
 
 
 def bonsai_qwen3(at: At) -> Problem:
-    """bonsai Qwen3: nnx.Einsum and nnx.Linear, a cache that the call writes."""
+    """bonsai Qwen3: nnx.Einsum and nnx.Linear layers, and a cache that the forward pass writes."""
     sys.path.insert(0, at("bonsai"))
     from bonsai.models.qwen3 import modeling
 
@@ -204,7 +204,7 @@ def bonsai_qwen3(at: At) -> Problem:
 
 
 def bonsai_vit(at: At) -> Problem:
-    """bonsai ViT: a head called "classifier", an inner layer called "linear2"."""
+    """bonsai ViT: its head has the name "classifier", an inner layer the name "linear2"."""
     sys.path.insert(0, at("bonsai"))
     from bonsai.models.vit import modeling
 
@@ -249,7 +249,7 @@ class _Small(nnx.Module):
 
 
 def qwix_lora(at: At) -> Problem:
-    """Qwix's LoRA on an NNX model; base and adapters are trained. The face adds LoRA to the quantized base."""
+    """Qwix's LoRA on an NNX model; base and adapters are trained. The face adds the adapters to the quantized base."""
     import qwix
 
     provider = qwix.LoraProvider(module_path="wi|wo", rank=4, alpha=4.0)

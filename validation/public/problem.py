@@ -1,4 +1,4 @@
-"""Public models as problems: model, training data, and ways of quantizing it."""
+"""Description of a public model: its parameters, loss, training data and training loop."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Problem:
     Attributes:
       params: tree of float arrays.
       loss: function of (params, *batch).
-      batches: arguments of the loss, used in turn.
-      face: function from a config to a training loop of the model that ``maybe_quantize_model`` returns, or None if it
-        does not support the model.
+      batches: batches that training cycles through; each is a tuple of arguments of the loss.
+      face: function from a config to a training loop of the model that ``maybe_quantize_model`` returns, or None if
+        ``maybe_quantize_model`` does not support the model.
     """
 
     params: Any
@@ -75,7 +75,7 @@ def of_linen(
 
     Args:
       model: Linen module.
-      loss: function of (apply, *batch), where apply is the module's with its variables.
+      loss: function of (apply, *batch), where apply is the module's ``apply`` method with the variables bound.
       batches: arguments of the loss.
       example: arguments of the module's call.
       params: initial parameters, or None to create them.
@@ -142,7 +142,7 @@ def of_nnx_model(model: Any, loss: Callable[..., Any], wrt: Any = nnx.Param) -> 
 
 
 def tokens(vocab: int = 64, rows: int = 8, length: int = 24, count: int = 4) -> list[Any]:
-    """Return token batches of a chain in which the next token depends on the last."""
+    """Return batches of token sequences in which each token mostly determines the next token."""
     random, steps = np.random.default_rng(0), np.random.default_rng(1).integers(1, vocab, vocab)
     out = np.zeros((count, rows, length), np.int32)
     out[..., 0] = random.integers(1, vocab, (count, rows))
@@ -153,7 +153,7 @@ def tokens(vocab: int = 64, rows: int = 8, length: int = 24, count: int = 4) -> 
 
 
 def images(size: int = 16, classes: int = 10, rows: int = 16, count: int = 4) -> list[tuple[Any, Any]]:
-    """Return batches of noisy images of some classes."""
+    """Return batches of noisy images and their class labels."""
     random = np.random.default_rng(0)
     prototypes = random.normal(size=(classes, size, size, 3))
     labels = random.integers(0, classes, (count, rows))
@@ -162,10 +162,10 @@ def images(size: int = 16, classes: int = 10, rows: int = 16, count: int = 4) ->
 
 
 def next_token(logits: Any, ids: Any) -> Any:
-    """Return the cross-entropy of the next token."""
+    """Return the mean cross-entropy of next-token predictions."""
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype("float32"), ids[:, 1:]).mean()
 
 
 def classes(logits: Any, labels: Any) -> Any:
-    """Return the cross-entropy of classes."""
+    """Return the mean cross-entropy of class predictions."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

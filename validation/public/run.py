@@ -1,4 +1,4 @@
-"""Runner of one public model with every recipe, trained and served; prints a JSON line for each recipe.
+"""Train and serve one public model with every recipe, and print a line of JSON for each recipe.
 
     python -m validation.public.run NAME NAME=FOLDER...
 
@@ -27,7 +27,7 @@ STEPS = 50
 
 
 def train(loop: Loop, batches: list[Batch]) -> tuple[Any, list[float]]:
-    """Run a loop on batches in turn; return the last carry and the losses."""
+    """Run a training loop that cycles through the batches; return the last carry and the losses."""
     step, carry, losses = jax.jit(loop.step), loop.carry, []
     for i in range(STEPS):
         carry, loss = step(carry, *batches[i % len(batches)])
@@ -36,13 +36,13 @@ def train(loop: Loop, batches: list[Batch]) -> tuple[Any, list[float]]:
 
 
 def row_of_float(problem: Problem) -> dict[str, Any]:
-    """Train the float model."""
+    """Train the float model and return its final loss."""
     loop = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
     return {"loss": _last(train(loop, problem.batches)[1], problem.batches)}
 
 
 def row_of_function(problem: Problem, recipe: str) -> dict[str, Any]:
-    """Train the result of ``jaxquant.quantize``; return quantized matmuls, losses, state changes and served bits."""
+    """Train the result of ``jaxquant.quantize``; return matmuls, losses, state changes, and served bits."""
     params, batches = problem.params, problem.batches
     config = {"quantization": recipe, "quant_backend": "native"}
     fn = jaxquant.quantize(problem.loss, config)
@@ -95,13 +95,13 @@ def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
-    """Return whether converted parameters give the bits of the trained ones, and the number of converted weights."""
+    """Return whether converted parameters compute the same losses, and any warnings about layers that stay in float."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         converted = fn.convert(params, state, *batches[0])
     left = [str(each.message) for each in caught if "stay in float" in str(each.message)]
     run = jax.jit(fn)
-    kept = state if left else {}  # of unconverted layers
+    kept = state if left else {}  # quant state of unconverted layers
     pairs = [(float(run(params, state, *batch)), float(run(converted, kept, *batch))) for batch in batches]
     worst = max(abs(trained - served) for trained, served in pairs)
     return "; ".join(["same bits" if worst == 0 else f"differs by {worst:.2g}", *left])
@@ -124,7 +124,7 @@ def _try(make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
 
 
 def main(name: str, *checkouts: str) -> None:
-    """Train one model in float and with every recipe, and its face with every recipe."""
+    """Train one model with every recipe, as a function and as a model of its framework."""
     folders = dict(each.split("=", 1) for each in checkouts)
 
     def at(path: str) -> str:

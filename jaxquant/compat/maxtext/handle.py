@@ -28,7 +28,7 @@ from jaxquant.state.watch import STATELESS, require_manual
 
 
 class QuantMode(enum.Enum):
-    """Purpose of a model: training, writing quantized parameters, or running on them."""
+    """Purpose of a model: training, writing quantized parameters, or running on quantized parameters."""
 
     TRAIN = "train"
     CONVERT = "convert"
@@ -113,7 +113,7 @@ class Quantization:
     def check_used(self) -> None:
         """Raise if a rule matched no layer. Call it once, after ``model.init`` or the first trace.
 
-        Before that, the layers are unknown, because the handle sees each layer only when it runs.
+        Before that, the layers are unknown, because the handle records a layer only when the layer runs.
 
         Raises:
           ValueError: see ``Resolver.check_used``.

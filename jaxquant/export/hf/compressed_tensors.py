@@ -33,7 +33,7 @@ _TILED = {
     "mxfp4-pack-quantized": ("MXFP4", 4, 32, functools.partial(mx_layer, _ELEMENTS["float", 4], "mxfp4-pack")),
     "mxfp8-quantized": ("MXFP8", 8, 32, functools.partial(mx_layer, _ELEMENTS["float", 8], "plain")),
 }
-"""Formats of float elements in tiles: display name, bits, group size, and the function that returns the layer spec."""
+"""Formats of floats in tiles: name, bits and group size, and the function that creates the layer's spec."""
 _KV_CACHES = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn", "STATIC": "float8_e4m3fn"}
 
 
@@ -44,8 +44,8 @@ def read(config: Section) -> CheckpointQuantization:
     regexes, classes.
 
     Raises:
-      ValueError: a value is missing or invalid; the message names its key.
-      TypeError: a value has the wrong type.
+      ValueError: a value is missing or impossible; the message names its key.
+      TypeError: a value has another type.
       NotImplementedError: jaxquant does not support the scheme.
 
     Source: ``QuantizationConfig`` and ``PRESET_SCHEMES`` of compressed-tensors.
@@ -76,7 +76,7 @@ def read(config: Section) -> CheckpointQuantization:
 
 
 def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule]:
-    """Return the rules of ``ignore`` or ``targets``: one rule for all exact names, and one rule for each pattern."""
+    """Return the rules of ``ignore`` or ``targets``: one rule for all exact names, and one for each pattern."""
     written, place = section.texts(key), section.where(key)
     patterns = {index: name for index, name in enumerate(written) if name == ANY_CLASS or name.startswith(REGEX)}
     return named(frozenset(written) - set(patterns.values()), spec, place) + [
@@ -159,7 +159,7 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
 
 
 def _strategy(scheme: Section) -> str:
-    """Return the strategy, which selects the elements that share a scale; the observer and scale dtypes are ignored."""
+    """Return the strategy, which defines the elements that share a scale; observer and scale dtype are ignored."""
     scheme.pass_over("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     size = scheme.get("group_size")
     if scheme.has("strategy"):

@@ -96,7 +96,7 @@ def checked(pattern: str, written: str, place: str) -> str:
     """Return a regex after checking that it compiles.
 
     Raises:
-      ValueError: the regex is not valid; the message has the original entry and its position.
+      ValueError: the pattern is not a regex; the message has the original entry and its position.
     """
     try:
         full_matcher(pattern)

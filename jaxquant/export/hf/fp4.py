@@ -14,7 +14,7 @@ _REDUNDANT_KEYS = (
     "qscheme", "round_method", "ch_axis", "is_dynamic", "observer_cls", "scale_type", "symmetric", "is_scale_quant",
     "mx_element_dtype", "scale_calculation_mode",
 )  # fmt: skip
-"""Keys that only describe how Quark computed the stored numbers, or that follow from the MX element type."""
+"""Ignored keys: they describe how Quark computed the stored numbers, or follow from the MX element type."""
 _ROUND_UP = "ceil"
 """Quark's name for the rounding of MX scales in jaxquant: (amax / largest element) up to a power of two."""
 _TOOL_KEYS = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
@@ -47,7 +47,7 @@ def read_quark(config: Section) -> CheckpointQuantization:
         inputs.pass_over(*_REDUNDANT_KEYS)
         for key, wanted in (("dtype", dtype), ("scale_format", scale), ("group_size", 32)):
             if inputs.has(key) and inputs.get(key) != wanted:
-                raise NotImplementedError(f"{inputs.where(key)} must equal the value of the weights, {wanted!r}")
+                raise NotImplementedError(f"{inputs.where(key)} must equal the weights' value, {wanted!r}")
         if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _ROUND_UP:
             warnings.warn(
                 f"{inputs.where('scale_calculation_mode')} is {mode!r}, but jaxquant rounds the scales of inputs up "

@@ -57,12 +57,10 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)
     rules = [*exclusions(config), *head_and_routers()]
     if config.text("moe_quant_algo", ""):
-        config.pass_over("quant_algo")  # its value is "mixed"; other keys have the two algorithms
-        # ``ignore`` belongs to the experts' algorithm: listed modules use the method ``fp8``.
+        config.pass_over("quant_algo")  # a mixed checkpoint; the two algorithms already define it
+        # ``ignore`` belongs to the experts' algorithm: modules in it keep the scheme of the method.
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
-        rules.append(
-            LayerRule(EXPERTS, modelopt.read_layer_spec(config, "moe_quant_algo"), config.where("moe_quant_algo"))
-        )
+        rules.append(LayerRule(EXPERTS, modelopt.read_spec(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
     return CheckpointQuantization("fp8", tuple(rules), compressed_tensors.kv_cache(config, "kv_cache_scheme"))
 

@@ -21,12 +21,12 @@ ALGORITHMS: dict[str, LayerSpec] = {
     "W4A16_NVFP4": nvfp4_layer("modelopt", with_input=False),
     "MXFP8": mx_layer(_E4M3, "plain"),
 }
-"""Layer spec of each algorithm; a config's ``group_size`` must equal the block size of the spec."""
+"""Layer spec of each algorithm; the ``group_size`` of a config must equal the spec's block size."""
 MIXED = "MIXED_PRECISION"
 
 
-def read_layer_spec(section: Section, key: str) -> LayerSpec:
-    """Return the layer spec of the algorithm that a key of a section names.
+def read_spec(section: Section, key: str) -> LayerSpec:
+    """Return the layer spec of the algorithm under a key.
 
     Raises:
       NotImplementedError: the algorithm is not supported; the message names the key.
@@ -61,7 +61,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
 
     Args:
       config: section with ``quant_algo``.
-      is_sniffed: whether the method was inferred from tensor names, without a list of exclusions.
+      is_sniffed: whether the method was inferred from tensor names; such a checkpoint has no list of exclusions.
     """
     algorithm = config.text("quant_algo", "")
     said = [compressed_tensors.kv_cache(config, key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
@@ -72,7 +72,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         return None
     rules = listed(config, ("ignore", "exclude_modules"), modelopt_pattern)
     if algorithm:
-        config.pass_over("config_groups")  # repeats quant_algo in the syntax of compressed-tensors
+        config.pass_over("config_groups")  # repeats the algorithm in the format of compressed-tensors
     if is_sniffed:
         rules += head_and_routers()
     if algorithm.upper() == MIXED or config.has("quantized_layers"):
@@ -81,7 +81,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.read_places))
         rules += groups.rules
     else:
-        rules.append(LayerRule(".*", read_layer_spec(config, "quant_algo"), config.where("quant_algo")))
+        rules.append(LayerRule(".*", read_spec(config, "quant_algo"), config.where("quant_algo")))
     return CheckpointQuantization("modelopt", tuple(rules), kv_cache)
 
 
@@ -94,7 +94,7 @@ def _mixed(config: Section) -> list[LayerRule]:
         if not isinstance(name, str):
             raise TypeError(f"{layers.place} has the key {name!r}, which is not a string")
         entry = layers.section(name)
-        names.setdefault((-name.count("."), read_layer_spec(entry, "quant_algo")), []).append(name)
+        names.setdefault((-name.count("."), read_spec(entry, "quant_algo")), []).append(name)
     # A name also covers the modules below it, and the nearest name decides, so the deepest names come first.
     deepest = sorted(names, key=lambda key: key[0])
     return [rule for key in deepest for rule in named(names[key], key[1], layers.place, covers_children=True)]

@@ -125,12 +125,12 @@ def listed(
 def named(
     names: Collection[str], spec: LayerSpec | None, origin: str, covers_children: bool = False
 ) -> list[LayerRule]:
-    """Return a list with one rule for all the given module names, or an empty list if there are no names."""
+    """Return a list with one rule for the exact module names, or an empty list without names."""
     return [LayerRule("(?!)", spec, origin, frozenset(names), covers_children)] if names else []
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:
-    """Return the rules that keep the output head and routers in float, for methods that exclude them implicitly."""
+    """Return the rules of methods that never quantize the output head and routers, without listing them."""
     return (
         LayerRule(HEAD_PATTERN, None, "output head, never quantized by this method"),
         LayerRule(ROUTER_PATTERN, None, "router, never quantized by this method"),

@@ -11,7 +11,7 @@ from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.tensors import read_tensors
 
 KEYS = ("quantization_config", "compression_config")
-"""Keys that may contain the quantization config; old versions of compressed-tensors wrote the second."""
+"""Keys of a quantization config; early versions of compressed-tensors wrote the second key."""
 SECOND_SCALE = "weight_scale_2"
 SIDECAR = "hf_quant_config.json"
 """File next to the config in which ModelOpt writes the quantization config."""
@@ -41,9 +41,8 @@ def find_section(
 ) -> tuple[Section, str] | None:
     """Return the quantization config and its method, or None for a float checkpoint.
 
-    Returns the ``quantization_config`` of the config or of its ``text_config``. If there is none, returns
-    ``hf_quant_config.json``. If there is no such file but a tensor has ``weight_scale_2`` in its name, returns
-    modelopt's NVFP4.
+    The quantization config is ``quantization_config`` of the config or of its ``text_config``, otherwise
+    ``hf_quant_config.json``. Without these, a tensor named ``…weight_scale_2`` means modelopt's NVFP4.
 
     Raises:
       ValueError: there are two different quantization configs.

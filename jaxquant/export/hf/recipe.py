@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.tensor_spec import keeping_grid
+from jaxquant.core.tensor_spec import keep_grid
 from jaxquant.export.hf.spec import LayerSpec, OperandSpec, ScaleGranularity
 
 _WHOLE_CONTRACTION = {"weight": ScaleGranularity.ROWWISE, "input": ScaleGranularity.COLWISE}
@@ -71,4 +71,4 @@ def to_recipe(layer: LayerSpec, name: str) -> Recipe:
     weight = tensor_fields(layer.weight, "weight")
     inputs = None if layer.input is None else tensor_fields(layer.input, "input")
     lhs = None if inputs is None else TensorSpec(**inputs)
-    return Recipe(name, MatmulSpec(lhs=lhs, rhs=keeping_grid(TensorSpec(**weight))))
+    return Recipe(name, MatmulSpec(lhs=lhs, rhs=keep_grid(TensorSpec(**weight))))

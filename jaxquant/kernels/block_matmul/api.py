@@ -1,4 +1,4 @@
-"""``operands``: the arguments of ``matmul`` for two quantized tensors in blocks; ``refusal`` rejects other tensors."""
+"""Block-quantized tensors as arguments of ``matmul`` (``operands``); ``refusal`` rejects unsupported tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.scales import decode_scale
 from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
+from jaxquant.kernels.block_matmul.reference import BLOCK, repeat_per_row
 from jaxquant.kernels.platforms import capability_of, sharding_refusal
 
 Array = jax.Array
@@ -32,7 +32,7 @@ def refusal(
       out_dtype: dtype of the result.
     """
     if lhs.codec or rhs.codec:
-        return f"the block_matmul kernel does not read the format {lhs.codec or rhs.codec}"
+        return f"the block_matmul kernel does not support the format {lhs.codec or rhs.codec}"
     if out_dtype not in ("float32", "bfloat16"):
         return f"the block_matmul kernel writes float32 and bfloat16, not {out_dtype}"
     if why := elements_refusal(lhs.qvalue, rhs.qvalue):
@@ -55,21 +55,21 @@ def refusal(
 
 
 def elements_refusal(lhs: Array, rhs: Array) -> str | None:
-    """Return the reason why no kernel multiplies elements (their dtypes, or the chip), or None if one does.
+    """Return the reason why the kernel cannot multiply these dtypes on this device, or None if it can.
 
     Args:
       lhs, rhs: elements of the operands.
     """
     kinds = [side.dtype.name for side in (lhs, rhs)]
     if capability_of(lhs, rhs)[0] != 9:
-        return f"the block_matmul kernel is for Hopper GPUs, and the device is {device_kind_of(lhs, rhs)}"
+        return f"the block_matmul kernel runs only on Hopper GPUs, but the device is {device_kind_of(lhs, rhs)}"
     if any(each not in ("float8_e4m3fn", "float8_e5m2") for each in kinds):
         return f"the block_matmul kernel multiplies float8, not {kinds[0]} and {kinds[1]}"
-    if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
-        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
+    if kinds[0] != kinds[1] and not mosaic_gpu.HAS_JAX_0_11:
+        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, but this is jax {jax.__version__}"
     if not lhs.size or not rhs.size:
         return "the block_matmul kernel does not support empty operands"
-    return sharding_refusal(lhs, rhs, waits=True)
+    return sharding_refusal(lhs, rhs, defers=True)
 
 
 def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]) -> list[Array]:
@@ -83,7 +83,7 @@ def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tup
     sides = [_matrices(side, *axes) for side, *axes in zip((lhs, rhs), contract, batch, strict=True)]
     values = [jnp.pad(side.qvalue, ((0, 0), (0, 0), (0, -side.shape[2] % BLOCK))) for side in sides]
     left, right = (decode_scale(side.scale) for side in sides)
-    return [*values, per_row(left, sides[0].shape[1]), right]
+    return [*values, repeat_per_row(left, sides[0].shape[1]), right]
 
 
 def _matrices(side: QTensor, contract: Axes, batch: Axes) -> QTensor:

@@ -1,4 +1,4 @@
-"""Cases of ``matmul`` and its grouped forms for tests in interpret mode and for compilation for an absent chip."""
+"""Cases of ``matmul`` and its grouped forms for tests in interpret mode and for ahead-of-time compilation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Case:
       lhs_dtype, rhs_dtype, out_dtype: dtypes.
       per_column: whether rhs has a scale for each column, rather than for each block of 128.
       form: "matmul", "grouped" or "grouped_drhs".
-      groups: group argument of the form.
+      groups: ``groups`` of ``grouped``, or ``starts`` of ``grouped_drhs``.
     """
 
     sizes: tuple[int, int, int, int]
@@ -54,4 +54,4 @@ CASES = (
     Case((3, 512, 200, 256), form="grouped", groups=(0, 2, 2, -1)),
     Case((1, 100, 130, 640), _E4M3, _E5M2, "float32", per_column=True, form="grouped_drhs", groups=(0, 1, 1, 5)),
 )
-"""Incomplete tiles of rows and columns, one row, mixed elements, clusters, empty groups, tiles without a group."""
+"""Cases: incomplete tiles, one row, mixed element types, clusters, empty groups, tiles without a group."""

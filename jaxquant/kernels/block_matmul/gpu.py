@@ -1,8 +1,9 @@
 """``matmul`` and its grouped forms on Hopper: wgmma on tiles loaded by TMA, scaled and added in registers.
 
-A program has one loading warpgroup and up to three multiplying ones, and loops over the tiles of the result. The tensor
-cores add the 128 products of a block in fewer bits than float32; the sum is then multiplied by both scales and added in
-float32. If the last tile is incomplete, it begins earlier, and overlaps the previous tile with the same values.
+A program has one warpgroup that loads and up to three that multiply; it loops over the tiles of the result. The tensor
+cores add the 128 products of a block in fewer bits than float32. Each block sum is then multiplied by both scales and
+added to the result in float32. If the last tile would be incomplete, it begins earlier: it overlaps the previous tile
+and writes the same values there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def matmul(
       tile: tile of the result, or None to choose one (``tuning``).
     """
     depth = jnp.array([lhs.shape[2] // BLOCK], jnp.int32)
-    return _padded("dense", lhs, rhs, lhs_scale, rhs_scale, depth, tile, out_dtype=out_dtype, interpret=interpret)
+    return _run_padded("dense", lhs, rhs, lhs_scale, rhs_scale, depth, tile, out_dtype=out_dtype, interpret=interpret)
 
 
 def grouped(
@@ -66,7 +67,7 @@ def grouped(
     out = _call(
         "grouped",
         lhs[None],
-        _padded_to(rhs, N + -N % COLUMNS),
+        _pad_rows(rhs, N + -N % COLUMNS),
         lhs_scale.T[None],
         _rhs_scales(rhs_scale, N),
         groups,
@@ -94,21 +95,21 @@ def grouped_drhs(
       interpret: whether to run without a GPU.
     """
     sides = lhs[None], rhs[None], lhs_scale[None], rhs_scale[None]
-    return _padded("grouped_drhs", *sides, starts, None, out_dtype=out_dtype, interpret=interpret)
+    return _run_padded("grouped_drhs", *sides, starts, None, out_dtype=out_dtype, interpret=interpret)
 
 
-def _padded(
+def _run_padded(
     mode: Mode, lhs: Array, rhs: Array, left: Array, right: Array, ids: Array, tile: Tile | None, **options: Any
 ) -> Array:
     """Run the kernel on operands padded with zeros to whole tiles, and remove the padding of the result."""
     M, N = lhs.shape[1], rhs.shape[1]
     tile = tile or tile_for(M)
     rows = max(tile.rows, M + -M % SWIZZLED)
-    a, b, left = _padded_to(lhs, rows), _padded_to(rhs, N + -N % COLUMNS), _padded_to(left, rows).swapaxes(1, 2)
+    a, b, left = _pad_rows(lhs, rows), _pad_rows(rhs, N + -N % COLUMNS), _pad_rows(left, rows).swapaxes(1, 2)
     return _call(mode, a, b, left, _rhs_scales(right, N), ids, tile=tile, **options)[:, :M, :N]
 
 
-def _padded_to(x: Array, size: int) -> Array:
+def _pad_rows(x: Array, size: int) -> Array:
     """Pad the second axis with zeros."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0))) if size > x.shape[1] else x
 
@@ -116,7 +117,7 @@ def _padded_to(x: Array, size: int) -> Array:
 def _rhs_scales(scale: Array, columns: int) -> Array:
     """Return the scales of rhs in the kernel's layout: [B, columns / 128, T] for blocks, otherwise [B, T, columns]."""
     if scale.shape[1] == columns and columns > 1:
-        return _padded_to(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
+        return _pad_rows(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
     return scale
 
 
@@ -143,7 +144,7 @@ class _Plan(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a matrix along both axes. A cluster counts as one: it shares rows if grouped, else columns."""
+        """Number of tiles along each axis of a matrix; the tiles of a cluster (along one axis) count as one tile."""
         counts = [math.ceil(self.M / self.tile.rows), self.N // COLUMNS]
         axis = 1 if self.mode == "grouped" else 0
         counts[axis] = math.ceil(counts[axis] / self.tile.cluster)
@@ -162,7 +163,7 @@ def _call(
     out_dtype: str,
     interpret: bool,
 ) -> Array:
-    """Run the kernel on operands of whole tiles. ``ids`` is the depth in dense mode, otherwise ``grouped``'s groups."""
+    """Run the kernel on operands of whole tiles; see ``_blocks_of`` for the meaning of ``ids`` in each mode."""
     (B, M, K), N = lhs.shape, rhs.shape[1]
     operands = lhs, rhs, left.astype(jnp.float32), right.astype(jnp.float32), ids
     parts = ids.shape[0] - 1 if mode == "grouped_drhs" else B
@@ -175,7 +176,7 @@ def _call(
         operands,
         [((parts, M, N), out_dtype)],
         scratch_types=[plgpu.SMEM((tile.warpgroups, 2, ROWS, PART), jnp.dtype(out_dtype), **layout)],
-        grid=(min(mosaic_gpu.multiprocessors() // tile.cluster, parts * math.prod(plan.tiles)),),
+        grid=(min(mosaic_gpu.count_multiprocessors() // tile.cluster, parts * math.prod(plan.tiles)),),
         grid_names=("program",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
@@ -200,9 +201,9 @@ def _kernel(
     def scope(allocations: Any) -> None:
         @plgpu.nd_loop((plan.parts * math.prod(plan.tiles),), collective_axes="program")
         def _(loop: Any) -> None:
-            part, row, block = _place(plan, loop.index[0])
+            part, row, block = _tile_at(plan, loop.index[0])
             start, column = jnp.minimum(row * plan.tile.rows, plan.M - plan.tile.rows), block * COLUMNS
-            source, group, first, count = _depth(plan, ids_ref, part, row)
+            source, group, first, count = _blocks_of(plan, ids_ref, part, row)
 
             def add(index: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, *rest: Any) -> Any:
                 scale = None if plan.per_column else right_ref[group, block, first + index[0]]
@@ -222,7 +223,7 @@ def _kernel(
 
 
 def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> Any:
-    """Return the pipeline that loads the tiles of a part of the depth, and their scales, for a body."""
+    """Return a pipeline that loads tiles and their scales, from block ``first`` of the depth, and calls ``body``."""
     sides = (plan.tile.rows, BLOCK), (COLUMNS, BLOCK)
     shared = sides[0 if plan.mode == "grouped" else 1] if plan.multicast else None
     specs = []
@@ -244,8 +245,8 @@ def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> A
     )
 
 
-def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
-    """Return the matrix, the tile of rows and the tile of columns at a position in the order of the result's tiles."""
+def _tile_at(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
+    """Return the indices (matrix, tile row, tile column) of the result tile that is computed at step ``place``."""
     size = jnp.int32(math.prod(plan.tiles))
     part, place = (lax.div(place, size), lax.rem(place, size)) if plan.parts > 1 else (0, place)
     row, block = plgpu.planar_snake(place, plan.tiles, 1, 8)
@@ -257,10 +258,11 @@ def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
     return part, row * plan.tile.cluster + other, block
 
 
-def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
-    """Return a tile's matrices of lhs and rhs, the first block of their depth, and the number of blocks.
+def _blocks_of(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the indices of a tile's lhs and rhs matrices, its first block along the depth, and its number of blocks.
 
-    The compiler must not know the number of blocks: it would unroll loops and need too many registers.
+    ``ids_ref`` holds the number of blocks in dense mode, ``groups`` in grouped mode, and ``starts`` in grouped_drhs
+    mode. The number of blocks is never a constant: the compiler would unroll loops and need too many registers.
     """
     if plan.mode == "dense":
         return part, part, 0, ids_ref[0]
@@ -270,7 +272,7 @@ def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, An
 
 
 def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: Any, total: Any) -> Any:
-    """Add the product of a block to the sums; ``right`` is its one scale, or a tile with a scale for each column."""
+    """Add the scaled product of a block to the sums; ``right`` holds one scale for rhs, or a scale for each column."""
     rows = pl.ds(warpgroup * ROWS, ROWS)
 
     def product(sums: Any) -> Array:
@@ -294,7 +296,7 @@ def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: An
 
 
 def _write(parts: tuple[Array, ...], staged: Any, out_ref: Any, row: Any, column: Any) -> None:
-    """Store a tile part by part: while one part is written to shared memory, TMA stores the last one."""
+    """Store a tile part by part: while one part is written to shared memory, TMA stores the previous part."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n, part in enumerate(parts):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

@@ -11,7 +11,7 @@ from jaxquant.kernels import KERNEL_PREFIX
 NAME = f"{KERNEL_PREFIX}block_matmul"
 """Prefix of the kernels' names, in traced and in compiled programs."""
 BLOCK = 128
-"""Elements along the contraction that share a scale, rows of a group's tiles, and columns of a block of a weight."""
+"""Number of elements that share a scale along the contraction; rows of a group's tile; columns of a weight's block."""
 
 
 def matmul(
@@ -24,8 +24,8 @@ def matmul(
 ) -> Float[Array, "B M N"]:
     """Compute ``out[b, m, n] = Σₜ lhs_scale[b, m, t] · rhs_scale[b, n, t] · Σₖ lhs[b, m, k] · rhs[b, n, k]``.
 
-    k runs over tile t. The sum of a tile's products, the product of its scales, and the sum of the tiles in their order
-    are float32.
+    The inner sum runs over the elements k of tile t. The sum of a tile's products, the product of its scales, and the
+    sum of the tiles in their order are float32.
 
     Args:
       lhs, rhs: operands, each float8_e4m3fn or float8_e5m2; K = T · 128.
@@ -34,7 +34,7 @@ def matmul(
       out_dtype: dtype of the result.
     """
     sides = []
-    for x, scale in ((lhs, lhs_scale), (rhs, per_row(rhs_scale, rhs.shape[1]))):
+    for x, scale in ((lhs, lhs_scale), (rhs, repeat_per_row(rhs_scale, rhs.shape[1]))):
         tiles = x.astype(jnp.float32).reshape(*x.shape[:2], -1, BLOCK)
         sides.append((jnp.moveaxis(tiles, 2, 0), jnp.moveaxis(scale.astype(jnp.float32), 2, 0)))
 
@@ -47,7 +47,7 @@ def matmul(
     return jax.lax.scan(add, zero, tuple(sides))[0].astype(out_dtype)
 
 
-def per_row(scale: Float[Array, "B columns T"], size: int) -> Float[Array, "B size T"]:
+def repeat_per_row(scale: Float[Array, "B columns T"], size: int) -> Float[Array, "B size T"]:
     """Repeat the scales of blocks for each of ``size`` rows, unless each row has a scale."""
     return scale if scale.shape[1] == size else jnp.repeat(scale, BLOCK, axis=1)[:, :size]
 
@@ -86,8 +86,8 @@ def grouped_drhs(
     """Compute ``matmul`` over the tiles of each group: ``starts[g] ≤ t < starts[g + 1]``.
 
     Args:
-      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; a group's part of K consists of whole tiles.
-      starts: first tile of each group, and the end of the last group.
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: arguments of ``matmul``; the K axis of each group has whole tiles.
+      starts: index of the first tile of each group, followed by the end of the last group.
     """
     tiles = jnp.arange(lhs_scale.shape[1])
     is_own = (tiles >= starts[:-1, None]) & (tiles < starts[1:, None])

@@ -6,13 +6,13 @@ import math
 from typing import NamedTuple
 
 ROWS, COLUMNS = 64, 128
-"""Product size of one warpgroup: the rows of a tensor core instruction, and the columns of a block of a weight."""
+"""Size of one warpgroup's product: rows of a tensor core instruction, and columns of a weight's block."""
 SWIZZLED = 8
-"""Rows that are swizzled together; a matrix in memory has a multiple of them."""
+"""Number of rows that are swizzled together; the rows of a matrix in memory are a multiple of this number."""
 STEPS = 4
-"""Tiles of each operand in shared memory; with 192 rows, five tiles and the results do not fit into 227 KB."""
+"""Number of tiles of each operand in shared memory; five tiles of 192 rows and the results exceed 227 KB."""
 PART = 32
-"""Columns that are scaled and stored at once; a thread does not have registers for the scales of more."""
+"""Number of columns that are scaled and stored at once; scales of more columns need too many registers."""
 
 
 class Tile(NamedTuple):

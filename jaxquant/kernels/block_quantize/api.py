@@ -17,10 +17,10 @@ from jaxquant.kernels.block_quantize import reference
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import TILE
 from jaxquant.kernels.platforms import (
-    MOST_BLOCKS,
+    MAX_GRID_BLOCKS,
     capability_of,
-    interpretable,
-    module,
+    is_interpretable,
+    load_kernel,
     platform_refusal,
     sharding_refusal,
 )
@@ -41,14 +41,14 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     found = _matrix(x.shape, casts)
     if found is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
-        return f"the block cast needs whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
+        return f"the block cast needs whole tiles of {TILE}×{TILE}, but the shape is {x.shape}, in blocks of {shapes}"
     is_gpu = platform_of(x) == "gpu"
     if is_gpu and capability_of(x)[0] != 9:
-        return f"the block cast is for TPUs and Hopper GPUs, and the device is {device_kind_of(x)}"
-    if is_gpu and found[0][0] // TILE > MOST_BLOCKS:
-        return f"the block cast supports at most {MOST_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
+        return f"the block cast runs only on TPUs and Hopper GPUs, but the device is {device_kind_of(x)}"
+    if is_gpu and found[0][0] // TILE > MAX_GRID_BLOCKS:
+        return f"the block cast supports at most {MAX_GRID_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
-        return "the block cast counts in 32 bits, and jax_enable_x64 is on"
+        return "the block cast uses 32-bit indices, but jax_enable_x64 is on"
     return sharding_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
 
 
@@ -74,9 +74,9 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
     assert found is not None
     shape, flat = found
     matrix, name = x.reshape(shape), "gpu" if platform_of(x) == "gpu" else "tpu"
-    kernel = module("block_quantize", name).block_quantize
+    kernel = load_kernel("block_quantize", name).block_quantize
     where: dict[str, Any] = {"cuda" if name == "gpu" else "tpu": functools.partial(kernel, casts=flat)}
-    if name == "tpu" and interpretable(matrix):
+    if name == "tpu" and is_interpretable(matrix):
         where["cpu"] = functools.partial(kernel, casts=flat, interpret=True)
     default = functools.partial(reference.block_quantize, casts=flat)
     with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # results have the mesh of x
@@ -90,7 +90,7 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
 
 
 def _matrix(shape: tuple[int, ...], casts: tuple[Cast, ...]) -> tuple[tuple[int, int], tuple[Cast, ...]] | None:
-    """Return a tensor's shape as a matrix of whole tiles and the casts of that matrix, or None if there is none."""
+    """Return a matrix shape of whole tiles for a tensor, and the casts of that matrix, or None if no shape fits."""
     if 0 in shape or not all(is_even(shape, cast.block) for cast in casts):
         return None
     for axis in range(1, len(shape)):

@@ -1,6 +1,6 @@
 """``block_quantize`` on Hopper: one read of x writes elements, scales and values of every block shape (Mosaic GPU).
 
-A program casts a strip of tiles. While it casts one tile, TMA loads the next and stores the results. Blocks along the
+A program casts a strip of tiles. While it casts one tile, TMA loads the next tile and stores results. Blocks along the
 rows of x are cast from its transposed view in shared memory, and their results are transposed in memory: a matmul that
 contracts these rows reads them in this layout.
 """
@@ -42,7 +42,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
     shapes, rings = [], {}
     for cast in casts:
         sizes = (N, M) if is_transposed(cast) else (M, N)
-        size = _size(cast)
+        size = _block_size(cast)
         if cast.has_elements:
             shapes.append((sizes, cast.spec.dtype))
             rings[cast.spec.dtype, size] = None
@@ -60,13 +60,13 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        # The warps reduce the amax of a tile together; without that memory, a multiprocessor fits two programs.
+        # Only square blocks need this memory (for the amax of a tile). Without it, a multiprocessor runs two programs.
         reduction_bytes=mosaic_gpu.REDUCTION_BYTES if any(map(_is_square, casts)) else 0,
         interpret=interpret,
         kernel_name=kernel_name(casts),
     )
     made = iter(out)
-    return tuple(_blocks(cast, made) for cast in casts)
+    return tuple(_results(cast, made) for cast in casts)
 
 
 def is_transposed(cast: Cast) -> bool:
@@ -78,18 +78,18 @@ def _is_square(cast: Cast) -> bool:
     return 1 not in cast.block
 
 
-def _size(cast: Cast) -> int:
+def _block_size(cast: Cast) -> int:
     """Return the number of neighbours along the contraction that share a scale."""
     return max(cast.block)
 
 
 def _ring(dtype: str, size: int) -> Any:
-    """Return shared memory for the results of two half tiles, in columns as wide as a block."""
+    """Return shared memory for the results of two half tiles; its columns are as wide as a block."""
     layout = mosaic_gpu.swizzled(ROWS, size, jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((2, TILE // size, ROWS, size), jnp.dtype(dtype), **layout)
 
 
-def _blocks(cast: Cast, made: Any) -> Blocks:
+def _results(cast: Cast, made: Any) -> Blocks:
     """Return the results of a cast, with scales in the shape and dtype of a ``QTensor``."""
     transpose = (lambda x: x.T) if is_transposed(cast) else (lambda x: x)
     tensor = None
@@ -103,7 +103,7 @@ def _blocks(cast: Cast, made: Any) -> Blocks:
 def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[str, int], int], steps: int) -> None:
     out_refs, rings = refs[: -len(places)], refs[-len(places) :]
     i, j = lax.axis_index("rows"), lax.axis_index("strip")
-    copies = [(cast.has_elements + cast.has_values) * TILE // _size(cast) for cast in casts]
+    copies = [(cast.has_elements + cast.has_values) * TILE // _block_size(cast) for cast in casts]
 
     def step(indices: tuple[Any], x_tile: Any) -> None:
         place = (i, j * steps + indices[0])
@@ -112,12 +112,12 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
             outs = [next(left) for _ in range(2 * cast.has_elements + cast.has_values)]
             key = cast.spec, cast.floor
             if _is_square(cast) and key not in found:
-                found[key] = _scale(_largest_of_tile(x_tile), cast)
+                found[key] = _scale(_tile_amax(x_tile), cast)
             whole = found[key] if _is_square(cast) else None
             for half in range(2):
-                # Wait until this half of the rings is free: only the copies of the last half may be pending.
+                # Wait until this half of the rings is free: only copies from the other half may be pending.
                 plgpu.wait_smem_to_gmem(copies[n if half else n - 1], wait_read_only=True)
-                own = {dtype: rings[at].at[half] for (dtype, size), at in places.items() if size == _size(cast)}
+                own = {dtype: rings[at].at[half] for (dtype, size), at in places.items() if size == _block_size(cast)}
                 _cast(x_tile, half, cast, whole, place, outs, own)
 
     slots = 2 if x_ref.dtype.itemsize == 2 else 1
@@ -131,7 +131,7 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
     plgpu.wait_smem_to_gmem(0)
 
 
-def _half(x_tile: Any, half: int, is_transposed: bool) -> Array:
+def _load_half(x_tile: Any, half: int, is_transposed: bool) -> Array:
     """Load half of a tile, or half of its transpose, in float32."""
     part = slice(half * ROWS, (half + 1) * ROWS)
     if not is_transposed:
@@ -140,13 +140,13 @@ def _half(x_tile: Any, half: int, is_transposed: bool) -> Array:
     return plgpu.layout_cast(x, _REGISTERS).astype(jnp.float32)
 
 
-def _largest(x: Array) -> Array:
+def _row_amax(x: Array) -> Array:
     """Return the largest magnitude of each row as an integer; in this order NaN is the largest."""
     return jnp.max(lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE, axis=1)
 
 
-def _largest_of_tile(x_tile: Any) -> Array:
-    halves = [_largest(_half(x_tile, half, False)) for half in range(2)]
+def _tile_amax(x_tile: Any) -> Array:
+    halves = [_row_amax(_load_half(x_tile, half, False)) for half in range(2)]
     return jnp.max(jnp.maximum(*halves), axis=0)
 
 
@@ -175,17 +175,17 @@ def _cast(
       x_tile: tile.
       half: half of its rows, or of its columns if the cast is transposed.
       cast: cast of the tile.
-      whole: scale of the tile, or None if each row, or piece of a row, has its own scale.
+      whole: scale of the tile, or None if each row or each part of a row has its own scale.
       place: row and column of the tile in the matrix of tiles.
       outs: results in global memory.
       rings: staging buffers in shared memory, by dtype.
     """
-    size, (row, column) = _size(cast), place[::-1] if is_transposed(cast) else place
-    x = _half(x_tile, half, is_transposed(cast))
+    size, (row, column) = _block_size(cast), place[::-1] if is_transposed(cast) else place
+    x = _load_half(x_tile, half, is_transposed(cast))
     rows, made = pl.ds(row * TILE + half * ROWS, ROWS), []
     for n in range(TILE // size):
         piece = x[:, n * size : (n + 1) * size]
-        scale = _scale(_largest(piece), cast) if whole is None else whole
+        scale = _scale(_row_amax(piece), cast) if whole is None else whole
         if cast.has_elements:
             at = (column * (TILE // size) + n, rows) if whole is None else (row, column)
             outs[1][at] = scale

@@ -27,8 +27,8 @@ class Cast(NamedTuple):
       floor: scales below this value are replaced by 1.
       has_elements: whether to return the elements and their scales.
       has_values: whether to return the dequantized values, in bfloat16.
-      is_transposed: whether results of square blocks are transposed in memory, if a kernel supports both; their type is
-        the same. On GPUs, results of blocks along the rows are always transposed.
+      is_transposed: whether results of square blocks are transposed in memory, if a kernel supports both layouts.
+        This does not change their type. On GPUs, results of blocks along the rows are always transposed.
     """
 
     spec: TensorSpec
@@ -59,12 +59,12 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...]) -> tuple[Blo
 
 
 def kernel_name(casts: tuple[Cast, ...]) -> str:
-    """Return a kernel's name; a suffix marks blocks of 32, which take longer, for the audit."""
+    """Return a kernel's name; the audit reads its suffix, which marks the slower blocks of 32."""
     return NAME + ("_32" if any(32 in cast.block for cast in casts) else "")
 
 
 def stored_scale(scale: Float[Array, "*shape"], spec: TensorSpec) -> Array:
-    """Return float32 scales in the dtype of a spec; e8m0 holds the exponents of powers of two, and NaN."""
+    """Return float32 scales in the dtype of a spec; e8m0 stores only powers of two and NaN."""
     if spec.scale_dtype != "float8_e8m0fnu":
         return scale
     exponent = jax.lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS & 0xFF

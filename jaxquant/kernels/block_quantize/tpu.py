@@ -25,7 +25,7 @@ _MANTISSA_BITS = 23
 _EXPONENT = 0xFF << _MANTISSA_BITS
 _SIGN = -(2**31)
 _ROWS = 8
-"""Rows of a TPU's vectors. XLA fuses its own cast into a matrix in this order."""
+"""Rows of a TPU vector register. XLA can fuse the preceding cast into a matrix that is stored in this order."""
 
 
 def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
@@ -61,10 +61,10 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         interpret=interpret,
         name=kernel_name(casts),
     )(x.reshape(M // _ROWS, _ROWS, N // TILE, TILE).swapaxes(1, 2))
-    return tuple(_blocks(cast, iter_out) for iter_out in [iter(out)] for cast in casts)
+    return tuple(_results(cast, iter_out) for iter_out in [iter(out)] for cast in casts)
 
 
-def _blocks(cast: Cast, out: Any) -> Blocks:
+def _results(cast: Cast, out: Any) -> Blocks:
     """Return the results of a cast, with scales in the shape and dtype of a ``QTensor``."""
     tensor = None
     if cast.has_elements:
@@ -84,12 +84,12 @@ def _kernel(x_ref: Any, *out_refs: Any, casts: tuple[Cast, ...], interpret: bool
             magnitude = jnp.where(x == x, jnp.abs(x), jnp.inf) if interpret else jnp.abs(x)
             refs = iter(out_refs)
             for cast in casts:
-                _write(x, magnitude, cast, refs, (k, j))
+                _cast_tile(x, magnitude, cast, refs, (k, j))
 
     jax.lax.fori_loop(0, x_ref.shape[0] // groups, rows, None)
 
 
-def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: tuple[Any, int]) -> None:
+def _cast_tile(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: tuple[Any, int]) -> None:
     """Cast a tile, and write its elements with their scales, its values, or both.
 
     Args:
@@ -101,8 +101,8 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
     (k, j), kind = place, element(cast.spec.dtype)
     part, columns = pl.ds(pl.multiple_of(k * TILE, TILE), TILE), slice(j * TILE, (j + 1) * TILE)
     is_transposed, is_power = cast.block[0] == 1, cast.spec.scale_rounding == "up"
-    scale = _scale(_largest(magnitude, cast.block), cast)
-    divisor = _spread(_inverse(scale, cast) if is_power else scale, is_transposed)
+    scale = _scale(_block_amax(magnitude, cast.block), cast)
+    divisor = _repeat_scale(_reciprocal(scale, cast) if is_power else scale, is_transposed)
     scaled = x * divisor if is_power else x / divisor
     near = None
     if cast.has_elements:
@@ -112,13 +112,13 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
         at = (j, slice(None), part) if is_transposed else (k, slice(None), columns)
         next(refs)[at] = scale
     if cast.has_values:
-        near = _rounded(scaled, kind) if near is None else near
-        factor = _spread(scale, is_transposed) if is_power else divisor
+        near = _round_to(scaled, kind) if near is None else near
+        factor = _repeat_scale(scale, is_transposed) if is_power else divisor
         next(refs)[part, columns] = (near * factor).astype(jnp.bfloat16)
 
 
-def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
-    """Return the largest magnitude of each block; blocks of rows are along the lanes, square blocks are repeated."""
+def _block_amax(magnitude: Array, block: tuple[int, ...]) -> Array:
+    """Return the largest magnitude of each block; row blocks lie along the lanes, and square blocks repeat theirs."""
     if block[0] == 1:
         magnitude = magnitude.T
     rows, columns = (block[1], 1) if block[0] == 1 else block
@@ -126,8 +126,8 @@ def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(jnp.max(largest, axis=1, keepdims=True), largest.shape) if columns > 1 else largest
 
 
-def _spread(scale: Array, is_transposed: bool) -> Array:
-    """Return the block's scale for each element of a tile."""
+def _repeat_scale(scale: Array, is_transposed: bool) -> Array:
+    """Repeat the scale of each block for all elements of the block."""
     whole = jnp.broadcast_to(scale[:, None], (len(scale), TILE // len(scale), TILE)).reshape(TILE, TILE)
     return whole.T if is_transposed else whole
 
@@ -141,7 +141,7 @@ def _scale(amax: Array, cast: Cast) -> Array:
     return jnp.where(scale == jnp.inf, jnp.nan, scale) if spec.scale_dtype == "float8_e8m0fnu" else scale
 
 
-def _inverse(scale: Array, cast: Cast) -> Array:
+def _reciprocal(scale: Array, cast: Cast) -> Array:
     """Return the exact reciprocal of a power of two."""
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     inverse = jax.lax.bitcast_convert_type((254 << _MANTISSA_BITS) - bits, jnp.float32)
@@ -152,7 +152,7 @@ def _inverse(scale: Array, cast: Cast) -> Array:
     )
 
 
-def _rounded(x: Array, kind: Element) -> Array:
+def _round_to(x: Array, kind: Element) -> Array:
     """Round as ``saturating_cast`` does, but in float32: add a number whose last bit is the element's last bit."""
     x = jnp.clip(x, -kind.max, kind.max)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)

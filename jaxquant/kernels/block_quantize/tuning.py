@@ -12,7 +12,7 @@ STRIP = 8
 
 
 def blocks_for(shape: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a block: the most whole tiles that divide the matrix, up to ``LARGEST``.
+    """Return the rows and columns of a block: the largest number of tiles, up to ``LARGEST``, that divides the matrix.
 
     Args:
       shape: shape of the matrix, multiples of ``TILE``.

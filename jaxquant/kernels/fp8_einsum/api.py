@@ -14,7 +14,7 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.fp8_einsum.reference import Major
-from jaxquant.kernels.platforms import capability_of, interpretable, module, platform_refusal, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, is_interpretable, load_kernel, platform_refusal, sharding_refusal
 from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
@@ -54,14 +54,14 @@ def refusal(
     """
     kinds = [side.qvalue.dtype.name for side in (lhs, rhs)]
     if lhs.codec or rhs.codec:
-        return f"the fp8_einsum kernel does not read the format {lhs.codec or rhs.codec}"
+        return f"the fp8_einsum kernel does not support the format {lhs.codec or rhs.codec}"
     if any(kind not in DTYPES for kind in kinds) or kinds.count("int8") == 1:
         return f"the fp8_einsum kernel multiplies two int8 or two fp8 operands, not {kinds[0]} and {kinds[1]}"
     if lhs.zero_point is not None or rhs.zero_point is not None:
         return "the fp8_einsum kernel does not support zero points"
     allowed = ("int32",) if "int8" in kinds else ("float32", "bfloat16")
     if accumulator not in allowed or out_dtype not in ("float32", "bfloat16"):
-        return f"the fp8_einsum kernel adds {kinds[0]} in {' or '.join(allowed)}, not in {accumulator} for {out_dtype}"
+        return f"fp8_einsum adds {kinds[0]} in {' or '.join(allowed)}; got {accumulator} for a {out_dtype} result"
     if not lhs.qvalue.size or not rhs.qvalue.size:
         return "the fp8_einsum kernel does not support empty operands"
     left, right = _sides(lhs, rhs, contract, batch)
@@ -69,7 +69,7 @@ def refusal(
         return "the fp8_einsum kernel needs batch axes first, and contraction axes next to each other in the same order"
     is_scalar = lhs.scale.size == rhs.scale.size == 1
     if not is_scalar and not (_per_free(lhs, contract[0]) and _per_free(rhs, contract[1])):
-        return "the fp8_einsum kernel supports scales per operand or per channel, not of tiles or blocks"
+        return "the fp8_einsum kernel supports scales per operand or per channel, not per tile or block"
     if not is_scalar and scale_dtype != "float32":
         return f"the fp8_einsum kernel applies the scales of channels in float32, not in {scale_dtype}"
     if why := sharding_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):
@@ -78,7 +78,7 @@ def refusal(
         return None
     m, n = (side.shape if side.is_k_major else _swapped(side.shape) for side in (left, right))
     options = {"out_dtype": out_dtype, "accumulator": accumulator, "capability": capability_of(lhs.qvalue, rhs.qvalue)}
-    return module("fp8_einsum", "gpu").refusal(m, n, *kinds, **options)
+    return load_kernel("fp8_einsum", "gpu").refusal(m, n, *kinds, **options)
 
 
 def einsum(
@@ -129,12 +129,12 @@ def einsum(
 
         return call
 
-    tpu = module("fp8_einsum", "tpu")
+    tpu = load_kernel("fp8_einsum", "tpu")
     where = {"tpu": on(tpu.matmul)}
-    if interpretable(operands[0]):
+    if is_interpretable(operands[0]):
         where["cpu"] = on(tpu.matmul, interpret=True)
     if platform_of(lhs.qvalue) == "gpu":
-        where["cuda"] = on(module("fp8_einsum", "gpu").matmul, is_k_major=True)
+        where["cuda"] = on(load_kernel("fp8_einsum", "gpu").matmul, is_k_major=True)
     out = jax.lax.platform_dependent(*operands, **where, default=on(reference.matmul))
     return out.reshape((*left.batch, *left.free, *right.free))
 

@@ -1,7 +1,7 @@
 """``matmul`` on Hopper: wgmma on tiles loaded by TMA, scales in the epilogue (Mosaic GPU).
 
-A program has one loading warpgroup and two multiplying ones, and loops over the tiles of the result. The tensor cores
-compute the sums: for float8 these have fewer bits than float32.
+A program has one warpgroup that loads and two that multiply; it loops over the tiles of the result. The tensor cores
+compute the sums, for float8 in fewer bits than float32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WARPGROUPS = 2
 """Number of multiplying warpgroups, each for half of a tile's columns."""
 TILE_M, TILE_K = 128, 128
 TILES_N = (128, 64)
-"""Columns of one warpgroup: the first number that divides is used."""
+"""Possible numbers of columns of one warpgroup; the first one that divides the matrix is used."""
 EPILOGUE = 64
-"""Rows and columns that are stored at once."""
+"""Number of rows and of columns that are stored at once."""
 _REGISTERS = plgpu.Layout.WGMMA
 
 
@@ -62,9 +62,9 @@ def refusal(
         return f"the kernel does not add {lhs_dtype} in {accumulator}"
     if out_dtype not in ("float32", "bfloat16"):
         return f"the kernel writes float32 and bfloat16, not {out_dtype}"
-    if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
-        return f"wgmma of {lhs_dtype} with {rhs_dtype} needs jax 0.11 or newer, and this is jax {jax.__version__}"
-    return mosaic_gpu.refuse_device(capability, 9, 9, interpret)
+    if kinds[0] != kinds[1] and not mosaic_gpu.HAS_JAX_0_11:
+        return f"wgmma of {lhs_dtype} with {rhs_dtype} needs jax 0.11 or newer, but this is jax {jax.__version__}"
+    return mosaic_gpu.device_refusal(capability, 9, 9, interpret)
 
 
 def matmul(
@@ -99,7 +99,7 @@ def matmul(
         (lhs, rhs, *scales),
         [((B, M, N), out_dtype)],
         scratch_types=[plgpu.SMEM((WARPGROUPS, 2, EPILOGUE, EPILOGUE), jnp.dtype(out_dtype), **out_tile)],
-        grid=(min(mosaic_gpu.multiprocessors(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
+        grid=(min(mosaic_gpu.count_multiprocessors(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -175,7 +175,7 @@ def _rescaled(value: Array, scale_refs: Any, batch: Any, row: Any, column: Any) 
 
 
 def _write(value: Array, staged: Any, out_ref: Any, row: Any, column: Any) -> None:
-    """Store a tile part by part: while one part is written to shared memory, TMA stores the last one."""
+    """Store a tile part by part: while one part is written to shared memory, TMA stores the previous part."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     parts = itertools.product(*(range(0, size, EPILOGUE) for size in value.shape))
     for n, (i, j) in enumerate(parts):

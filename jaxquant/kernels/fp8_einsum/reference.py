@@ -27,11 +27,11 @@ def matmul(
     lhs_major: Major = "k",
     rhs_major: Major = "k",
 ) -> Float[Array, "B M N"]:
-    """Compute ``out[b, m, n] = Σₖ lhs[b, m, k] · rhs[b, n, k] · scale``, or with a left and a right scale.
+    """Compute ``out[b, m, n] = Σₖ lhs[b, m, k] · rhs[b, n, k] · scale``, or apply ``left`` and ``right`` scales.
 
     Products are summed in float32, or exactly in int32, then rounded to ``accumulator``. A single scale is applied in
-    that dtype if it is also the dtype of the result. Otherwise, and with a left and a right scale, scales are applied
-    in float32. The result is then rounded to ``out_dtype``.
+    that dtype if it is also the dtype of the result. In all other cases, scales are applied in float32. The result is
+    then rounded to ``out_dtype``.
 
     Args:
       lhs, rhs: operands, both int8, or each float8_e4m3fn or float8_e5m2.

@@ -9,7 +9,7 @@ Blocks = tuple[int, int, int]
 
 LANES = 128
 BLOCK: Blocks = (1024, 1024, 1024)
-"""Best of four on v5e and v6e, by bundles: benchmarks/results/kernels-tpu.md."""
+"""Best of four sizes on v5e and v6e by number of instruction bundles; see benchmarks/results/kernels-tpu.md."""
 VMEM_BYTES = 40 * 2**20
 """VMEM limit of a program: two blocks of each operand and of a float32 result, and the sums. Chips have 64 MiB."""
 
@@ -21,10 +21,10 @@ def blocks_for(m: int, n: int, k: int) -> Blocks:
       m, n, k: rows, columns and depth of the product.
     """
     rows, columns, depth = BLOCK
-    return fit(m, rows), fit(n, columns), fit(k, depth)
+    return best_block_size(m, rows), best_block_size(n, columns), best_block_size(k, depth)
 
 
-def fit(size: int, block: int) -> int:
+def best_block_size(size: int, block: int) -> int:
     """Return the multiple of ``LANES``, at most ``block``, that covers an axis with the least padding.
 
     Args:

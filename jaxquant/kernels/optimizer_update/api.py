@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxquant.core.sharding import explicit_sharding, platform_of
 from jaxquant.kernels.optimizer_update.reference import Body, Result
-from jaxquant.kernels.optimizer_update.tuning import MOST, PACKED, blocks_for
-from jaxquant.kernels.platforms import interpretable, module, sharding_refusal
+from jaxquant.kernels.optimizer_update.tuning import MAX_ELEMENTS, PACKED, blocks_for
+from jaxquant.kernels.platforms import is_interpretable, load_kernel, sharding_refusal
 
 Array = jax.Array
 
@@ -31,26 +31,26 @@ def refusal(
     if (platform := platform_of(x)) not in ("tpu", "cpu"):
         return f"optimizer_update has no kernel for platform {platform!r}"
     if jax.config.read("jax_enable_x64"):
-        return "the update kernel counts in 32 bits, and jax_enable_x64 is on"
+        return "the update kernel uses 32-bit indices, but jax_enable_x64 is on"
     if axis == -1:
-        return "the update kernel needs groups along an axis other than the last, quantize_state(…, axis=…)"
-    place = _place(x, sharding)
+        return "the update kernel needs groups along an axis other than the last; set quantize_state(…, axis=…)"
+    place = _sharding_of(x, sharding)
     if len({each.spec for each in map(explicit_sharding, arrays) if each is not None}) > 1:
-        return "its arrays have different shardings on a mesh with explicit axes"
+        return "the arrays of the parameter have different shardings on a mesh with explicit axes"
     if place is None:
         if why := sharding_refusal(*arrays):
-            return f"{why}; pass its sharding to quantize_state as shardings=…"
-        if platform == "cpu" and not interpretable(*arrays):
+            return f"{why}; pass the sharding of the parameter to quantize_state as shardings=…"
+        if platform == "cpu" and not is_interpretable(*arrays):
             return "an interpreted kernel has no types for values that vary along mesh axes"
     shape = x.shape if place is None else place.shard_shape(x.shape)
     rows, tail = shape[axis], shape[axis:][1:]
     if rows % step:
-        return f"a device has {rows} rows of {x.shape}, which are not whole groups of {' and '.join(map(str, groups))}"
+        return f"a device has {rows} rows of {x.shape}, not a multiple of group size {' or '.join(map(str, groups))}"
     if len(tail) == 1 and step % PACKED:
         return f"the update kernel needs groups of a multiple of {PACKED} rows, not of {step}"
     block, last = blocks_for(rows, tail, step, max(groups))
-    if block * last * math.prod(tail[:-1]) > MOST:
-        return f"the update kernel supports blocks of {MOST} elements, but groups of {step} rows of {x.shape} have more"
+    if block * last * math.prod(tail[:-1]) > MAX_ELEMENTS:
+        return f"the update kernel supports up to {MAX_ELEMENTS} elements in {step} rows, but the shape is {x.shape}"
     return None
 
 
@@ -65,16 +65,16 @@ def update(
     sharding: NamedSharding | None = None,
     changes: Array | None = None,
 ) -> list[Array]:
-    """Compute ``reference.update`` of a parameter, on each device for its shard; ``refusal`` must return None.
+    """Compute ``reference.update`` of a parameter; each device computes its shard. ``refusal`` must return None.
 
     Args:
       body, scalars, results, changes: arguments of the reference.
       arrays: arrays of the parameter's shape, or with fewer elements along ``axis``.
       axis: axis of the groups, counted from the end.
       step: number of rows that must be in one block.
-      sharding: sharding of all arrays if their types do not have it, under automatic mesh axes.
+      sharding: sharding of all arrays, for automatic mesh axes, where the types of the arrays do not contain it.
     """
-    run, interpret = module("optimizer_update", "tpu").update, platform_of(arrays[0]) == "cpu"
+    run, interpret = load_kernel("optimizer_update", "tpu").update, platform_of(arrays[0]) == "cpu"
 
     def local(scalars: Sequence[Array], changes: Array | None, arrays: Sequence[Array]) -> list[Array]:
         def flat(x: Array) -> Array:
@@ -85,7 +85,7 @@ def update(
         lead = arrays[0].shape[:axis]
         return [x.reshape(*lead, *x.shape[1:]) for x in out]
 
-    place = _place(arrays[0], sharding)
+    place = _sharding_of(arrays[0], sharding)
     if place is None:
         return local(scalars, changes, arrays)
     none = jax.sharding.PartitionSpec()
@@ -94,8 +94,8 @@ def update(
     )(list(scalars), changes, list(arrays))
 
 
-def _place(x: Array, sharding: NamedSharding | None) -> NamedSharding | None:
-    """Return the sharding of a parameter, or None inside ``jax.shard_map``, where it is the device's shard."""
+def _sharding_of(x: Array, sharding: NamedSharding | None) -> NamedSharding | None:
+    """Return the sharding of a parameter, or None if it has none or is already a device's shard (``jax.shard_map``)."""
     kinds = jax.typeof(x).sharding.mesh.axis_types
     is_part = bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
     return explicit_sharding(x) or (None if is_part else sharding)

@@ -1,4 +1,4 @@
-"""Reference of ``optimizer_update``: a function of rows of groups, applied to all rows at once."""
+"""Reference of ``optimizer_update``: a function that works on groups of rows, applied to all rows at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = f"{KERNEL_PREFIX}optimizer_update"
 
 Body = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 """Function of (scalars, arrays) that returns results. Arrays and results are [rows, *tail], or [rows / n, *tail] if n
-rows share a number. The result rows of a group depend only on the rows of that group."""
+rows share a value. The result rows of a group depend only on the rows of that group."""
 
 
 class Result(NamedTuple):
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
     Attributes:
       dtype: dtype of the result.
-      rows: number of rows that share a number of the result: the size of a group, or 1.
+      rows: number of input rows for each row of the result: the group size for group statistics, otherwise 1.
       replaces: index of the array whose memory the result reuses, or None for new memory.
     """
 
@@ -47,7 +47,7 @@ def update(
       scalars: float32 scalars for ``body``, the same for all rows.
       arrays: arrays for ``body``.
       results: results of ``body``.
-      changes: mask; where it is False, a result is the array that it replaces, or 0 if it replaces none.
+      changes: mask; where it is False, a result is the array that it replaces, or 0 if the result replaces no array.
     """
     made = jax.vmap(lambda *parts: tuple(body(scalars, parts)))(*arrays)
     new = [x.astype(result.dtype) for x, result in zip(made, results, strict=True)]

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxquant.kernels.optimizer_update.reference import NAME, Body, Result
-from jaxquant.kernels.optimizer_update.tuning import VMEM, blocks_for
+from jaxquant.kernels.optimizer_update.tuning import VMEM_BYTES, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
@@ -32,7 +32,7 @@ def update(
 
     Args:
       body, scalars, arrays, results, changes: arguments of the reference.
-      step: number of rows in a call of ``body``: a multiple of all groups.
+      step: number of rows in a call of ``body``, a multiple of every group size.
       interpret: whether to run without a TPU.
     """
     A, rows, *tail = max((x.shape for x in arrays), key=lambda shape: shape[1])
@@ -47,7 +47,7 @@ def update(
 
     return pl.pallas_call(
         functools.partial(
-            _kernel if changes is None else _guarded,
+            _kernel if changes is None else _guarded_kernel,
             body=body,
             step=step,
             scalars=len(scalars),
@@ -59,16 +59,16 @@ def update(
         out_specs=[spec(each.rows) for each in results],
         out_shape=[result((A, rows // each.rows, *tail), each.dtype) for each in results],
         input_output_aliases={1 + each.replaces: i for i, each in enumerate(results) if each.replaces is not None},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
         name=NAME,
     )(packed, *operands)
 
 
-def _guarded(
+def _guarded_kernel(
     scalars_ref: Any, *refs: Any, scalars: int, shares: Any, results: Sequence[Result], **options: Any
 ) -> None:
-    """Run ``_kernel`` if the number after the scalars is not 0; otherwise keep the replaced arrays."""
+    """Run ``_kernel`` if the flag after the scalars is not 0; otherwise keep the old arrays."""
     changes = scalars_ref[scalars] != 0
     pl.when(changes)(lambda: _kernel(scalars_ref, *refs, scalars=scalars, shares=shares, results=results, **options))
 
@@ -84,7 +84,7 @@ def _kernel(
 ) -> None:
     values = [scalars_ref[i] for i in range(scalars)]
     in_refs, out_refs = refs[: len(shares)], refs[len(shares) :]
-    # The few numbers of groups are read and written at once, because a single row of bytes cannot be.
+    # Arrays with one number per group are read and written whole, because a single row of bytes is not accessible.
     group_values = {i: _wide(ref[...]) for i, (ref, share) in enumerate(zip(in_refs, shares, strict=True)) if share > 1}
     made: list[list[Array]] = [[] for _ in results]
     for k in range(max(ref.shape[0] for ref in in_refs) // step):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
-from jaxquant.kernels.platforms import capability_of, interpretable, module, platform_refusal, sharding_refusal
+from jaxquant.kernels.platforms import capability_of, is_interpretable, load_kernel, platform_refusal, sharding_refusal
 from jaxquant.kernels.quantize import reference
 from jaxquant.kernels.varying import vary_alike
 
@@ -32,11 +32,11 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str, split: in
     if platform_of(x) != "gpu":
         return None
     options = {"dtype": dtype, "compute_dtype": compute_dtype, "capability": capability_of(x)}
-    return module("quantize", "gpu").refusal(_matrix(x.shape, split), x.dtype.name, **options)
+    return load_kernel("quantize", "gpu").refusal(_matrix(x.shape, split), x.dtype.name, **options)
 
 
 def _matrix(shape: tuple[int, ...], split: int | None) -> tuple[int, int]:
-    """Return the rows and columns of a tensor that is split before axis ``split`` (by default, the last axis)."""
+    """Return the rows and columns of a tensor whose axes are split before axis ``split`` (default: the last axis)."""
     split = len(shape) - 1 if split is None else split
     return math.prod(shape[:split]), math.prod(shape[split:])
 
@@ -55,19 +55,19 @@ def quantize(
       x: tensor, float32 or bfloat16.
       scale: one float32 number.
       dtype, compute_dtype: arguments of ``reference.quantize``.
-      split: first axis in the memory of the copy, followed by the axes after it. None makes no copy and returns the
-        elements twice. Only GPUs have a kernel that writes a copy.
+      split: first axis in the memory of the copy, followed by the axes after it. If ``split`` is None, the
+        kernel makes no copy and returns the elements twice. Only GPUs have a kernel that writes a copy.
     """
     (matrix, scales), _ = vary_alike(x.reshape(_matrix(x.shape, split)), scale.reshape(1, 1))
     on = functools.partial(functools.partial, dtype=dtype, compute_dtype=compute_dtype)
     copies, where = {"transposed": split is not None}, {}
     if split is None:
-        tpu = module("quantize", "tpu")
+        tpu = load_kernel("quantize", "tpu")
         where["tpu"] = on(tpu.quantize)
-        if interpretable(matrix):
+        if is_interpretable(matrix):
             where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
     if platform_of(x) == "gpu":
-        where["cuda"] = on(module("quantize", "gpu").quantize, **copies)
+        where["cuda"] = on(load_kernel("quantize", "gpu").quantize, **copies)
     out = jax.lax.platform_dependent(matrix, scales, **where, default=on(reference.quantize, **copies))
     q = out.q.reshape(x.shape)
     if split is None:

@@ -1,7 +1,7 @@
 """``quantize`` on Hopper: one read of x writes q, its transposed copy and the amax (Mosaic GPU).
 
-A program casts a strip of tiles. While it casts one tile, TMA loads the next and stores the last. The transposed copy
-is read from the quantized tile in shared memory, so each element is divided only once.
+A program casts a strip of tiles. While it casts one tile, TMA loads the next tile and stores the previous tile. The
+transposed copy is read from the quantized tile in shared memory, so each element is divided only once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.rounding import saturating_cast_in_kernel
 from jaxquant.kernels import DTYPES, mosaic_gpu
-from jaxquant.kernels.platforms import MOST_BLOCKS
+from jaxquant.kernels.platforms import MAX_GRID_BLOCKS
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
 
 TILE_M, TILE_N = 64, 128
@@ -50,12 +50,12 @@ def refusal(
     """
     if len(shape) != 2 or shape[0] % TILE_M or shape[1] % TILE_N or 0 in shape:
         return f"the kernel needs tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
-    if shape[0] // TILE_M > MOST_BLOCKS:
-        return f"the kernel supports at most {MOST_BLOCKS * TILE_M:,} rows, not {shape[0]:,}"
+    if shape[0] // TILE_M > MAX_GRID_BLOCKS:
+        return f"the kernel supports at most {MAX_GRID_BLOCKS * TILE_M:,} rows, not {shape[0]:,}"
     for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
         if name not in known:
             return f"the kernel supports {' and '.join(known)} here, not {name}"
-    return mosaic_gpu.refuse_device(capability, 9, 10, interpret)
+    return mosaic_gpu.device_refusal(capability, 9, 10, interpret)
 
 
 def quantize(
@@ -77,8 +77,8 @@ def quantize(
     steps = math.gcd(N // TILE_N, STEPS)
     strips = N // TILE_N // steps
     kernel = functools.partial(_kernel, steps=steps, transposed=transposed, kind=element(dtype), compute=compute_dtype)
-    # jax 0.10 does not read swizzled memory transposed.
-    layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.NEW or not transposed else {}
+    # jax 0.10 cannot read the transpose of swizzled memory.
+    layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.HAS_JAX_0_11 or not transposed else {}
     tiles = [plgpu.SMEM((2, TILE_M, TILE_N), jnp.dtype(dtype), **layout)]
     if transposed:
         tiles.append(plgpu.SMEM((2, TILE_N, TILE_M), jnp.dtype(dtype), **mosaic_gpu.swizzled(TILE_N, TILE_M, 1)))
@@ -108,7 +108,7 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, transposed: bool
         x = mosaic_gpu.load(x_tile, _REGISTERS).astype(jnp.float32)
         magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
         q = _cast(x, scale_ref, **cast)
-        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # the tile of two steps ago has left this slot
+        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # the tile of two steps ago is stored
         tiles[0].at[slot][...] = q
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tiles[0].at[slot], out_refs[0].at[pl.ds(start[0], TILE_M), pl.ds(start[1], TILE_N)])

@@ -40,7 +40,7 @@ def quantize(
     transposed: bool = False,
     compute_dtype: str = "float32",
 ) -> Quantized:
-    """Compute ``q = cast(x / scale)``, saturating, its transposed copy and ``amax = max|x|``.
+    """Compute the saturating cast ``q = cast(x / scale)``, its transposed copy and ``amax = max|x|``.
 
     The cast rounds to nearest, ties to even.
 

@@ -31,7 +31,7 @@ def quantize(
 ) -> Quantized:
     """Compute ``reference.quantize`` without a transposed copy.
 
-    The amax is NaN if x has a NaN: magnitudes are compared as integers, among which a NaN is above infinity.
+    The amax is NaN if x has a NaN: magnitudes are compared as integers, and a NaN is then above infinity.
 
     Args:
       x, scale, dtype, compute_dtype: arguments of the reference.
@@ -87,7 +87,7 @@ def _kernel(
             across = j * block_n + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
             bits = jnp.where((down < shape[0]) & (across < shape[1]), bits, 0)
         largest = jnp.maximum(largest, bits.reshape(-1, _SUBLANES, block_n).max(axis=0))
-        scaled = _rounded(_rounded(x, compute_dtype) / _rounded(scale_ref[0, 0], compute_dtype), compute_dtype)
+        scaled = _round_to(_round_to(x, compute_dtype) / _round_to(scale_ref[0, 0], compute_dtype), compute_dtype)
         q_ref[part, :] = saturating_cast_in_kernel(scaled, element(dtype))
         return largest
 
@@ -99,6 +99,6 @@ def _kernel(
         amax_ref[0, 0] = jnp.max(largest_ref[...])
 
 
-def _rounded(x: Array, dtype: str) -> Array:
+def _round_to(x: Array, dtype: str) -> Array:
     """Round to a dtype in float32. The float32 quotient of two bfloat16 numbers rounds to their bfloat16 quotient."""
     return x if dtype == "float32" else x.astype(dtype).astype(jnp.float32)

@@ -11,7 +11,7 @@ BLOCK: Blocks = (512, 1024)
 
 
 def blocks_for(shape: tuple[int, int]) -> Blocks:
-    """Return the block of a matrix: whole tiles, and whole rows if they are short.
+    """Return the block size for a matrix: a multiple of the tile size; if rows are short, a block has whole rows.
 
     Args:
       shape: shape of the matrix.
