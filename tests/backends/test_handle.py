@@ -253,7 +253,7 @@ def test_a_rule_that_matches_no_layer_is_found_after_init():
     for quant in quants:
         jax.eval_shape(Model(quant).init, jax.random.key(1), X)
     quants[0].check_used()
-    with pytest.raises(ValueError, match=r"rules\[1\]\.path 'blok/out' matches no layer; .* block, block/ga"):
+    with pytest.raises(ValueError, match=r"rules\[1\]\.path 'blok/out' matches no layer; .* block/out, block/ga"):
         quants[1].check_used()
 
 
