@@ -1,4 +1,4 @@
-"""MAX's ``parse_quant_config``: conversion of a config and a state dict to a QuantConfig, with MAX's errors."""
+"""MAX's ``parse_quant_config``: converts a Hugging Face config and a state dict to a QuantConfig, with MAX's errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxquant.export.llama import ATTENTION, MLP
 MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
-_ONE_SCHEME = "a QuantConfig holds one; use jaxquant.export.hf.read_quantization, which has a spec for every layer"
+_ONE_SCHEME = "a QuantConfig has one; use jaxquant.export.hf.read_quantization, which returns a spec for every layer"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
 
 
@@ -37,19 +37,23 @@ def parse_quant_config(
     state_dict_name_prefix: str = "",
     ignored_modules_prefix: str = "model.",
 ) -> QuantConfig | None:
-    """Read a checkpoint's quantization like MAX 26.3. Returns None if the quantization does not apply to this dtype.
+    """Read the quantization of a checkpoint like MAX 26.3.
+
+    MAX reads some configs incorrectly without an error: ``re:`` ignores, ``exclude_modules``, modelopt FP8, group and
+    block strategies, weight-only. This function reads them as the library that wrote them.
 
     Args:
       huggingface_config: dict, object with ``to_dict()``, or object with the config's fields as attributes.
-      state_dict: names to arrays, ``(shape, dtype)``, or the entries of a safetensors header.
-      dtype: dtype of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any dtype.
+      state_dict: mapping from tensor names to arrays, ``(shape, dtype)`` pairs, or entries of a safetensors header.
+      dtype: dtype of the model's weights: float8_e4m3fn, uint8, float4_e2m1fn or int8; any dtype for MXFP4.
       state_dict_name_prefix: prefix of the decoder's names in ``state_dict``, such as ``language_model.``.
       ignored_modules_prefix: prefix of the decoder's names in exclusion lists.
 
+    Returns:
+      The config, or None if the checkpoint's quantization does not apply to ``dtype``.
+
     Raises:
-      ValueError: as in MAX, with MAX's wording and the key. Where MAX is silently wrong (``re:`` ignores,
-        ``exclude_modules``, modelopt FP8, group and block strategies, weight-only), the config is read as its authors
-        mean it.
+      ValueError: the config is not supported; the message has MAX's wording and the key.
     """
     config = huggingface_config if isinstance(huggingface_config, Mapping) else _as_dict(huggingface_config)
     tensors, name = read_tensors(state_dict), dtype_name(dtype, "dtype")
@@ -113,7 +117,7 @@ def _is_mxfp4(section: Section, method: str) -> bool:
 
 
 def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise for configs that can be read, but that MAX's kernels reject."""
+    """Raise for configs that jaxquant can read but MAX's kernels do not support."""
     if method == "fp8" and section.has("weight_block_size"):
         if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
             raise ValueError(f"{section.where('activation_scheme')}: activation_scheme must be dynamic")
@@ -154,7 +158,7 @@ class _ConfigBuilder:
         inputs = self._input_scale(spec, format)
         mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
         attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
-        for index in mlp:  # raises for experts with another scheme
+        for index in mlp:  # raises if experts have another scheme
             self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
             mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
@@ -174,8 +178,8 @@ class _ConfigBuilder:
     def _spec(self, dtype: str) -> LayerSpec:
         fits = self.quantization.specs
         if not fits:
-            raise ValueError(f"the {self.quantization.method} config quantizes no layer")
-        if len(fits) > 1:  # of two schemes, choose the one of this dtype; MAX's QuantConfig holds only one
+            raise ValueError(f"the {self.quantization.method} config quantizes no layer; load it in float")
+        if len(fits) > 1:  # a QuantConfig has one scheme: select by dtype
             fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
         if len(fits) != 1:
             count = len(self.quantization.specs)
@@ -207,7 +211,7 @@ class _ConfigBuilder:
             found = self._scale_dtype("weight_scale")
             if found is None and self.quantization.method == "compressed-tensors":
                 raise ValueError(
-                    f"could not find the weight scale dtype: no tensor is named "
+                    f"could not find the weight scale dtype: there is no tensor "
                     f"{self.prefix}layers.0.mlp.down_proj.weight_scale"
                 )
             dtype = found or dtype
@@ -216,7 +220,7 @@ class _ConfigBuilder:
     def _input_scale(self, spec: LayerSpec, format: QuantFormat) -> InputScaleSpec | None:
         facts = spec.input
         if facts is None and format is QuantFormat.MXFP4:
-            # MAX's kernels quantize the inputs of MXFP4 experts, whatever the checkpoint specifies.
+            # MAX's kernels quantize the inputs of MXFP4 experts even if the checkpoint specifies float inputs.
             return InputScaleSpec(ScaleGranularity.BLOCK, ScaleOrigin.DYNAMIC, "float32", block_size=(1, 32))
         if facts is None:
             return None
@@ -227,7 +231,7 @@ class _ConfigBuilder:
         elif facts.scale_dtype != "float32":
             dtype = facts.scale_dtype
         elif per_token and format in (QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.FBGEMM_FP8):
-            dtype = dtype or facts.dtype  # placeholder, as in MAX
+            dtype = dtype or facts.dtype  # MAX has this placeholder
         return InputScaleSpec(
             facts.granularity,
             facts.origin,
@@ -246,14 +250,14 @@ class _ConfigBuilder:
         return found[-1] if found else None
 
     def _has(self, spec: LayerSpec, name: str) -> bool:
-        """Whether a layer is quantized by a scheme.
+        """Return whether a layer is quantized by a scheme.
 
         Raises:
-          ValueError: the layer is quantized by another scheme, which the QuantConfig cannot hold.
+          ValueError: the layer is quantized by another scheme; a QuantConfig can only have one.
         """
         own = self.quantization.spec(self.ignored_prefix + name)
         if own not in (None, spec):
-            raise ValueError(f"{name} has {own.weight.dtype} weights, others {spec.weight.dtype}; {_ONE_SCHEME}")
+            raise ValueError(f"{name} has {own.weight.dtype} weights, others have {spec.weight.dtype}; {_ONE_SCHEME}")
         return own is not None
 
     def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
@@ -294,7 +298,7 @@ class _ConfigBuilder:
         return "bfloat16" if excluded else None
 
     def _can_use_fused_mlp(self, widened: bool) -> bool:
-        """Whether the scales of gate and up can be joined along rows: scalars must be equal or widened to rows."""
+        """Return whether the scales of gate and up can be joined along rows; scalars must be equal or widened first."""
         for name, gate in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             if kind not in _SCALES or not stem.endswith("gate_proj"):

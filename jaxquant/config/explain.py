@@ -1,4 +1,4 @@
-"""Descriptions of recipes for users, derived from the recipe dataclasses; no text is specific to one string."""
+"""Descriptions of recipes for users, derived from the recipe dataclasses; no text is specific to one config string."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
 
     Args:
       string: key of ``RECIPES``, or a composition of keys.
-      options: further fields of ``QuantConfig``; default values otherwise.
+      options: values of other fields of ``QuantConfig``; the rest have their defaults.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as for ``QuantConfig``.
+      ValueError, TypeError, NotImplementedError: raised by ``QuantConfig``.
     """
     name: str = spell(string)
     row = lookup(name)
@@ -90,10 +90,10 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    lines += ["", *(_recipe(recipe) if recipe else ["It has no fixed recipe."])]
+    lines += ["", *(_recipe(recipe) if recipe else ["The config string has no fixed recipe."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
-        lines += ["", "Options that it reads, with their defaults:"]
+        lines += ["", "Options, with their defaults:"]
         lines += [f"  {field}: {json.dumps(default)}" for field, default in fields.items()]
     return "\n".join(lines)
 
@@ -179,7 +179,7 @@ def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_
     """Return a description of one operand of a matmul.
 
     Args:
-      operand: the operand.
+      operand: operand of a recipe's matmul.
       forward: spec of the forward operand, if the operand reuses it.
       other_is_quantized: whether the other operand of the matmul is quantized.
     """

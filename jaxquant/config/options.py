@@ -1,4 +1,4 @@
-"""Options: the config fields that change a recipe, their groups, and the change that each group makes."""
+"""Options: config fields that change a recipe, the groups of these fields, and the change that each group makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
 
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
-"""Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, as AQT names the operands.
+"""Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, with AQT's names.
 
 In AQT the output gradient is the lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
 ``drhs.rhs`` here, and AQT's drhs_rhs is ``drhs.lhs``.
@@ -28,7 +28,7 @@ def _option(group: str, default: Any, least: float | None = None, most: float = 
       group: name of the option's group in ``GROUPS``.
       default: value if a config does not set the option.
       least, most: range of a number; ``least`` is None if the option is not a number.
-      condition: text for errors, instead of "at least …".
+      condition: text that replaces "at least …" in errors, or "".
     """
     return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, condition)})
 
@@ -68,7 +68,7 @@ class OptionGroup:
 
     Attributes:
       change: function (recipe, options) -> changed recipe; None if the group does not change numerics.
-      check: function that raises for values that no recipe supports; None if types and ranges are sufficient.
+      check: function that raises for values that no recipe supports; None if the checks of type and range are enough.
     """
 
     change: Callable[[Recipe, Options], Recipe] | None = None
@@ -76,10 +76,10 @@ class OptionGroup:
 
 
 def read_calibration(options: Options, field: str) -> Calibration:
-    """Parse one of the calibration strings.
+    """Parse the text of a calibration field.
 
     Raises:
-      ValueError: the string is invalid; names the field.
+      ValueError: the text is invalid; the message names the field.
     """
     text = getattr(options, field)
     if field == "drhs_grad_quantization_calibration_method":
@@ -102,7 +102,7 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
         except ValueError:
             raise ValueError(f"constant_bound_config {typed.show(value)} must be six comma-separated numbers") from None
     if len(value) not in (0, len(OPERANDS)):
-        raise ValueError(f"constant_bound_config needs six bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
+        raise ValueError(f"constant_bound_config must have 6 bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
     for name, bound in zip(OPERANDS, value, strict=False):
         if not 1e-30 <= bound <= 1e30:
             raise ValueError(f"constant_bound_config {name} must lie between 1e-30 and 1e30, got {bound:g}")
@@ -110,13 +110,13 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
 
 
 def check(options: Options) -> None:
-    """Raise for values that no recipe supports, whether or not the chosen recipe reads them.
+    """Raise for values that no recipe supports, even if the selected recipe does not read them.
 
     Args:
       options: fields of a config.
 
     Raises:
-      ValueError: a value is out of range; names the field, the condition and the value.
+      ValueError: a value is out of range; the message has the field, the condition and the value.
     """
     for field in dataclasses.fields(Options):
         value, (least, most, condition) = getattr(options, field.name), field.metadata["range"]
@@ -129,7 +129,7 @@ def check(options: Options) -> None:
 
 
 def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
-    """Return a recipe with the applicable options applied.
+    """Return a recipe with the options applied that its row reads.
 
     Args:
       recipe: recipe of a row, or None.
@@ -163,7 +163,7 @@ _CALIBRATED = {
     "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
     "drhs_grad_quantization_calibration_method": (("drhs", "rhs"),),
 }
-"""Operands of each calibration string, except those that a backward matmul reuses from the forward matmul."""
+"""Operands that each calibration field changes; an operand that reuses the forward operand has no own calibration."""
 
 
 def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
@@ -189,7 +189,7 @@ def _calibration(field: str) -> OptionGroup:
 def _check_bounds(options: Options) -> None:
     bounds, flags = read_bounds(options.constant_bound_config), options.per_tensor_scales
     if len(flags) not in (0, len(OPERANDS)):
-        raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
+        raise ValueError(f"per_tensor_scales must have 6 flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
     if bounds and not all(flags):
         raise ValueError("per_tensor_scales has no effect together with constant_bound_config; remove one of them")
 
@@ -206,7 +206,7 @@ def _bounded(recipe: Recipe, options: Options) -> Recipe:
 
 
 def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
-    """Return the recipe with a change applied to the given operands, except operands that reuse the spec of another."""
+    """Return the recipe after changing the spec of each listed operand; operands without their own spec stay."""
     for matmul, side in places:
         spec = getattr(getattr(recipe, matmul), side)
         if isinstance(spec, TensorSpec):
@@ -279,7 +279,7 @@ def _activations_bounded(recipe: Recipe, options: Options) -> Recipe:
     if bound is not None and read_calibration(options, method).method == "fixed":
         raise ValueError(
             f"activation_scale_ub {bound:g} has no effect together with {method} {getattr(options, method)!r}, which "
-            "measures no amax; remove one of them"
+            "does not use an amax; remove one of them"
         )
     return _changed(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
 
@@ -315,7 +315,7 @@ GROUPS: dict[str, OptionGroup] = {
 """All groups of options, in the order in which they are checked and applied; rows of ``RECIPES`` name these groups."""
 
 CALIBRATION = tuple(_CALIBRATED)
-"""Groups of the calibration strings."""
+"""Names of the groups of the calibration fields."""
 
 PROBE = Options(
     quantization_local_shard_count=2,
@@ -333,4 +333,4 @@ PROBE = Options(
     activation_scale_ub=1.0,
     square_weight_blocks=True,
 )
-"""For each group, options that change the recipe of every row that reads the group."""
+"""Options with values that make each group change the recipe of every row that reads the group."""

@@ -1,4 +1,4 @@
-"""The user's config, read strictly and checked completely before anything is built."""
+"""``QuantConfig``, the user's config, which is read strictly and checked completely at construction."""
 
 from __future__ import annotations
 
@@ -37,56 +37,73 @@ class QuantConfig(options.Options):
     """All settings of jaxquant, under MaxText's names where MaxText has them. The fields are validated at construction.
 
     Attributes:
-      quantization: config string, a key of ``RECIPES``; "" means no quantization. A composition, such as the mapping
-        ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, takes each matmul from a config string (null is float); it
-        is stored as text.
-      quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``, except for ``aqt_fp8`` and
-        ``aqt_fp8_full``: for these it is ``aqt``, and native runs the contractions that AQT does not support.
-      implementation: implementation of the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
-        if supported, otherwise XLA). null selects by chip and op. Results differ only in block matmuls, by one
-        rounding.
+      quantization: config string, a key of ``RECIPES``; "" means no quantization. A mapping such as ``{fwd:
+        fp8_current, dlhs: quartet2, drhs: null}`` is a composition: it names the config string of each matmul, where
+        null means float. It is stored as text.
+      quant_backend: library that runs the matmuls. ``auto`` selects ``native``, except for ``aqt_fp8`` and
+        ``aqt_fp8_full``, where it selects ``aqt``, and ``native`` for contractions that AQT does not support.
+      implementation: implementation of casts and matmuls in the native backend. ``xla`` uses XLA; ``pallas`` uses
+        jaxquant's kernels where they support the call, otherwise XLA; null selects by chip and operation. The results
+        differ only in block matmuls, by one rounding.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
-      strict: whether a training run refuses to start if a matmul does not run in the dtypes of its layer's recipe. In
-        your own loop, call ``jaxquant.coverage(step, ...).check()``.
-      rules: ordered rules; the first match wins. The config strings of rules must run on the config's backend. In
-        Python, a rule can hold your own ``Recipe`` if the backend supports it.
-      float_first_blocks, float_last_blocks: number of blocks at the beginning and at the end of the model that stay in
-        float, unless a rule decides. A block consists of the layers that share the outermost numbered part of their
-        paths, such as ``layers_3/`` or ``blocks/7/``.
-      quantize_router_proj, quantize_logits_proj, quantize_mtp: whether to quantize routers, output heads, and the
-        layers of ``mtp_block`` (MaxText's multi-token prediction) unless a rule decides; by default they stay in float.
-      quantization_local_shard_count: number of blocks of the weight gradient's contraction, each with its own scales.
-        -1: the number of devices that share the batch (1 if nothing is sharded; see ``docs/guide/meshes.md``). 0: float
-        weight gradient. A positive count must divide the batch; above 1, convolutions stay in float.
-      constant_bound_config: six constant bounds in the order of ``options.OPERANDS``, or empty.
-      per_tensor_scales: six flags in the same order: one scale per tensor (true, the default) or per channel.
+      strict: whether a training run raises an error at the start if a matmul does not run in the dtypes of its layer's
+        recipe. In your own training loop, call ``jaxquant.coverage(step, ...).check()``.
+      rules: ordered rules; the first match wins. The config strings of the rules must run on the config's backend. In
+        Python, a rule can contain your own ``Recipe`` if the backend supports it.
+      float_first_blocks: number of blocks at the start of the model that stay in float, unless a rule decides. A block
+        is the layers below one numbered part of a path, such as ``layers_3/`` or ``blocks/7/``. If numbers are nested,
+        the outermost number counts.
+      float_last_blocks: number of blocks at the end of the model that stay in float, unless a rule decides.
+      quantize_router_proj: whether to quantize routers, which stay in float by default, unless a rule decides.
+      quantize_logits_proj: whether to quantize output heads, which stay in float by default, unless a rule decides.
+      quantize_mtp: whether to quantize the layers of ``mtp_block`` (MaxText's multi-token prediction), which stay in
+        float by default, unless a rule decides.
+      quantization_local_shard_count: number of blocks into which the contraction of the weight gradient is split; each
+        block has its own scales. -1 is the number of devices that share the batch (1 if nothing is sharded; see
+        ``docs/guide/meshes.md``). 0 keeps the weight gradient in float. A positive count must divide the batch. With a
+        count above 1, convolutions stay in float.
+      constant_bound_config: six constant bounds of the operands, in the order of ``options.OPERANDS``, or empty.
+      per_tensor_scales: six flags in the same order as ``constant_bound_config``: one scale per tensor (true, the
+        default) or per channel (false).
       weight_quantization_calibration_method: calibration of weights.
       act_quantization_calibration_method: calibration of activations.
       bwd_quantization_calibration_method: calibration of output gradients.
-      drhs_grad_quantization_calibration_method: calibration of the output gradient, for the weight gradient only;
-        "" uses ``bwd_quantization_calibration_method``.
-      weight_sparsity_n, weight_sparsity_m: N:M sparsity; n of every m weights are kept.
-      weight_sparsity_start_step, weight_sparsity_update_step: first sparse step; steps between mask updates.
-      amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
-      four_over_six: whether each block of NVFP4's forward operands maps its amax to 4 or 6, by the smaller error.
-      scale_fmt: ``ue8m0`` rounds the scales of ``fp8_block`` up to powers of two, as checkpoints with this field do.
-      activation_scale_ub: upper bound of the amax of activations; larger values are clipped and get no gradient. None
-        disables it.
-      square_weight_blocks: whether ``mxfp8`` uses weight blocks of 32 by 32, so that forward and dlhs share one
-        quantized weight.
-      quantization_share_expert_scales: whether all experts of a weight (its batch axes, and the groups of a ragged
-        matmul) share per-tensor scales and their state; otherwise each expert has its own.
-      quant_cfg_path: file of ``intmp``.
-      replicate_quant_scale: whether the stored scales of a sharded kernel are replicated; training does not store any.
-      quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache for serving.
+      drhs_grad_quantization_calibration_method: calibration of the output gradient in the matmul of the weight
+        gradient; "" uses ``bwd_quantization_calibration_method``.
+      weight_sparsity_n: number of weights in each group of ``weight_sparsity_m`` that are not set to zero (N:M
+        sparsity).
+      weight_sparsity_m: number of neighbouring weights in a group of N:M sparsity.
+      weight_sparsity_start_step: first step with sparse weights.
+      weight_sparsity_update_step: number of steps between two updates of the sparsity mask.
+      amax_history_length: number of past steps whose amax determines the scale in delayed scaling.
+      amax_margin: exponent of a factor ``2**amax_margin`` that multiplies the scale in delayed scaling.
+      amax_init: scale of a tensor without amax history in delayed scaling. ``warmup`` uses the amax of the tensor;
+        ``flax`` uses scale 1 and reproduces flax's op bit for bit.
+      four_over_six: whether each block of NVFP4's forward operands maps its amax to 4 instead of 6 if the error is
+        smaller.
+      scale_fmt: rounding of the scales of ``fp8_block``. ``ue8m0`` rounds scales up to powers of two, as in checkpoints
+        that have this field; "" does not round.
+      activation_scale_ub: upper bound of the amax of activations, or null for no bound. Larger values are clipped, and
+        their gradient is zero.
+      square_weight_blocks: whether ``mxfp8`` uses weight blocks of 32 by 32, so that the forward matmul and the input
+        gradient share one quantized weight.
+      quantization_share_expert_scales: whether all experts of a weight share per-tensor scales and their state. If
+        false, each expert has its own. Experts are the batch axes of a weight, or the groups of a ragged matmul.
+      quant_cfg_path: path of the JSON or YAML file of ``intmp``.
+      replicate_quant_scale: whether the scales of a sharded converted kernel are replicated. Training stores no scales.
+      quantize_kvcache: whether the KV cache is quantized in serving.
+      kv_quant_axis: values that share a scale in the KV cache: ``dkv`` is the features of one head, ``heads_and_dkv``
+        is the features of all heads of a token.
+      kv_quant_dtype: element type of the quantized KV cache.
       checkpoint_is_quantized: whether the parameters come from ``jaxquant.convert``.
-      save_quantized_params_path: field of MaxText; ``maybe_quantize_model`` refuses it and names
+      save_quantized_params_path: field of MaxText that jaxquant does not support; save converted parameters with
         ``jaxquant.serving.save``.
 
     Raises:
       ValueError: a value is out of range, unknown, or not read by the recipe.
       TypeError: a value has the wrong type.
-      NotImplementedError: only a backward matmul of a composition has its weight in a tensor format.
+      NotImplementedError: a backward matmul of a composition has its weight in a tensor format that the forward matmul
+        does not use.
     """
 
     quantization: str = ""
@@ -116,7 +133,7 @@ class QuantConfig(options.Options):
         for name in ("kv_quant_axis", "kv_quant_dtype"):
             if not self.quantize_kvcache and (value := getattr(self, name)) not in ("", getattr(QuantConfig, name)):
                 raise ValueError(
-                    f"{name} {value!r} has no effect without quantize_kvcache true; set that, or remove {name}"
+                    f"{name} {value!r} has no effect without quantize_kvcache; set quantize_kvcache, or remove {name}"
                 )
         if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
             raise ValueError(
@@ -134,7 +151,7 @@ class QuantConfig(options.Options):
 
     @property
     def resolved_backend(self) -> BackendName | None:
-        """Backend that runs the matmuls, with ``auto`` resolved; None if nothing is quantized.
+        """Backend that runs the config, after ``auto`` is resolved; None if nothing is quantized.
 
         Raises:
           ValueError: ``auto`` is ambiguous, because the config strings of the rules have different backends.
@@ -158,20 +175,20 @@ class QuantConfig(options.Options):
 
     @property
     def leaves_backend_open(self) -> bool:
-        """Whether the user did not choose a backend; native then runs ops that the selected backend lacks."""
+        """Whether no backend is set, so that native runs the operations that the resolved backend does not support."""
         return self.quant_backend == "auto" and not self.use_qwix_quantization
 
     @property
     def strings(self) -> list[str]:
-        """All config strings in use: ``quantization``, if it is set, and the config strings of the rules."""
+        """Every config string in use: the base string, if it is not empty, and the strings of the rules."""
         return [name for name, _ in self._named_rows()]
 
     def recipe(self) -> Recipe | None:
-        """Return the recipe of ``quantization`` with the options applied, or None. For ``intmp``: its default."""
+        """Return the base recipe with the options applied, or None; for ``intmp`` the recipe of ``__default__``."""
         return self._resolver().base.recipe
 
     def resolver(self) -> Resolver | None:
-        """Return the resolver of the layers' recipes, or None if the config quantizes nothing."""
+        """Return the function that selects the recipe of each layer, or None if the config quantizes nothing."""
         return self._resolver() if self._quantizes else None
 
     def _resolver(self) -> Resolver:
@@ -198,14 +215,15 @@ class QuantConfig(options.Options):
         """Read a config from any supported form.
 
         Args:
-          obj: a QuantConfig (returned unchanged), a mapping (strict: every key must be a field), a config string, the
-            path of a YAML or JSON file with such a mapping (a string that ends in ``.yml``, ``.yaml`` or ``.json``, or
-            a ``pathlib.Path``), or an object with an attribute ``quantization``, such as MaxText's config. A warning
-            lists the other attributes of such an object that are set and, by name or dtype, concern quantization.
+          obj: config in one of five forms. A QuantConfig is returned unchanged. Every key of a mapping must be a field.
+            A string is a config string, or the path of a file with such a mapping if the string ends in ``.yml``,
+            ``.yaml`` or ``.json``. A ``pathlib.Path`` is the path of such a file. Any other object must have an
+            attribute ``quantization``, as MaxText's config has. A warning lists attributes of this object that are set
+            and concern quantization, but that jaxquant does not read.
 
         Raises:
-          TypeError: the object has another form.
-          ValueError: a file cannot be read. Otherwise as for ``QuantConfig``.
+          TypeError: the object has none of these forms.
+          ValueError: a file cannot be read, or ``QuantConfig`` raises.
           NotImplementedError: a MaxText config requests a feature that is not implemented.
         """
         if isinstance(obj, QuantConfig):
@@ -239,7 +257,7 @@ class QuantConfig(options.Options):
             why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
-            fields["quant_backend"] = "native"  # MaxText runs flax's op here, like native
+            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these; native has its numerics
         if string == "fp8" and fields.get("use_qwix_quantization"):
             string = fields["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
         count = fields.get("quantization_local_shard_count")
@@ -266,7 +284,7 @@ class QuantConfig(options.Options):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _named_rows(self) -> list[tuple[str, str]]:
-        """List (config string, place) of ``quantization`` and of every rule with a config string."""
+        """Return the config strings in use, each with the config field that contains the string."""
         named = [(self.quantization, "quantization")]
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
@@ -308,7 +326,7 @@ class QuantConfig(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
                 readers = [name for name, row in RECIPES.items() if field.name in row.fields]
-                where = ", for a matmul that it affects" if any(name.startswith("{") for name in self.strings) else ""
+                where = ", in a matmul that it affects" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
                     f"it is an option of {typed.either(readers)}{where}"
@@ -316,14 +334,14 @@ class QuantConfig(options.Options):
 
 
 ConfigLike: TypeAlias = QuantConfig | Mapping[str, Any] | str | os.PathLike[str]
-"""Type of a ``config`` argument: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path
-of a YAML or JSON file. Objects with the fields, such as MaxText's config, are accepted too."""
+"""Type of a ``config`` argument: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path of
+a YAML or JSON file. An object with these fields as attributes, such as MaxText's config, is accepted too."""
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """Fields of a config without a quantized KV cache."""
 _MISSING: Any = object()
 _NULLS = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.default in ("", ())}
 _NULLS["kv_quant_axis"] = ""
-"""Value that null has in a field that cannot be None."""
+"""Value that replaces null in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 
 
@@ -381,7 +399,7 @@ def refuse_fields(config: QuantConfig, whys: Mapping[str, str], kind: type[Excep
 
     Args:
       config: config to check.
-      whys: mapping from field to the text that follows its value in the error.
+      whys: mapping from a field to the text that follows the field and its value in the error.
       kind: class of the error.
     """
     for name, why in whys.items():

@@ -1,7 +1,7 @@
-"""The table of config strings: the recipe of each, the backends that run it, the options that it reads.
+"""Table of config strings: the recipe of each string, the backends that run it, and the options that it reads.
 
-An alias shares the row of another config string. A composition takes each of the three matmuls from the row of a config
-string; its name is the mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
+An alias shares the row of another string. A composition takes each of the three matmuls from the row of another string.
+The config string of a composition is a mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxquant.core.typed import build, nearest, show
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeRow:
-    """One config string.
+    """Recipe, backends and options of one config string.
 
     Attributes:
-      recipe: recipe with every option at its default (one shard if the default is the device count). None for ``""``,
-        which has no recipe, and for ``intmp``, whose recipes come from a file.
+      recipe: recipe with every option at its default (one shard if the default is the device count); None for ``""``,
+        which does not quantize, and for ``intmp``, whose recipes come from a file.
       summary: description in one line.
-      libraries: libraries that run the config string; our own backends run every config string.
+      libraries: libraries whose backends run the string; jaxquant's own backends run every string.
       auto: backend that ``quant_backend: auto`` selects, or "".
-      options: names of the groups in ``GROUPS`` that the config string reads.
-      parts: rows of the three matmuls of a composition; None leaves a matmul in float.
+      options: names of the groups in ``GROUPS`` that the string reads.
+      parts: row of each matmul of a composition, or None for a float matmul; empty for other strings.
     """
 
     recipe: Recipe | None
@@ -73,7 +73,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
 
 
 def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
-    """Return a recipe with one dtype for weights, activations and gradients."""
+    """Return a recipe that uses the same dtype for weights, activations and gradients."""
     return _reusing(name, TensorSpec(dtype), TensorSpec(dtype), accumulator)
 
 
@@ -83,7 +83,7 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
 
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
-    """Return a recipe that quantizes the weight in forward and dlhs; the weight's gradient is straight-through."""
+    """Return a recipe that quantizes the weight in forward and dlhs, with a straight-through gradient."""
     return Recipe(name, fwd=MatmulSpec(None, keep_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
@@ -94,13 +94,13 @@ def _encoded(codec: str, dtype: str) -> RecipeRow:
 
 
 def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
-    """Return a recipe that quantizes each of the six operands separately, without reuse."""
+    """Return a recipe that quantizes all six operands separately, without reusing forward operands."""
     grad = MatmulSpec(backward, backward, accumulator)
     return Recipe(name, fwd=MatmulSpec(forward, keep_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
 
 def _mx(dtype: str) -> TensorSpec:
-    """Return the spec of tiles of 32 along the contraction, with power-of-two scales."""
+    """Return the spec of an operand in tiles of 32 along the contraction, with power-of-two scales."""
     return TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
 
 
@@ -293,7 +293,7 @@ RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The config strings of the three matmuls; None leaves a matmul in float."""
+    """Config string of each of the three matmuls; None is float."""
 
     fwd: str | None
     dlhs: str | None = None
@@ -308,7 +308,7 @@ def spell(recipe: Any, place: str = "quantization") -> Any:
     """Return a composition (mapping or text) as its config string; return any other value unchanged.
 
     Raises:
-      ValueError, TypeError: the composition has an unknown key, lacks ``fwd``, or a value is not a string.
+      ValueError, TypeError: the composition has an unknown key, no key ``fwd``, or a value that is not a string.
     """
     if isinstance(recipe, str) and recipe.lstrip().startswith("{"):
         recipe = parse(recipe, place)
@@ -323,12 +323,12 @@ def _composition(name: str, place: str) -> RecipeRow:
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} cannot be part of a composition; use another string or null")
+            raise ValueError(f"{place}.{matmul} {string!r} has no fixed recipe; use another config string, or null")
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} leaves fwd, dlhs and drhs in float; set one of them, or leave {place} empty")
     alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
-    summary = "each matmul from the string that it names, with operands quantized from the float tensors"
+    summary = "each matmul has the recipe of its own config string, with operands quantized from float tensors"
     recipe = compose(name, [row and row.recipe for row in parts])
     options = tuple(group for group in GROUPS if _reads(recipe, parts, group))
     return RecipeRow(recipe, summary, alike.libraries, options, parts, alike.auto)
@@ -336,7 +336,7 @@ def _composition(name: str, place: str) -> RecipeRow:
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
     """Return whether a group of options affects a composition through a row that reads the group."""
-    if GROUPS[group].change is None:  # only the forward weight has stored scales
+    if GROUPS[group].change is None:  # stored scales belong to the forward weight
         return parts[0] is not None and group in parts[0].options
     probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
@@ -351,14 +351,13 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
 
     Args:
       name: config string; a composition as ``spell`` writes it.
-      place: field in which the user wrote the config string, for errors.
+      place: config field that contains the string, for errors.
 
     Raises:
       TypeError: the name is not a string.
-      ValueError: the config string is unknown (the error names similar ones), or a composition quantizes nothing or
-        combines rows that contradict each other.
-      NotImplementedError: only a backward matmul of a composition has its weight in a tensor format, or only MaxText's
-        own module can run the string.
+      ValueError: the string is unknown (the error suggests similar strings), or a composition is not valid.
+      NotImplementedError: a backward matmul of a composition has its weight in a tensor format that the forward matmul
+        does not use, or only MaxText's own module can run the string.
     """
     if not isinstance(name, str):
         raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")

@@ -64,7 +64,7 @@ def quantize(config, mode="train"):
 
 def test_modes():
     assert [get_quant_mode(mode) for mode in MODES] == [QuantMode.TRAIN, QuantMode.CONVERT, QuantMode.SERVE]
-    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; known ones are 'train', 'convert', 's"):
+    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; use one of 'train', 'convert', 's"):
         get_quant_mode("eval")
     for mode in MODES:
         quant = configure_quantization({"quantization": "int8"}, mode)
@@ -253,7 +253,7 @@ def test_a_rule_that_matches_no_layer_is_found_after_init():
     for quant in quants:
         jax.eval_shape(Model(quant).init, jax.random.key(1), X)
     quants[0].check_used()
-    with pytest.raises(ValueError, match=r"rules\[1\]\.path 'blok/out' matches no layer; .* block, block/ga"):
+    with pytest.raises(ValueError, match=r"rules\[1\]\.path 'blok/out' matches no layer; .* block/out, block/ga"):
         quants[1].check_used()
 
 

@@ -132,12 +132,12 @@ ERRORS = [
     (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\], got \[64, 64\]"),
     (compressed(CHANNEL, TOKEN, [UP]), "assumes uniform quantization for MLPs; layer 1 leaves out mlp.up_proj"),
     (compressed(CHANNEL, TOKEN, [Q_PROJ]), "attention QKV and output projections; layer 1 leaves out self_attn.q_proj"),
-    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, others float8_e4m3fn; a QuantConfig holds one"),
+    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, others have float8_e4m3fn; a QuantConfig has one"),
 ]
 """A config, and the error."""
 MIXED_SCALES = tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))
 TENSOR_ERRORS = [
-    (CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}, "no tensor is named layers.0.mlp.down_proj.weight_scale"),
+    (CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}, "there is no tensor layers.0.mlp.down_proj.weight_scale"),
     (FBGEMM, {}, "could not find weight scale dtype for FBGEMM FP8"),
     (FBGEMM, tensors(shape=(1, 2)), "only row-wise weight quantization"),
     (FBGEMM, MIXED_SCALES, "uniform weight scale dtype is supported for FBGEMM FP8"),
@@ -279,7 +279,7 @@ def test_scales_interleave_as_defined_and_come_back(shape, dtype):
         assert back.dtype == scales.dtype
         back = back if dtype == "float32" else jax.lax.bitcast_convert_type(back, jnp.uint8)
         np.testing.assert_array_equal(back, raw)
-    with pytest.raises(ValueError, match="do not hold scales of shape"):
+    with pytest.raises(ValueError, match="do not match scales of shape"):
         hf.deinterleave_scales(out, (shape[0] + 128, shape[1]))
 
 

@@ -77,7 +77,7 @@ def test_check_used():
         ValueError, match=re.escape("rules[1].path '.*/w0' matches no layer; the model's layers are lay")
     ):
         resolver((".*/wo", None), (".*/w0", None)).check_used(paths)
-    message = "rules[1].path '.*/wo' has no effect: the first match wins, and earlier rules match every layer"
+    message = "rules[1].path '.*/wo' has no effect: the first match wins, and earlier rules match all its layers"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolver((".*/mlp/.*", None), (".*/wo", "int8")).check_used(paths)
     resolver().check_used([])

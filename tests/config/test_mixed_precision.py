@@ -95,12 +95,12 @@ ERRORS = [
     ({".*": {"tile_size": 0}}, "'.*'.tile_size must be -1 (untiled) or at least 1, got 0"),
     ({"(": {}}, "entry '(' is not a regular expression: "),
     ([], "m.json: top level must be a mapping, got list"),
-    ('{"a": {}, "a": {}}', "m.json line 1: key 'a' is given twice"),
+    ('{"a": {}, "a": {}}', "m.json line 1: key 'a' occurs twice"),
     ('{"a": \n]', "m.json line 2: expected the node content"),
 ]
 PLACES = {
     "nowhere.json": "quant_cfg_path 'nowhere.json' cannot be read: No such file or directory",
-    "": "quantization 'intmp' needs quant_cfg_path, but it is empty",
+    "": "quantization 'intmp' requires quant_cfg_path, but it is empty",
     "x.txt": "quant_cfg_path 'x.txt' must end in .json, .yml or .yaml",
 }
 

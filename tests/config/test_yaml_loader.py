@@ -76,8 +76,8 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 TEXTS = {
-    "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' is given twice, first on line 1",
-    "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' is given twice, first on line 2",
+    "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' occurs twice, first on line 1",
+    "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' occurs twice, first on line 2",
     "a: [1\n": "c.yml line 2: ",
     "a: 1\n---\nb: 2\n": "c.yml line 2: ",
     "- 1\n": "c.yml: top level must be a mapping, got list",
@@ -173,6 +173,6 @@ def test_overrides():
     for words, message in (
         (["steps"], "override 'steps' is not of the form key=value"),
         (["=3"], "override '=3' is not of the form key=value"),
-        (["a=3", "a.b=4"], "override 'a.b=4' puts a key under 'a', which already has a value"),
+        (["a=3", "a.b=4"], "override 'a.b=4' sets a key below 'a', which already has a value"),
     ):
         assert message in refused(lambda words=words: parse_overrides(words))

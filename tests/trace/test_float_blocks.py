@@ -45,9 +45,9 @@ def test_a_rule_comes_first():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"have no such part \(layers/mlp/wi_0, .*layers share one path"),
-        (["Dense_0", "Dense_1"], "parts above the layers' own names"),
-        (["layers_0/w", "layers_1/w"], r"leave none of the 2 blocks layers_\* quantized; lower them"),
+        (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"of this model have none \(layers/mlp/wi_0, .*layers share one path"),
+        (["Dense_0", "Dense_1"], "require numbered blocks in the paths"),
+        (["layers_0/w", "layers_1/w"], r"leave all 2 blocks layers_\* in float; lower one of them"),
     ],
 )
 def test_where_there_are_no_blocks_or_none_are_left(paths, message):

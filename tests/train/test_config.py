@@ -50,7 +50,7 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("quantization=int9", "int8"),
         ("framework=nnx", "is not supported by this program; leave framework out, and see examples/nnx_loop.py"),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
-        ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
+        ("gradient_accumulation_steps=3", "batch_size 8 is not a multiple of gradient_accumulation_steps 3"),
         ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),
         ("dataset_path=/nonexistent", "/nonexistent"),
     ],

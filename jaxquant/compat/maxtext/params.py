@@ -1,7 +1,7 @@
-"""Parameters of models that pass quantization to each layer explicitly, and their collection "aqt".
+"""Functions, under MaxText's names, that match the quantized kernels of the collection "aqt" with float parameters.
 
-The names are MaxText's. Convert mode keeps the float kernels and adds a quantized tensor for each kernel at the layer's
-path. These functions find the parameter that each tensor replaces, and remove these parameters.
+Convert mode keeps the float kernels in "params" and adds the quantized kernels in "aqt", each at the path of its layer.
+These functions find the float parameter that each quantized kernel replaces, and remove these parameters.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGen
 def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
     """Return the float parameter that each quantized tensor replaces.
 
-    A tensor belongs to the layer whose path precedes the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). It replaces one
-    of the layer's own parameters, except biases, that has the same number of elements. Several tensors of one layer
-    (the einsum kernels of an expert block) are matched in the order of their numbers and names.
+    A tensor belongs to the layer whose path precedes the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). The tensor
+    replaces a parameter of this layer that is not a bias and has the same number of elements. If a layer has several
+    tensors (the einsum kernels of an expert block), they are matched in the order of their numbers and names.
 
     Args:
-      aqt_params: collection "aqt", of the AQT or the native backend.
-      params: collection "params"; boxes with axis names count as their contents.
+      aqt_params: collection "aqt" of the AQT backend or the native backend.
+      params: collection "params"; arrays may be in boxes with axis names.
 
     Returns:
-      A tree like ``aqt_params`` with a key path into ``params`` (``jax.tree_util`` keys) for each tensor and None for
-      each other leaf.
+      A tree like ``aqt_params``. A quantized tensor is replaced by a key path into ``params`` (``jax.tree_util`` keys),
+      and any other leaf by None.
 
     Raises:
-      ValueError: a tensor has no matching parameter, or two tensors match one; lists both sides.
+      ValueError: a tensor has no matching parameter, or two tensors match one parameter; the message lists all tensors
+        and parameters.
     """
     tensors, structure = jax.tree_util.tree_flatten_with_path(aqt_params, is_leaf=_is_tensor)
     floats = [(path, meta.unbox(value)) for path, value in _leaves(params)]
@@ -56,7 +57,7 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
         ]
         if not free:
             raise ValueError(_both_sides(f"{join_path(path)} has no float parameter", tensors, floats))
-        # Tiles and scanned layers give the tensor another shape than its kernel.
+        # Prefer a parameter of equal shape; with tiles or scanned layers, the shapes of tensor and kernel differ.
         found[i] = min(free, key=lambda item: item[1] != _shape(tensor))[0]
     return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])
 
@@ -82,7 +83,7 @@ def _leaves(params: Any) -> list[tuple[Path, Any]]:
 
 
 def _is_box(node: Any) -> bool:
-    """Whether a node is an array with axis names."""
+    """Return whether a node is an array with axis names."""
     return isinstance(node, meta.AxisMetadata)
 
 
