@@ -207,7 +207,7 @@ def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
 
 
 def _check(found: Any) -> None:
-    assert any(row.wanted or row.dtypes.rhs.is_quantized for row in found.rows)
+    assert any(row.expected or row.dtypes.rhs.is_quantized for row in found.rows)
     try:
         found.check()
     except ValueError as error:

@@ -182,7 +182,7 @@ BROKEN = {
     ),
     "the model is wrapped": (linen.Face, "of", lambda face, model: _of(face, _Within(model)), check_parameters),
     "matmuls are in float": (ops, "contract", _in_float, check_lowered),
-    "coverage takes any dtype": (coverage_of, "_fits", lambda found, wanted: True, check_coverage_sees_a_fallback),
+    "coverage takes any dtype": (coverage_of, "_match", lambda found, expected: True, check_coverage_sees_a_fallback),
 }
 
 
