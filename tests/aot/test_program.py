@@ -11,9 +11,9 @@ import pytest
 
 from jaxquant.aot import hlo, links, report, worker
 from jaxquant.aot.chips import CHIPS, chip, gpu_target
-from jaxquant.aot.outcome import Outcome, compare, layer
+from jaxquant.aot.outcome import Outcome, compare, locate
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Collective, Matmul, Program, read_program
+from jaxquant.aot.program import Collective, HloStep, Matmul, read_program
 from jaxquant.core.typed import build
 
 GPU = """HloModule jit_step, is_scheduled=true
@@ -258,24 +258,24 @@ def test_attention_kernels_have_flops_and_a_causal_one_half_of_them(direction, m
 
 
 def collective(kind, size, groups):
-    return Collective(kind, "bf16", size, "", 1, links.members(groups))
+    return Collective(kind, "bf16", size, "", 1, links.first_group(groups))
 
 
 def test_collectives_are_priced_one_way_by_kind_and_by_whose_links_they_take():
     h200, v6e = chip("h200"), chip("v6e")
     inside, across = "replica_groups={{0,1,2,3,4,5,6,7}}", "replica_groups=[1,64]<=[64]"
-    gather = links.seconds(h200, collective("all-gather", 8e9, inside), 64)
+    gather = links.duration(h200, collective("all-gather", 8e9, inside), 64)
     assert gather == pytest.approx(7e9 / 450e9)
-    assert links.seconds(h200, collective("all-reduce", 8e9, inside), 64) == pytest.approx(2 * gather)
+    assert links.duration(h200, collective("all-reduce", 8e9, inside), 64) == pytest.approx(2 * gather)
     # Of 8 domains each card fetches an eighth of the seven eighths that others hold.
-    wide = links.seconds(h200, collective("all-gather", 8e9, across), 64)
+    wide = links.duration(h200, collective("all-gather", 8e9, across), 64)
     assert wide == pytest.approx(max(8e9 * 7 / 8 / 8 / 50e9, 7e9 / 450e9))
-    assert links.seconds(v6e, collective("all-gather", 8e9, across), 64) == pytest.approx(8e9 * 63 / 64 / 224e9)
-    assert links.members("replica_groups=[8,8]<=[8,8]T(1,0)") == (0, 8, 16, 24, 32, 40, 48, 56)
-    assert links.members("source_target_pairs={{0,1},{7,8}}") == (0, 1)
-    strided = links.seconds(h200, collective("all-gather", 8e9, "replica_groups=[8,8]<=[8,8]T(1,0)"), 64)
+    assert links.duration(v6e, collective("all-gather", 8e9, across), 64) == pytest.approx(8e9 * 63 / 64 / 224e9)
+    assert links.first_group("replica_groups=[8,8]<=[8,8]T(1,0)") == (0, 8, 16, 24, 32, 40, 48, 56)
+    assert links.first_group("source_target_pairs={{0,1},{7,8}}") == (0, 1)
+    strided = links.duration(h200, collective("all-gather", 8e9, "replica_groups=[8,8]<=[8,8]T(1,0)"), 64)
     assert strided == pytest.approx(8e9 * 7 / 8 / 50e9)  # nobody in a domain helps
-    assert links.seconds(h200, collective("all-reduce", 8e9, ""), 1) == 0
+    assert links.duration(h200, collective("all-reduce", 8e9, ""), 1) == 0
 
 
 def test_a_fallback_is_found_by_its_path():
@@ -347,7 +347,7 @@ def test_layers_are_named_without_the_transformations():
         ("transpose(jvp(Net))/Net/while/body/checkpoint/rematted_computation/mlp", "Net/mlp", "recomputed"),
         ("jvp(Net)/while/body/Net.<lambda>/Net.layer/Net/mlp", "Net.layer/Net/mlp", "forward"),
     ):
-        assert layer(f"jit(step)/{path}/dot_general") == (name, kind)
+        assert locate(f"jit(step)/{path}/dot_general") == (name, kind)
 
 
 WORK = 2 * 8192**3
@@ -357,7 +357,7 @@ def seconds(target, lhs, rhs):
     """Estimate one large matmul of operands of these dtypes."""
     arrays = (hlo.Array(lhs, (8192, 8192)), hlo.Array(rhs, (8192, 8192)), hlo.Array("bf16", (8192, 8192)))
     matmul = Matmul(*arrays, "dot", "", 1, WORK)
-    return estimate(dataclasses.replace(chip(target), shares={}), Program([matmul])).matmul
+    return estimate(dataclasses.replace(chip(target), shares={}), HloStep([matmul])).matmul
 
 
 def test_matmuls_are_priced_at_the_rate_of_their_unit_and_of_bf16_where_there_is_none():
