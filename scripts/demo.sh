@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains a small decoder on the Python standard library's sources: unquantized, in int8, and in fp8 with delayed scaling.
 # Prints a table of held-out loss, gap and step time, and writes runs/demo/report.html. Then it converts the int8 run to a
-# quantized checkpoint, compares the two, and completes a Python function with it. Takes under 8 minutes on two cores.
-# Creates a virtual environment with pinned packages; needs only Python 3.11+ and pip. If you run it again, complete
-# runs are not trained again, and interrupted runs resume.
+# quantized checkpoint, compares both, and completes a Python function with the checkpoint. Takes under 8 minutes on two
+# cores. Creates a virtual environment with pinned packages; requires only Python 3.11+ and pip. If you run the script
+# again, complete runs are not trained again, and interrupted runs resume.
 # Start over: rm -r runs/demo
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -24,7 +24,7 @@ find_python() {
       return
     fi
   done
-  fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.12 $0"
+  fail "no Python 3.11 or newer found; install one, or set PYTHON: PYTHON=/path/to/python3.12 $0"
 }
 
 is_new_enough() {
@@ -32,8 +32,9 @@ is_new_enough() {
 }
 
 # Creates .venv (or .venv-MAJOR.MINOR if PYTHON is set) with the pinned packages and puts it first on PATH. Installs
-# nothing if a stamp file matches the pins, package metadata and interpreter. "audit" also installs the compilers of absent
-# chips (1 GB); they have a separate stamp, so a call without it does not remove them.
+# nothing if a stamp file matches the pins, package metadata and interpreter. The argument "audit" also installs the
+# compilers for chips that this machine does not have (1 GB). The compilers have a separate stamp file, so a call without
+# "audit" does not remove them.
 setup_venv() {
   local with="${1:-}" base version pins venv stamp wanted
   base="$(find_python)"
@@ -50,8 +51,8 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
   if [[ ! -x "$venv/bin/python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
     echo "Installing pinned packages for Python $version in ${venv#"$root"/} (a few minutes the first time) ..."
     "$base" -m pip --version >/dev/null 2>&1 || fail "$base has no pip; install it, then run again"
-    # Without ensurepip, which some systems omit: the pip of the base interpreter installs a pinned pip.
-    "$base" -m venv --clear --without-pip "$venv" || fail "$base cannot make a virtual environment in $venv"
+    # The pip of the base interpreter installs a pinned pip, because some systems have no ensurepip.
+    "$base" -m venv --clear --without-pip "$venv" || fail "$base cannot create a virtual environment in $venv; check that the folder is writable"
     "$base" -m pip --python "$venv/bin/python" install --quiet --constraint "$pins" pip setuptools ||
       fail "installing pip and setuptools in $venv failed; the lines above say why"
     # PYTHONWARNINGS: setuptools warns that an editable install uses this folder, which is intended.
@@ -61,7 +62,7 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
     echo "$wanted" >"$stamp"
   fi
   if [[ "$with" == audit && "$(cat "$stamp-audit" 2>/dev/null)" != "$wanted" ]]; then
-    echo "Installing the compilers of absent chips in ${venv#"$root"/} ..."
+    echo "Installing the compilers for other chips in ${venv#"$root"/} ..."
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
       --editable "$root[audit-gpu,audit-tpu]" ||
       fail "installing the extras audit-gpu and audit-tpu failed; the lines above say why"

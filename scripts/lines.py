@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Count the lines of code of every room, without blank lines, comments and docstrings.
 
+A room is a folder of the package or another top-level folder.
+
 scripts/lines.py           rooms of the working tree, next to their budgets in pyproject.toml
 scripts/lines.py FOLDER    rooms of another checkout
 """
@@ -23,7 +25,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(source: str) -> int:
-    """Return the number of lines of a Python file that hold code."""
+    """Return the number of lines of a Python file that contain code."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         first = node.body[0] if isinstance(node, _DOCUMENTED) and node.body else None
@@ -57,7 +59,7 @@ def budgets(root: Path = ROOT) -> dict[str, int]:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Count the lines of code of every room.")
-    parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="checkout; default: this")
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="default: this checkout")
     root = parser.parse_args(words).root
     rooms, most = count(root), budgets()
     for room, lines in rooms.items():

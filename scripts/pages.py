@@ -1,4 +1,4 @@
-"""Hook of mkdocs that writes the API pages and the tables of options from the code.
+"""mkdocs hook that writes the API pages and the tables of options from the code.
 
 A line ``<!-- api: PAGE -->`` becomes the entries of a page of ``PAGES``, each followed by its example in
 ``examples/api.md``. A line ``<!-- options: CLASS -->`` becomes a table of the fields of a class of ``OPTIONS``.
@@ -45,15 +45,15 @@ max jaxquant.compat.max parse_quant_config QuantConfig QuantizationEncoding Quan
 max jaxquant.compat.max ScaleGranularity ScaleOrigin fp4_packed_k interleave_scales deinterleave_scales
 """
 NAMES = [tuple(line.split()) for line in _NAMES.strip().splitlines()]
-"""Page, module and public names of the module; without names, those in its ``__all__``."""
+"""Page, module, and public names of the module; without names, the names in its ``__all__`` are used."""
 PAGES = list(dict.fromkeys(page for page, *_ in NAMES))
 MEMBERS = {"jaxquant.QuantConfig": "[from_any]", "jaxquant.core.qtensor.QTensor": "[parts, blocks, astype]"}
-"""Public members of classes that have internal ones; a class of ``recipes`` that is not here has none."""
+"""Public members to document of classes that also have internal members. Other classes of ``recipes`` show none."""
 OPTIONS = {"QuantConfig": "config.quant_config", "TrainConfig": "training.config", "Rule": "config.rules"}
 
 
 def public_names() -> dict[str, list[str]]:
-    """Return the full names on each page; an object with two public names stands under the first."""
+    """Return the full names on each page; an object with two public names is listed under the first."""
     pages: dict[str, list[str]] = {page: [] for page in PAGES}
     seen: set[int] = set()
     for page, name, *listed in NAMES:
@@ -67,13 +67,13 @@ def public_names() -> dict[str, list[str]]:
 
 
 def examples() -> dict[str, str]:
-    """Return the example of each heading of ``examples/api.md``: a page's preparation, or that of a public name."""
+    """Return the text under each heading of ``examples/api.md``: the imports of a page, or the example of a name."""
     sections = re.split(r"^## ", EXAMPLES.read_text(), flags=re.M)[1:]
     return {name.strip(): text.strip() for name, _, text in (section.partition("\n") for section in sections)}
 
 
 def api(page: str) -> str:
-    """Write the entries of a page for mkdocstrings."""
+    """Return the entries of a page as mkdocstrings directives."""
     shown = examples()
     parts = [f"The examples on this page start with:\n\n{shown[page]}"] if page in shown else []
     for name in public_names()[page]:
@@ -93,7 +93,7 @@ def described(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def spell(hint: Any) -> str:
-    """Write a type hint as a reader of YAML knows it."""
+    """Return a type hint in the words of YAML."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" if value != "" else '`""`' for value in args)
@@ -105,7 +105,7 @@ def spell(hint: Any) -> str:
 
 
 def options(name: str) -> str:
-    """Write a table of the fields of a class: name, type, default, meaning and the strings that read it.
+    """Return a table of the fields of a class: name, type, default, meaning and the config strings that read the field.
 
     Raises:
       ValueError: the docstring of the class has no text for a field.
@@ -116,7 +116,7 @@ def options(name: str) -> str:
     hints, texts = typing.get_type_hints(cls), dict(described(cls))
     elsewhere = {field.name for field in dataclasses.fields(quant)} if name == "TrainConfig" else set()
     lines = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for field in sorted(dataclasses.fields(cls), key=lambda field: "group" in field.metadata):  # those of a recipe last
+    for field in sorted(dataclasses.fields(cls), key=lambda field: "group" in field.metadata):  # fields of recipes last
         if field.name in elsewhere:
             continue
         text = texts.get(field.name) or next((f"see `{key}`" for key in texts if f"`{field.name}`" in texts[key]), "")
@@ -130,6 +130,6 @@ def options(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Write the marked parts of a page; mkdocs calls this for each."""
+    """Replace the marked lines of a page; mkdocs calls this for each page."""
     write = {"api": api, "options": options}
     return re.sub(r"^<!-- (api|options): (\w+) -->$", lambda found: write[found[1]](found[2]), markdown, flags=re.M)

@@ -2,7 +2,7 @@
 """Find patterns in prose that a reader has to read twice: pages, docstrings, comments and error messages.
 
 scripts/prose.py           how often each pattern occurs, next to the number that pyproject.toml allows
-scripts/prose.py -v        every place as well
+scripts/prose.py -v        also prints every place
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ PATTERNS = {
     "docstring verb": r"\A(?:Ask|Be|Give|Go|Let|Put|Say|Take|Tell)\b",
     "entry without a noun": r"^ +[a-z_]\w*(?:, \w+)*: (?:as|by|from|how|in|is|of|that|what|when|where|which|with)\b",
 }
-"""Patterns by name. The last two are of docstrings."""
+"""Patterns by name. The last two apply only to docstrings."""
 OF_DOCSTRINGS = ("docstring verb", "entry without a noun")
 _CODE = re.compile(r"^ *```.*?^ *```|<!--.*?-->|(`{1,2})(?!`)[^`\n]+\1|\]\([^)\s]*\)|https?://\S+", re.S | re.M)
 
 
 def prose(path: str, source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind and text of each page, docstring, comment and error message; code is masked."""
+    """Yield line, kind and text of each page, docstring, comment and error message, with inline code masked."""
     if path.endswith(".md"):
         yield 1, "page", _masked(source)
         return
@@ -86,7 +86,7 @@ def places(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 
 
 def allowed(root: Path = ROOT) -> dict[str, int]:
-    """Return how often each pattern may occur, from pyproject.toml; the numbers only fall."""
+    """Return how often each pattern may occur, from pyproject.toml; these numbers must not grow."""
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["house"]["prose"]
 
 

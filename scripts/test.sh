@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests: scripts/test.sh [--all] [pytest arguments]
-#   (nothing)   the quick suite: no slow tests, no compilation for absent chips, and one in three of a test's cases
+#   (nothing)   the quick suite: no slow tests, no compilation for other chips, and a third of the cases of each test
 #   --all       formatting, lint, types, import contract, docs and the whole suite, as in CI
-# Creates a virtual environment with pinned packages; needs only Python 3.11+ and pip. To use another Python in a separate
+# Creates a virtual environment with pinned packages; requires only Python 3.11+ and pip. To use another Python in a separate
 # environment: PYTHON=python3.12 scripts/test.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

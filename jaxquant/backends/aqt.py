@@ -110,8 +110,8 @@ class AqtBackend(LibraryBackend):
         "float16": "casts sums to float16 before it applies their scales, so that they overflow",
         "float64": "does not support float64 operands",
     }
-    translate, train = staticmethod(to_aqt), staticmethod(_dot)
-    serve, convert = staticmethod(_dot_converted), staticmethod(_convert)
+    translate, contract_float = staticmethod(to_aqt), staticmethod(_dot)
+    contract_converted, convert_weight = staticmethod(_dot_converted), staticmethod(_convert)
 
 
 BACKEND = AqtBackend("aqt")

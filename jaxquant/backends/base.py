@@ -16,9 +16,9 @@ from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_li
 from jaxquant.core.qtensor import QTensor, dequantize, operand_dtype
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import Placement, fit_varying, transposed
+from jaxquant.core.sharding import Placement, fit_varying, untransposed
 from jaxquant.ops.contract import contract
-from jaxquant.ops.converted import straight_through
+from jaxquant.ops.converted import with_input_gradient
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import first_order_call
 from jaxquant.ops.pieces import QuantState, with_shards
@@ -184,17 +184,17 @@ class LibraryBackend(Backend):
       honours: supported fields of a recipe, with a rule for each.
       dtype_faults: unsupported operand dtypes by name, each with the reason.
       translate: function that returns the library's config for a recipe, and raises for unsupported fields.
-      train: contraction of (recipe, activation, weight, dimension numbers, random key or None).
-      serve: contraction of (recipe, activation, converted kernel, dimension numbers).
-      convert: function of (recipe, weight, contraction axes) that quantizes a weight.
+      contract_float: contraction of (recipe, activation, weight, dimension numbers, random key or None).
+      contract_converted: contraction of (recipe, activation, converted kernel, dimension numbers).
+      convert_weight: function of (recipe, weight, contraction axes) that quantizes a weight.
     """
 
     honours: ClassVar[Honours]
     dtype_faults: ClassVar[Mapping[str, str]]
     translate: ClassVar[Any]
-    train: ClassVar[Any]
-    serve: ClassVar[Any]
-    convert: ClassVar[Any]
+    contract_float: ClassVar[Any]
+    contract_converted: ClassVar[Any]
+    convert_weight: ClassVar[Any]
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -239,9 +239,9 @@ class LibraryBackend(Backend):
             rhs = dequantize(rhs, dtype.name) if isinstance(rhs, QTensor) else rhs
             return jax.lax.dot_general(lhs, rhs, setup.numbers)
         if isinstance(rhs, QTensor):
-            serve = functools.partial(self.serve, recipe, numbers=dims.numbers)
-            return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
-        run = lambda lhs, rhs, key: self.train(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
+            run_converted = functools.partial(self.contract_converted, recipe, numbers=dims.numbers)
+            return with_input_gradient(run_converted, self._input_gradient(lhs, rhs, dims), lhs, rhs)
+        run = lambda lhs, rhs, key: self.contract_float(recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
         return first_order_call(recipe.name, run, lhs, rhs, (setup.key,))
 
     def quantize_weight(
@@ -254,13 +254,13 @@ class LibraryBackend(Backend):
         batch: Sequence[int] = (),
     ) -> QTensor:
         """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
-        return self.convert(recipe, weight, axes)
+        return self.convert_weight(recipe, weight, axes)
 
     def _input_gradient(self, lhs: Array, rhs: QTensor, dims: Dimensions) -> Any:
         """Return the function that computes the activation's gradient with the dequantized kernel."""
         place = Placement.of(lhs, rhs.qvalue)
         backward, order = dims.for_dlhs()
-        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": transposed(place.sharding, order)}
+        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": untransposed(place.sharding, order)}
 
         def gradient(grad: Array, weight: QTensor) -> Array:
             out = contract(grad, weight.operand, backward, out_dtype=grad.dtype.name, **options)

@@ -54,12 +54,12 @@ class Gap:
     """A missing capability of a backend.
 
     Attributes:
-      what: end of the sentence "AQT has no …", or "" for the name and value of the field.
+      missing: end of the sentence "AQT has no …", or "" for the name and value of the field.
       instead: alternative for the user.
       place: operand for the error, or "" for the operand of the field.
     """
 
-    what: str = ""
+    missing: str = ""
     instead: str = NATIVE_INSTEAD
     place: str = ""
 
@@ -77,18 +77,18 @@ def only(*values: Any) -> HonourRule:
     return lambda field: None if field.value in values else Gap()
 
 
-def refuse(title: str, recipe: Recipe, place: str, what: str, instead: str = NATIVE_INSTEAD) -> NotImplementedError:
+def refuse(title: str, recipe: Recipe, place: str, missing: str, instead: str = NATIVE_INSTEAD) -> NotImplementedError:
     """Return the error of a backend that does not support a recipe.
 
     Args:
       title: name of the backend in errors.
       recipe: recipe with the unsupported field.
       place: operand ("fwd_lhs") or matmul ("fwd"), or "" for the recipe itself.
-      what: end of the sentence "AQT has no …".
+      missing: end of the sentence "AQT has no …".
       instead: alternative for the user.
     """
     kind = "" if not place else f" operand {place}" if "_" in place else f" matmul {place}"
-    return NotImplementedError(f"recipe {recipe.name!r}{kind}: {title} has no {what}; {instead}")
+    return NotImplementedError(f"recipe {recipe.name!r}{kind}: {title} has no {missing}; {instead}")
 
 
 def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
@@ -106,8 +106,8 @@ def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:
         rule = honours[type(field.owners[-1])].get(field.name.rpartition(".")[2])
         gap = Gap() if rule is None else rule(field)
         if gap is not None:
-            what = gap.what or f"{field.name} {field.value!r}"
-            raise refuse(title, recipe, gap.place or field.place, what, gap.instead)
+            missing = gap.missing or f"{field.name} {field.value!r}"
+            raise refuse(title, recipe, gap.place or field.place, missing, gap.instead)
 
 
 def _nondefault_fields(

@@ -147,8 +147,8 @@ class QwixBackend(LibraryBackend):
 
     honours = HONOURS
     dtype_faults = {"float16": "replaces scales below 0.008 by 1 in float16, and most weights by zeros"}  # noqa: RUF012
-    translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
-    serve = staticmethod(_serve)
+    translate, contract_float = staticmethod(to_qwix), staticmethod(_train)
+    contract_converted, convert_weight = staticmethod(_serve), staticmethod(_convert)
 
     def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
         """Return Qwix's rules for regexes and recipes, for ``qwix.quantize_model``; a recipe of None means float.

@@ -1,1 +1,1 @@
-"""What quantization costs and gains; ``python -m jaxquant.bench`` measures and compiles it."""
+"""Benchmarks of speed and losses, for ``jaxquant bench``."""

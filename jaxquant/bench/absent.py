@@ -1,4 +1,4 @@
-"""Tables that are compiled for chips that are not in this machine."""
+"""Tables of programs that are compiled for chips that this machine does not have."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Options:
 
     Attributes:
       target: chip.
-      only: names of the rows to compile; empty compiles all rows.
-      tokens: tokens of a step.
-      out: folder of the files, "" to write none.
+      only: names of the rows to compile; empty selects all rows.
+      tokens: number of tokens of a step.
+      out: folder of the files; "" writes no files.
     """
 
     target: str
@@ -124,7 +124,7 @@ def _page(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, shows: bool = False) -> Any:
-    """Run a module in a subprocess with the environment that compilers of absent chips need.
+    """Run a module in a subprocess with the environment variables that the compilers require.
 
     ``shows``: whether the module's progress and errors are printed.
     """

@@ -9,7 +9,7 @@ from jaxquant.bench.schemes import RESULTS, ROOT
 
 
 def draw() -> str:
-    """Return the chart as SVG; ``docs/images/speed.json`` has its texts and the rows that it shows."""
+    """Return the chart as SVG; ``docs/images/speed.json`` has the texts and rows of the chart."""
     texts = json.loads((ROOT / "docs/images/speed.json").read_text())
     rows = json.loads((ROOT / RESULTS / texts["rows"]).read_text())["rows"]
     speeds = {f"{row['library']} {row['recipe']}": row["speedup"] for row in rows}

@@ -21,7 +21,7 @@ ABSENT = {
     "speeds": (CHIPS, "Estimate an MLP step by config string.\n\nWith --out, also writes jaxquant/config/speeds.py."),
     "layers": (CHIPS, "Compile decoder layers; adds rows to the table."),
 }
-"""Commands that compile for chips that are not in this machine: the chips, and what the command does."""
+"""Commands that compile for chips that this machine may not have: name -> (chips, help text)."""
 
 
 @click.group()

@@ -3,8 +3,8 @@
 The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2
 and the quant state: six matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights and
 weight gradients. Inputs are weights, x and quant state; outputs are gradients and quant state. There is no optimizer,
-and the loss is not an output. Amax histories have entries. Layers are ``flax.linen.Dense``, quantized as a user would
-do it. ``program.read_program`` counts the matmuls and bytes.
+and the loss is not an output. Amax histories are not empty. Layers are ``flax.linen.Dense``, quantized as a user would
+quantize them. ``program.read_program`` counts the matmuls and bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxquant.inject.model import maybe_quantize_model
 
 
 class Mlp(nn.Module):
-    """Two dense layers without bias; ``op`` is flax's argument for another contraction."""
+    """Two dense layers without bias; ``op`` is the argument ``dot_general_cls`` of ``nn.Dense``."""
 
     hidden: int
     out: int
@@ -46,7 +46,7 @@ class Mlp(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row of the table: library and options, and the row of another library to compare it with.
+    """A row of the table: library, options, and name of the row of another library to compare with.
 
     ``keys``: source of random keys. ``quantize``: function of a library that quantizes the model.
     """
@@ -66,7 +66,7 @@ def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
 
 
 def int8_of_aqt() -> Any:
-    """Return AQT's own op for a layer of Flax, int8 in all three matmuls."""
+    """Return AQT's op for a Flax layer, with int8 in all three matmuls."""
     from aqt.jax.v2 import config as aqt_config
     from aqt.jax.v2.flax import aqt_flax
 
@@ -127,7 +127,7 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            variables = {"params": params, quant_state.OVERWRITE_WITH_GRADIENT: state}  # also of flax's ops
+            variables = {"params": params, quant_state.OVERWRITE_WITH_GRADIENT: state}  # flax's ops use it too
             y = model.apply(variables, x, rngs=dict.fromkeys(keys, key))
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
@@ -139,7 +139,7 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 def measure(
     entry: Entry, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 ) -> tuple[HloStep, int]:
-    """Compile an entry for an absent chip; return the compiled program and its bytes of temporaries.
+    """Compile an entry for an absent chip; return the compiled program and the bytes of its temporaries.
 
     Args:
       entry: entry to compile.
@@ -162,7 +162,7 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
 
     Args:
       target: chip, one of ``CHIPS``.
-      names: parts of entries' names, or full names after "=".
+      names: parts of entries' names; a part that starts with "=" must be at the start of a name.
       tokens: rows of x.
 
     Raises:
@@ -179,12 +179,12 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
             found[-1]["× bf16"] = f"{plain / found[-1]['us']:.2f}"
     if not found:
         known = ", ".join(entry.name for entry in ENTRIES)
-        raise ValueError(f"no entry is named like {' or '.join(map(repr, names))}; there are {known}")
+        raise ValueError(f"no row has a name with {' or '.join(map(repr, names))}; use one of {known}")
     return found
 
 
 def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    """Return the difference of a row from its peer's row, or "" if the peer was not measured."""
+    """Return the differences between a row and its peer's row, or "" if the peer was not measured."""
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
@@ -194,7 +194,7 @@ def matmuls(program: HloStep) -> str:
 
 
 def row(name: str, program: HloStep, temporaries: int, where: Chip) -> dict[str, Any]:
-    """Return the table row of a program and its bytes of temporaries; ``price.estimate`` computes the time."""
+    """Return the table row of a program with some bytes of temporaries; ``price.estimate`` computes the time."""
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
     casts = [kernel for kernel in program.kernels if not kernel.flops]

@@ -1,4 +1,4 @@
-"""FP4 schemes whose held-out losses are compared with float."""
+"""FP4 schemes, whose held-out losses are compared with those of float training."""
 
 from __future__ import annotations
 

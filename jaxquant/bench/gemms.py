@@ -17,7 +17,7 @@ from jaxquant.bench.torch_gemms import prepare_torch
 from jaxquant.inject.model import maybe_quantize_model
 
 Shapes = Sequence[tuple[int, int]]
-"""Contracted size and number of features of each matmul."""
+"""Contraction size and number of output features of each matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Contender:
     """One library and recipe.
 
     Attributes:
-      library: "jax" (no quantization), "flax" (its own fp8 ops), "torch" (``_scaled_mm``), "jaxquant" (the config
+      library: "jax" (no quantization), "flax" (Flax's fp8 ops), "torch" (``_scaled_mm``), "jaxquant" (the config
         string with default settings) or another quant_backend.
       recipe: config string; "" for none, "fp8" for flax, "fast" or "split" (accumulation) for torch.
       implementation: "pallas" or "xla" for the native backend's casts and matmuls; "" is the default.
@@ -36,7 +36,7 @@ class Contender:
     implementation: str = ""
 
     def dense(self, features: int, x: Any) -> nn.Module:
-        """Return a bf16 dense layer without bias that computes in this recipe."""
+        """Return a bf16 dense layer without bias, quantized by this library and recipe."""
         op = fp8_ops.Fp8DirectDotGeneralOp if self.library == "flax" else None
         layer = nn.Dense(features, False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, dot_general_cls=op)
         if self.library in ("jax", "flax"):
@@ -81,8 +81,8 @@ def prepare_gemms(
 ) -> Prepared:
     """Compile the GEMMs of a transformer layer, including quantization of operands.
 
-    ``fwd`` is a program that also returns the saved residuals. ``bwd`` is a second program that computes both gradients
-    and the new quant state from these residuals. Parameters are bf16, and amax histories have entries.
+    The program ``fwd`` also returns the saved residuals. The program ``bwd`` computes both gradients and the new quant
+    state from these residuals. Parameters are bf16, and amax histories are not empty.
 
     Args:
       contender: library and recipe.

@@ -1,8 +1,8 @@
 """All measurements on a GPU in one run of at most 330 seconds, for ``jaxquant bench gpu``.
 
-All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is measured, so a
-killed run keeps its figures. The rows of a part are compiled one after the other, because XLA times its choices on the
-device, and are then timed in turns. Each part has a time limit; unused time is added to the following parts.
+All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is known, so a killed
+run keeps its figures. The rows of a part are compiled one after the other, because XLA times its choices on the device,
+and are then timed in turns. Each part has a time limit; unused time is added to the following parts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from jaxquant.bench.timing import Prepared, median_ratio, prepare, seconds, undi
 from jaxquant.terminal import INTERRUPTED
 
 LIMIT = 320
-"""Seconds of a run after its imports."""
+"""Time limit of a run in seconds, counted after its imports."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 TINY = dataclasses.replace(LLAMA, emb_dim=64, mlp_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=32)
-"""Decoder layer for a CPU."""
+"""Small decoder layer, for a CPU."""
 COMPILING = 0.75
 """Share of a part's time after which no further row is compiled."""
 
@@ -84,7 +84,7 @@ class Part:
           rows: functions that compile each row, by name.
           calls: number of consecutive calls per measurement.
           base: row that ratios refer to; "" for no ratios.
-          predicted: figures of the audit by row, written next to the measured ones.
+          predicted: figures of the audit by row, written next to the measured figures.
         """
         ready: dict[str, Prepared] = {}
         last = time.perf_counter() + COMPILING * (self.until - time.perf_counter())
@@ -133,9 +133,10 @@ def _sentence(error: Exception) -> str:
 def dots(part: Part) -> None:
     """Time a copy, and single matmuls by the layout of their operands, by algorithm, and without Triton.
 
-    Each operand has a producer, since XLA chooses the layouts of computed values. TN contracts the last axis of both
-    operands, NN the last and the first, NT the first of both. "Pinned" operands are row-major; an operand that is
-    contracted along its rows is transposed and pinned again before a barrier.
+    Each operand is computed in the program, because XLA chooses layouts only for computed values. TN contracts the last
+    axis of both operands, NN the last axis of the first and the first axis of the second operand, NT the first axis of
+    both. "Pinned" operands are row-major; a pinned operand that is contracted along its first axis is transposed and
+    pinned again before an optimization barrier.
     """
     m, k, n, cube, copied = (256, 128, 128, 128, 2**16) if part.is_small else (15872, 4096, 4096, 8192, 2**30)
 
@@ -198,7 +199,7 @@ def mlp(part: Part) -> None:
 
 
 def by_name(contenders: Sequence[gemms.Contender], audits: Sequence[Row]) -> dict[str, Row]:
-    """Return predictions for contenders from rows with a string, its time in milliseconds and its ratio."""
+    """Return predictions by contender, from audit rows with a config string, milliseconds and the ratio to bf16."""
     known = {each["string"]: {"us": 1000 * each["ms"], "× jax": each["× bf16"]} for each in audits}
     ours = [one for one in contenders if one.library in ("jax", "native") and not one.implementation]
     return {one.name: known.get(one.recipe or "bf16", {}) for one in ours}
@@ -249,7 +250,7 @@ PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "layer": (layer_step, 45),
     "kernels": (kernels, 30),
 }
-"""Parts in order, each with its seconds: 285 in total, 35 less than the limit of a run."""
+"""Function and seconds of each part, in order: 285 seconds in total, 35 seconds less than the limit of a run."""
 
 
 def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[], Row]) -> int:
@@ -270,7 +271,7 @@ def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[
     began = time.perf_counter()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
     if jax.default_backend() != "gpu" and not is_small:
-        raise ValueError(f"gpu needs a GPU, and JAX sees only {jax.default_backend()} here; --small runs on a CPU")
+        raise ValueError(f"bench gpu requires a GPU, but JAX finds only {jax.default_backend()}; add --small")
     kind = jax.devices()[0].device_kind
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu-{'small-' if is_small else ''}{kind.lower().replace(' ', '-')}.jsonl"

@@ -68,14 +68,14 @@ Pair = tuple[Row, Sequence[Callable[[], Any]]]
 def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[Row]:
     """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's own program.
 
-    Operands of matmuls are small integers, so every sum is exact. The peer of a dense product of blocks is XLA's matmul
-    of the dequantized operands in bfloat16; the peer of a grouped product is its reference. `equal` is the share of
-    equal elements; times are medians of ten consecutive calls, taken in turns, and `ratio` is XLA's time over the
-    kernel's. If the kernel or its compiler raises, the note has the reason.
+    Operands of matmuls are small integers, so every sum is exact. The peer of a dense block-scaled matmul is XLA's
+    bfloat16 matmul of the dequantized operands; the peer of a grouped block-scaled matmul is its reference. `equal` is
+    the share of equal elements. Times are medians of ten consecutive calls, taken in turns, and `ratio` is XLA's time
+    divided by the kernel's. If the kernel or its compiler raises an error, the note has the reason.
 
     Args:
-      cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the products of blocks.
-      rounds: number of measurements of each.
+      cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the block-scaled matmuls.
+      rounds: number of measurements of each call.
     """
     make = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
     for case in cases:
@@ -134,7 +134,7 @@ def _blocks(case: blocks.Case) -> Pair:
     row = {"kernel": f"block_{case.form}", "case": str(case)}
     is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.HAS_JAX_0_11
     if why := mosaic_gpu.device_refusal(capability_of(), 9, 9, interpret=False) or (
-        "mixed elements" if is_mixed else None
+        "operands of different dtypes" if is_mixed else None
     ):
         return _refused(row, why)
     keys = jax.random.split(jax.random.key(0), 4)

@@ -1,4 +1,4 @@
-"""Tables that are measured on this machine: printed, and written with their date, machine and versions."""
+"""Output of measurements on this machine: printed tables, and files with date, machine and versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report_losses(module: str, only: Sequence[str], folder: Path) -> int:
 
 
 def report(name: str, measure: Callable[..., list[Row]], args: Sequence[Any], folder: Path) -> int:
-    """Print a table and write it with its date, machine and versions; returns 1 if a note says that a number is wrong.
+    """Print a table and write it with date, machine and versions; return 1 if a note reports a wrong number.
 
     Args:
       name: name of the table and of its files.
@@ -62,7 +62,7 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> tuple[Pat
 
 
 def stem(name: str) -> str:
-    """Return the name of a file with figures of this device, without its suffix."""
+    """Return the file name of figures of this device, without a suffix."""
     return f"{name}-{jax.devices()[0].device_kind.lower().replace(' ', '-')}"
 
 

@@ -1,8 +1,8 @@
 """Hand-written TPU kernels compiled for absent chips, next to XLA's own program for the same result.
 
 A kernel's cycles are the bundles of its final schedule, each multiplied by its number of executions. If XLA's program
-is one matmul, its cycles are counted in the same way, next to the compiler's own ``estimated_cycles``. Bundles do not
-wait for HBM: the last column is the time that the bytes take at full bandwidth.
+is one matmul, its cycles are counted in the same way, next to the compiler's own ``estimated_cycles``. Bundle
+counts do not include waits for HBM; the last column has the cycles that the bytes take at full bandwidth.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 Program = Callable[..., Any]
 
 PRODUCTS = ((4096, 4096, 8192), (8192, 8192, 8192))
-"""Sizes M, N and K of the matmuls."""
+"""Sizes (M, N, K) of the matmuls."""
 CAST = (4096, 8192)
 """Rows and columns of the quantized matrix."""
 DTYPES = ("int8", "float8_e4m3fn")
@@ -50,11 +50,11 @@ XLA_MATMUL = "fusion"
 
 
 class Compiler:
-    """Compiler for one chip; each program gets a separate folder, from which the compiler's dumps are read.
+    """Compiler for one chip, whose dumps are read from a folder; each program replaces the dumps of the last.
 
     Args:
       target: name of the chip.
-      folder: folder that this process's environment names.
+      folder: folder of the dumps, set in the environment of this process (``schedules.tpu_dump``).
     """
 
     def __init__(self, target: str, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Compiler:
         return jax.ShapeDtypeStruct(tuple(sizes), dtype, sharding=self._where)
 
     def compile(self, program: Program, *shapes: jax.ShapeDtypeStruct) -> float:
-        """Compile a program and return its compiler's own cycle estimate, or 0 without one.
+        """Compile a program and return the compiler's cycle estimate, or 0 if there is no estimate.
 
         Args:
           program: function of the arrays.
@@ -80,7 +80,7 @@ class Compiler:
         return sum(read_program(text).cycles)
 
     def hbm_cycles(self, size: float) -> float:
-        """Return the cycles that a number of bytes takes in one device's share of the HBM bandwidth."""
+        """Return the cycles that moving ``size`` bytes takes with one device's share of the HBM bandwidth."""
         return size / (self.chip.bandwidth / self.chip.devices) * self.chip.clock
 
 
@@ -89,7 +89,7 @@ def rows(target: str, folder: Path) -> list[Row]:
 
     Args:
       target: TPU, one of ``CHIPS``.
-      folder: folder that ``schedules.tpu_dump`` put into this process's environment.
+      folder: folder of the dumps, set in the environment of this process (``schedules.tpu_dump``).
     """
     compiler = Compiler(target, folder)
     found = [_product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
@@ -125,7 +125,7 @@ def _block_cast(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
     made = read_schedule(compiler.folder, cast_reference.NAME)
     written = sum(each.has_elements + 2 * each.has_values for each in casts)
     tile = cast_tuning.blocks_for(CAST), cast_tuning.TILE
-    # XLA's estimate is for one step: audit-yardstick-v6e.md.
+    # There is no XLA estimate for a cast, only for a whole step: audit-yardstick-v6e.md.
     return _cast_row(compiler, f"block cast of {M}×{N}, {name}", casts[0].spec.dtype, made, *tile, "", written)
 
 
@@ -180,7 +180,7 @@ def _product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row
     made = read_schedule(compiler.folder, matmul_reference.NAME)
     blocks = matmul_tuning.blocks_for(M, N, K)
     depth = math.ceil(K / blocks[2])
-    # Inside of two branches: clearing the sums and rescaling them, once per tile of the result.
+    # Bundles inside two or more branches clear and rescale the sums, once per tile of the result.
     once = made.count(1, range(2, 1000))
 
     def xla(lhs: jax.Array, rhs: jax.Array, scale: jax.Array) -> jax.Array:

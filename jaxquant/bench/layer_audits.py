@@ -1,9 +1,9 @@
-"""A decoder layer of Llama 3 8B and one of Mixtral 8x7B, compiled for absent chips: the implementation of each matmul.
+"""Implementations of the matmuls of a Llama 3 8B and a Mixtral 8x7B layer, compiled for chips of other machines.
 
 A step is forward and backward, with the attention that the training program chooses: gradients of parameters (float32),
-input (bfloat16) and quant state. The ratio is unquantized time over quantized time, both estimated by the audit. None
-of these layers was timed; ``on-chip.md`` has measured ones. Bytes are those that operations other than matmuls move.
-"why" is the reason why operands are wider than 8 bits. More than 8192 tokens are several sequences.
+input (bfloat16) and quant state. The ratio is unquantized time over quantized time, both estimated by the audit; none
+of these was timed (``on-chip.md`` has some that were). "moved MB" counts only operations other than matmuls. "why"
+is the reason why operands are wider than 8 bits. More than 8192 tokens are several sequences.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ LLAMA = DecoderConfig(
     dtype="bfloat16",
 )
 LONGEST = 8192
-"""Tokens of a sequence; a larger number of tokens is several sequences."""
+"""Maximum number of tokens of a sequence; more tokens are several sequences."""
 LAYERS = {"Llama 3 8B": LLAMA, "Mixtral 8x7B": dataclasses.replace(LLAMA, num_experts=8, num_experts_per_tok=2)}
 STRINGS = ("bf16", "fp8", "fp8_block", "fp8_block pallas", "mxfp8", "int8")
-"""Float training (bf16), and config strings; a second word is the requested implementation."""
+"""``bf16`` (float training) and config strings; a second word is the requested implementation."""
 UNKNOWN = "not known: "
 """Prefix of the text for a matmul whose implementation is unknown."""
 
@@ -100,7 +100,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     function, shapes = step(config or LAYERS[name], options, where.platform, tokens)
     place = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-    with on_device_of(placed):  # the attention primitive loses the name
+    with on_device_of(placed):  # the attention primitive loses the device
         traced = jax.jit(function).trace(*placed)
     covered = [row for row in of_trace(traced).rows if row.has_parameter]
     made = implementation.choices_made() if asked_for else []
@@ -135,7 +135,7 @@ def _ran(covered: Sequence[Covered], program: HloStep, merged: dict[str, str], r
         places = ((path, name) for path in (row.path, row.path.rpartition("/")[0]) for name in (row.matmul, "bwd"))
         on = next((found for place in places if (found := [what for *own, what in calls if tuple(own) == place])), None)
         host = hosts.get((row.path, row.matmul))
-        nowhere = f"{UNKNOWN}no matmul has its name; all of the program's are {program.count()}"
+        nowhere = f"{UNKNOWN}no matmul has its name; the program has {program.count()}"
         what = f"in {host}" if host else ", ".join(dict.fromkeys(on)) if on else nowhere
         why = [] if row.is_low else [row.reason, *(refused if "dequantized" in row.reason else ())]
         yield {"weight": row.path, "matmul": row.matmul, "runs on": what, "why": "; ".join(why)}
@@ -144,14 +144,14 @@ def _ran(covered: Sequence[Covered], program: HloStep, merged: dict[str, str], r
 def _place(path: str) -> tuple[str, str]:
     """Return the layer and the matmul of a path in the compiled program."""
     name, phase = locate(path)
-    name = name.removeprefix(f"{DecoderLayer.__name__}/")  # jax 0.12 keeps the name
+    name = name.removeprefix(f"{DecoderLayer.__name__}/")  # jax 0.12 keeps this prefix
     words = [word.removeprefix("aqt_") for word in path.split("/")]
     own = next((each for each in ("dlhs", "drhs") if each in words), "fwd" if phase == "forward" else "bwd")
     return "/".join(each for each in name.split("/") if not each.startswith(("jaxquant_", "aqt_", "ragged_dot"))), own
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with the ratio to the unquantized row of the same layer and chip, and with its bytes.
+    """Return rows with the ratio to the unquantized row of the same layer and chip, and that row's bytes.
 
     Raises:
       ValueError: a layer was not compiled unquantized for a chip.
@@ -170,7 +170,7 @@ _KEYS = ("layer", "chip", "string")
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return a page for rows of ``with_ratios``: their figures, and the implementations of their matmuls."""
+    """Return a page with the rows of ``with_ratios``: figures, then matmuls grouped by implementation."""
     lines = [
         "# What the matmuls of a decoder layer run on",
         "",

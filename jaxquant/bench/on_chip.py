@@ -1,4 +1,4 @@
-"""Predictions for the device of this machine, and the comparison of a layer's results with a CPU's."""
+"""Predictions for the device of this machine, and comparison of a layer's results with the results of a CPU."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from jaxquant.bench.timing import FAILURES
 from jaxquant.inject.model import maybe_quantize_model
 
 FAR = 0.01
-"""Relative difference that the order of sums cannot explain if operands are rounded equally."""
+"""Relative difference above which more than the order of sums must differ."""
 
 
 def priced(kind: str) -> dict[str, Row]:
-    """Return predictions of the MLP step for a kind of device by config string; empty if there are no predictions."""
+    """Return predictions of the MLP step for a kind of device by config string; {} if there is no prediction."""
     rows = committed(f"audit-yardstick-{target_of(kind)}.json")
     return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
 
 
 def committed(name: str) -> Any:
-    """Return the contents of a JSON file of the results; no rows if there is none."""
+    """Return the contents of a JSON file of the results, or [] if the file does not exist."""
     path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else []
 
@@ -45,14 +45,14 @@ def target_of(kind: str) -> str:
 
 
 def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list[np.ndarray]] | str, str]:
-    """Compute a dense layer of 512 to 256 features for 256 rows, and its gradients for a given gradient of the result.
+    """Compute a dense layer with 512 input and 256 output features for 256 rows, and its gradients.
 
     Args:
       scheme: quantization of the layer.
-      forms: whether the compiler may leave out roundings ("excess precision"), for each result.
+      forms: whether the compiler may leave out roundings ("excess precision"), for each program.
 
     Returns:
-      The results as float32, one list per form, or the error message; and the matmuls of the compiled program.
+      Results and gradients in float32, one list per form, or the error message; and a text with the compiled matmuls.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     x, grad = (jax.random.normal(key, (256, size), jnp.bfloat16) for key, size in ((keys[0], 512), (keys[1], 256)))
@@ -93,12 +93,13 @@ def _compute_on(platform: str) -> None:
 
 
 def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
-    """Compare a dense layer and its gradients under every config string here with the same on a CPU.
+    """Compare a dense layer and its gradients on this device and on a CPU, for every config string.
 
-    `difference` is the largest ‖a - b‖ / ‖b‖ among them. Compilers may leave out roundings to bfloat16, and elements
-    that are computed from unrounded values can differ. `as written` is the difference with
-    `xla_allow_excess_precision=false`, as always on CPUs. Then devices differ only in the order of sums, and GPUs
-    divide with an error of up to two units in the last place. `matmuls` are the matmuls of the program that ran.
+    `difference` is the largest ‖a - b‖ / ‖b‖ of the layer's result and gradients. Compilers may leave out roundings to
+    bfloat16, and elements that are computed from unrounded values can differ. `as written` is the difference if all
+    roundings are computed (`xla_allow_excess_precision=false`, always on CPUs). Devices then differ only in the
+    order of additions, and GPUs divide with an error of up to two units in the last place. `matmuls` are the matmuls
+    of the program that ran.
 
     Args:
       chosen: schemes to compare.

@@ -1,4 +1,4 @@
-"""8-bit moments, bfloat16 weights and FP8 residuals whose held-out losses are compared with float32."""
+"""8-bit moments, bfloat16 weights and FP8 residuals, whose held-out losses are compared with those of float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, tuple[str, Row]] = {
     "Muon, float32": ("Muon, float32", {"optimizer": "muon"}),
     "Muon, int8_linear": ("Muon, float32", {"optimizer": "muon", "optimizer_state": "int8_linear"}),
 }
-"""Each variant with its base and the fields of its run."""
+"""Variant -> (base to compare with, config fields of the run)."""
 TRIALS = {
     f"{name}, {matmuls} matmuls": Trial(f"{base}, {matmuls} matmuls", fields | more)
     for matmuls, more in MATMULS.items()

@@ -1,4 +1,4 @@
-"""Predictions of the audit next to published measurements, as a check of its cost model.
+"""Predictions of the audit next to published measurements, as a check of the audit's cost model.
 
 Shares of peak are fitted only on TransformerEngine's GEMM set (``chips``); every other row is a prediction. A row is a
 jaxquant program for the same chip, shapes and recipe, compiled here and estimated by ``price.estimate``. The published
@@ -31,7 +31,7 @@ from jaxquant.training.audit import program as program_of
 
 TOKENS = 15872
 GEMMS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
-"""TransformerEngine's GEMM set of a layer: contraction and features of each matmul; hidden 4096, MLP 16384."""
+"""TransformerEngine's GEMM set of a layer: (contraction size, output features) per matmul; hidden 4096, MLP 16384."""
 
 STRINGS = ("fp8", "fp8_current", "fp8_full", "int8", "int8_delayed", "fp8_block")
 """Config strings of the GEMM set."""
@@ -46,7 +46,7 @@ class Anchor:
       ratio: published ratio to bf16's time.
       string: corresponding config string of jaxquant.
       source: source of the figure.
-      is_fitted: whether shares of peak were fitted on it.
+      is_fitted: whether shares of peak were fitted on this measurement.
       differs: difference between jaxquant's program and the measured one.
     """
 
@@ -96,7 +96,7 @@ _ON_H100 = {
     "target": "h100",
     "topology": "8",
     "config": "configs/models/llama3-8b.yml",
-    # One row of 8192 tokens per chip. Theirs keeps the results of some operations, "dots" the results of all matmuls.
+    # One row of 8192 tokens per chip. torchao saves the results of some operations, "dots" the results of all matmuls.
     "overrides": ("batch_size=8", "sequence_length=8192", "attention=cudnn", "remat_policy=dots"),
 }
 _EAGER = "theirs is PyTorch with torch.compile, FSDP2 and another choice of what is recomputed"
@@ -117,7 +117,7 @@ STEPS = (
 def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
     """Return the forward pass and both gradients of the GEMM set, and the shapes of its arguments.
 
-    All operands are inputs in memory, as in a layer of one matmul with ``maybe_quantize_model``; quant state is warm.
+    All operands are inputs in memory, as for a layer with one matmul in ``maybe_quantize_model``. Quant state is warm.
 
     Args:
       string: config string, "" for bf16.
@@ -181,7 +181,7 @@ def price_step(anchor: StepAnchor, string: str) -> Roofline:
     """Compile a whole training step for absent chips and estimate its time.
 
     Args:
-      anchor: anchor with the config.
+      anchor: published ratio, with the config to compile.
       string: config string, "" for bf16.
     """
     given, target = devices(chip(anchor.target), anchor.topology), chip(anchor.target)

@@ -18,7 +18,7 @@ _BRANCH = re.compile(r"\bsbr\.rel \(!?%\w+\) target = \$region(\d+)")
 _REGION = re.compile(r"Start region (\d+)")
 _EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 PIPELINE = 2
-"""Iterations of a kernel's outer loop without its body: first operands are loaded, and last results are stored."""
+"""Iterations of a kernel's outer loop that skip its body: they load the first operands or store the last results."""
 
 
 def tpu_dump(folder: Path) -> dict[str, str]:
@@ -37,7 +37,7 @@ class Bundle:
     Attributes:
       loops: number of loops around the bundle.
       guards: number of branches that can skip it.
-      mxu: number of slots of the matrix units that it fills.
+      mxu: number of slots of the matrix units that the bundle fills.
       fills, spills: loads and stores of spilled registers.
     """
 
@@ -63,11 +63,11 @@ class Schedule:
     turns: tuple[int, ...]
 
     def count(self, loops: int, guards: range = range(1000)) -> int:
-        """Return the number of bundles in a number of loops and branches.
+        """Return the number of bundles at a loop depth and inside a number of branches.
 
         Args:
-          loops: depth of the loop.
-          guards: numbers of branches.
+          loops: number of loops around a bundle.
+          guards: accepted numbers of branches around a bundle.
         """
         return sum(each.loops == loops and each.guards in guards for each in self.bundles)
 
@@ -106,7 +106,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
     bundles = list(_places(text))
     slots, capacity = _slots(_only(folder, f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt").read_text())
     if len(bundles) != len(slots):
-        raise ValueError(f"{kernel}: a schedule of {len(bundles)} bundles and the slots of {len(slots)}")
+        raise ValueError(f"{kernel}: the schedule has {len(bundles)} bundles, but its utilization {len(slots)}")
     made = (
         Bundle(*place, mxu=each["MXU"], fills=each["VLOAD:FILL"], spills=each["VSTORE:SPILL"])
         for place, each in zip(bundles, slots, strict=True)
@@ -117,7 +117,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
 def _only(folder: Path, pattern: str) -> Path:
     found = [path for path in folder.glob(pattern) if "schedule-analysis" not in path.name]
     if not found:
-        raise FileNotFoundError(f"{folder} holds no {pattern}")
+        raise FileNotFoundError(f"{folder} has no file {pattern}")
     return found[-1]
 
 
@@ -139,7 +139,7 @@ def _places(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _turns(text: str) -> tuple[int, ...]:
-    """Return the iterations of the loops. There is at most one loop at each depth in our kernels."""
+    """Return the iterations of the loops. Kernels of this package have at most one loop per depth."""
     found: dict[int, int] = {}
     for line in text.splitlines():
         if turns := _EXIT.search(line):
@@ -153,7 +153,7 @@ def _turns(text: str) -> tuple[int, ...]:
 
 
 def _slots(text: str) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """Return the number of slots of each unit that every bundle fills, and the number of slots that there are."""
+    """Return the number of slots of each unit that every bundle fills, and the number of slots of each unit."""
     lines = [line.strip() for line in text.splitlines()]
     head = next(index for index, line in enumerate(lines) if line.startswith("MXU,"))
     units = [name.strip() for name in lines[head].split(",")]

@@ -1,4 +1,4 @@
-"""Schemes to measure: config strings on their backends, with each pair of the recipe table once."""
+"""Schemes to measure: each pair of a config string and a backend in the recipe table, once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxquant.config.recipes import RECIPES
 
 QUICKSTART = str(resources.files("jaxquant.training").joinpath("configs/quickstart.yml"))
 ROOT = Path(__file__).resolve().parents[2]
-"""Root of the checkout, for the file of `intmp`."""
+"""Root of the checkout."""
 RESULTS = Path("benchmarks/results")
 """Folder of the committed results, from the root of a checkout."""
 Row = dict[str, Any]
@@ -43,14 +43,14 @@ UNQUANTIZED = Scheme("", "")
 
 
 def schemes(strings: Sequence[str], backends: Sequence[str]) -> list[Scheme]:
-    """Return the pairs of the recipe table, each row once; ``auto`` is the first backend of a row.
+    """Return the schemes of the recipe table, each row once; ``auto`` selects the default backend of a row.
 
     Raises:
-      ValueError: a string is unknown, or no pair is left.
+      ValueError: a string is unknown, or no scheme matches.
     """
     for string in strings:
         if not RECIPES.get(string) or not string:
-            raise ValueError(f"--string {string!r} is not a known recipe; known are {', '.join(filter(None, RECIPES))}")
+            raise ValueError(f"--string {string!r} is unknown; use one of {', '.join(filter(None, RECIPES))}")
     found: list[Scheme] = []
     seen: set[int] = set()
     for string in strings or [name for name in RECIPES if name]:
@@ -63,7 +63,7 @@ def schemes(strings: Sequence[str], backends: Sequence[str]) -> list[Scheme]:
             if not backends or backend in backends or ("auto" in backends and backend == row.auto):
                 found.append(Scheme(string, backend, also))
     if not found:
-        raise ValueError(f"--string {strings} and --backend {backends} leave nothing to measure")
+        raise ValueError(f"--string {strings} and --backend {backends} have no scheme in common; change one of them")
     return found
 
 

@@ -40,7 +40,7 @@ class Trial:
 
 
 def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str] = ()) -> list[Row]:
-    """Compare held-out losses of the quickstart model under schemes with their base.
+    """Compare the held-out loss of the quickstart model under each scheme with the loss under the scheme's base.
 
     A seed determines the initial parameters, the order of the data and the noise; each run is compared with the run of
     its base with the same seed. Runs in the record are not trained again, and an interrupted run resumes from its
@@ -50,7 +50,7 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
       trials: trials by scheme.
       record: file of JSON lines, one per run.
       steps: steps of each run.
-      only: schemes to train, by default all. The table has every run of the record.
+      only: schemes to train; empty selects all. The table has every run of the record.
 
     Raises:
       ValueError: no run has a run of its base to compare with.
@@ -70,14 +70,14 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
                 }
             )
     if not rows:
-        raise ValueError(f"{record} has no two runs of a seed to compare; train {trials[only[0]].base!r}, too")
+        raise ValueError(f"{record} has no run of a base to compare with; train {trials[only[0]].base!r}")
     return rows
 
 
 def train_missing(
     trials: Mapping[str, Trial], record: Path, steps: int, only: Sequence[str]
 ) -> dict[tuple[str, int], Row]:
-    """Train the runs that the record lacks; return its lines by scheme and seed. See ``compare`` for the arguments."""
+    """Train the runs that are not in the record; return its lines by scheme and seed. Arguments as for ``compare``."""
     lines = read_record(record, steps)
     wanted = [(seed, name) for name, trial in trials.items() for seed in range(trial.seeds)]
     for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of one seed, then of the next

@@ -40,7 +40,7 @@ STREAMS: tuple[str, ...] = ("params", "quant", "stochastic_rounding")
 
 @dataclasses.dataclass(frozen=True)
 class _WithOp(DecoderConfig):
-    """Decoder whose linear layers contract with another library's op."""
+    """Config of a decoder whose linear layers use another library's op."""
 
     op: Any = None
 
@@ -109,7 +109,7 @@ def train(name: str, fields: Mapping[str, Any]) -> Row:
 
 def speedrun(folder: Path, is_small: bool, only: Sequence[str], steps: int | None) -> int:
     """Run ``race`` and write its table; a CPU always runs the small sizes. Returns the exit code."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # contenders run in processes of their own
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # contenders run in separate processes
     is_small = is_small or jax.default_backend() == "cpu"
     name = "speedrun-small" if is_small else "speedrun"
     return here.report(name, race, [folder / here.stem(name), is_small, only, steps], folder)
@@ -119,14 +119,14 @@ def race(path: Path, is_small: bool, only: Sequence[str], steps: int | None) -> 
     """Train one decoder on one data set and seed with several libraries, each at its defaults.
 
     The target is the held-out loss that bf16 has after three quarters of its steps. Only the linear layers of the
-    blocks are quantized. Seconds are of training steps; compilation and evaluation are separate. A small run compares
-    losses only: its times say nothing about a chip.
+    blocks are quantized. Seconds do not include compilation and evaluation. A small run compares only losses, because
+    its times are not those of a chip.
 
     Args:
-      path: path of a JSONL file and a plot, without a suffix. The file gets each row and its curve when it is known.
+      path: path of a JSONL file and a plot, without a suffix. Rows are written to the file as soon as they are known.
       is_small: whether to use sizes for a CPU.
-      only: contenders to train, in addition to bf16; all of them if it is empty.
-      steps: training steps; None for those of the size.
+      only: contenders to train, in addition to bf16; empty selects all.
+      steps: number of training steps; None selects the default of the size.
     """
     fields = (SMALL if is_small else LARGE) | ({"steps": steps} if steps else {})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def race(path: Path, is_small: bool, only: Sequence[str], steps: int | None) -> 
 
 
 def _trained(name: str, fields: Row, is_small: bool) -> Row:
-    """Train a contender, on a GPU in a process of its own, whose peak of memory is then the contender's."""
+    """Train a contender; on a GPU in a separate process, whose peak memory belongs to this contender only."""
     if is_small:
         try:
             return train(name, fields)
@@ -156,7 +156,7 @@ def _trained(name: str, fields: Row, is_small: bool) -> Row:
 
 
 def table(rows: Sequence[Row], is_small: bool) -> list[Row]:
-    """Return the rows of the table; without times for small sizes, where they say nothing about a chip."""
+    """Return the rows of the table; small sizes have no times, because these are not times of a chip."""
     curve = rows[0].get("curve", [])
     target = curve[len(curve) * 3 // 4 - 1][2] if curve else 0.0
     made = []

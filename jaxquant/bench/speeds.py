@@ -1,7 +1,7 @@
 """Speed of ``compare_libraries``'s MLP step under each config string relative to bfloat16, at default settings.
 
-Both times are estimates of the audit; none was measured (``on-chip.md`` has measurements). The table lists strings that
-quantize both operands of the forward matmul.
+Both times are estimates of the audit; none was measured (``on-chip.md`` has measurements). The table lists config
+strings that quantize both operands of the forward matmul.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxquant.config.recipes import RECIPES
 TRAINED = [
     each for each in STRINGS if (of := RECIPES[each].recipe) and of.resolve("fwd", "lhs") and of.resolve("fwd", "rhs")
 ]
-"""Strings that quantize both operands of the forward matmul."""
+"""Config strings that quantize both operands of the forward matmul."""
 
 
 def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | None]:
@@ -31,7 +31,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
 
     Args:
       target: chip, one of ``CHIPS``.
-      only: strings to measure, by default all.
+      only: config strings to measure; empty selects all.
     """
 
     def seconds(string: str) -> float:
@@ -49,7 +49,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
 
 
 def merged(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> list[Row]:
-    """Return the rows of a table with the speeds on a chip, in the order of the recipe table and of ``CHIPS``."""
+    """Return the rows of a table, with new speedups on a chip, in the order of the recipe table and of ``CHIPS``."""
     known = {row["quantization"]: row for row in rows}
     for string, speed in found.items():
         known.setdefault(string, {"quantization": string})[target] = speed
@@ -76,7 +76,7 @@ def fill(rows: Sequence[Row]) -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the page of the rows."""
+    """Return the rows as a markdown page."""
     shown = [{name: "–" if cell is None else cell for name, cell in row.items()} for row in rows]
     return "\n".join(["# Speed of config strings", "", (__doc__ or "").strip(), "", *table(shown)]) + "\n"
 

@@ -1,4 +1,4 @@
-"""Every config string on the backend of ``auto``, compiled for absent chips, or the reason why it does not run.
+"""Matmuls of every config string on its default backend, compiled for chips of other machines, or a refusal.
 
 The function is ``compare_libraries``'s MLP step at 256 tokens and widths 256 → 512 → 256.
 """
@@ -18,7 +18,7 @@ STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(R
 
 
 def cell(string: str, target: str) -> str:
-    """Return the compiled matmuls of a string's step, or the error message.
+    """Return the matmuls of the compiled step under a config string, or the error message.
 
     Args:
       string: one of ``STRINGS``.
@@ -37,12 +37,12 @@ def cell(string: str, target: str) -> str:
 
 
 def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:
-    """Return the cells of a chip by string, only for the strings in ``only`` if it is not empty."""
+    """Return the cells of a chip by config string; ``only`` selects config strings if it is not empty."""
     return {string: cell(string, target) for string in STRINGS if not only or string in only}
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
-    """Return the table of strings and chips; error messages are below it."""
+    """Return a markdown page with the table of config strings and chips, and the error messages below the table."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     short = [{key: row.get(key, "").partition(":")[0] for key in columns} for row in rows]
     refused = sorted({cell for row in rows for cell in row.values() if cell.startswith("refused: ")})

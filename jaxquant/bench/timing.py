@@ -1,4 +1,4 @@
-"""Timing of functions in turns, so that a slow period of the machine affects all equally."""
+"""Timing of functions in turns, so that a slow period of the machine affects all functions equally."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def seconds(run: Callable[[], Any], calls: int = 1) -> float:
 
     Args:
       run: function to call.
-      calls: number of consecutive calls, so that the device works while the host dispatches the next one. The result is
-        the time per call.
+      calls: number of consecutive calls, so that the device works while the host dispatches the next call. The result
+        is the time per call.
     """
     began = time.perf_counter()
     for _ in range(calls - 1):
@@ -54,11 +54,11 @@ def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
 
 @dataclasses.dataclass
 class Prepared:
-    """One row before timing.
+    """A compiled row that is ready to be timed.
 
     Attributes:
       calls: compiled programs by name, each with its arguments.
-      facts: facts without a time; the ``flops`` or ``bytes`` of all calls together give a rate.
+      facts: figures other than times; a rate is computed from ``flops`` or ``bytes`` of all calls together.
     """
 
     calls: dict[str, Callable[[], Any]]
@@ -81,7 +81,7 @@ def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[s
 def filled(shapes: Any) -> Any:
     """Return a tree of values for a tree of shapes: random matrices, and amax histories with entries.
 
-    All keys are the same key. Binned observations, and integers of more than one byte, are zeros; vectors are ones.
+    All random keys are equal. Binned observations, and integers of more than one byte, are zeros; vectors are ones.
     """
 
     def value(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -107,8 +107,8 @@ def compiled(function: Callable[..., Any], *args: Any, options: dict[str, Any] |
       options: compiler options.
 
     Returns:
-      The program, and its facts: seconds to trace and lower it and to compile it, its matmuls by operand dtypes, their
-        library calls or opcodes, and the megabytes that everything else moves.
+      The program, and facts about it: seconds for tracing and lowering, seconds for compilation, number of matmuls by
+        operand dtypes, their library calls or opcodes, and megabytes that all other operations move.
     """
     began = time.perf_counter()
     lowered = jax.jit(function).lower(*args)

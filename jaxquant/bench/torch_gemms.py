@@ -11,13 +11,13 @@ from jaxquant.bench.timing import Prepared
 
 
 def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: bool) -> Prepared:
-    """Return the forward and backward GEMMs in e4m3 with e5m2 gradients, per tensor.
+    """Return the forward and backward GEMMs in e4m3 with e5m2 gradients and per-tensor scales.
 
     cuBLASLt requires K-major operands, so each operand is stored in both layouts.
 
     Args:
-      tokens: rows of every activation.
-      gemms: (K, N) of each.
+      tokens: number of rows of every activation.
+      gemms: (K, N) of each GEMM.
       is_fast: whether the tensor cores accumulate in fewer bits ("fast accumulation").
 
     Raises:
@@ -26,7 +26,7 @@ def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: boo
     """
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        raise NotImplementedError("torch found no GPU with float8 matmuls; use one of compute capability 8.9 or higher")
+        raise NotImplementedError("torch found no GPU with float8 matmuls; use a GPU of compute capability 8.9+")
     e4m3, e5m2, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones((), device="cuda")
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     pairs: dict[str, list[tuple[Any, Any]]] = {"fwd": [], "bwd": []}

@@ -123,7 +123,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
             f"Sparsity: {sparsity.n} of every {sparsity.m} weights along the contraction are kept, from step "
             f"{sparsity.start_step} on; they are selected again every {sparsity.update_step} steps."
         )
-    if recipe.is_lean or any(recipe.part(matmul).is_lean for matmul in ("dlhs", "drhs")):
+    if recipe.is_lean or any(recipe.for_matmul(matmul).is_lean for matmul in ("dlhs", "drhs")):
         yield LEAN
     yield from describe_kernels(recipe)
     if recipe.shares_experts:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.tensor_spec import keeping_grid
+from jaxquant.core.tensor_spec import keep_grid
 from jaxquant.core.typed import Typed, build, show
 
 DEFAULT = "__default__"
@@ -112,4 +112,4 @@ def _recipe(entry: MixedPrecisionEntry) -> Recipe | None:
     rhs = _operand(entry.w_bits, entry.w_scale, entry.tile_size)
     if lhs is None and rhs is None:
         return None
-    return Recipe("intmp", fwd=MatmulSpec(lhs, rhs and keeping_grid(rhs), "int32" if lhs and rhs else None))
+    return Recipe("intmp", fwd=MatmulSpec(lhs, rhs and keep_grid(rhs), "int32" if lhs and rhs else None))

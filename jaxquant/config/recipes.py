@@ -16,7 +16,7 @@ from jaxquant.config.composition import compose
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, Rotation
-from jaxquant.core.tensor_spec import Micro, TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import Micro, TensorSpec, keep_grid
 from jaxquant.core.typed import build, nearest, show
 
 
@@ -64,7 +64,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
     """Return a recipe that quantizes activation and weight once, and the output gradient for each backward matmul."""
     return Recipe(
         name,
-        fwd=MatmulSpec(spec, keeping_grid(spec), accumulator),
+        fwd=MatmulSpec(spec, keep_grid(spec), accumulator),
         dlhs=MatmulSpec(grad, FORWARD, accumulator),
         drhs=MatmulSpec(FORWARD, grad, accumulator),
         delayed=DelayedSpec() if spec.scaling == "delayed" else None,
@@ -84,7 +84,7 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
     """Return a recipe that quantizes the weight in forward and dlhs; the weight's gradient is straight-through."""
-    return Recipe(name, fwd=MatmulSpec(None, keeping_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
+    return Recipe(name, fwd=MatmulSpec(None, keep_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
@@ -96,7 +96,7 @@ def _encoded(codec: str, dtype: str) -> RecipeRow:
 def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
     """Return a recipe that quantizes each of the six operands separately, without reuse."""
     grad = MatmulSpec(backward, backward, accumulator)
-    return Recipe(name, fwd=MatmulSpec(forward, keeping_grid(forward), accumulator), dlhs=grad, drhs=grad)
+    return Recipe(name, fwd=MatmulSpec(forward, keep_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
 
 def _mx(dtype: str) -> TensorSpec:
@@ -368,6 +368,6 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
         suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
-        fix = 'write null (in Python: "") for float' if name.lower() in _FLOAT else suggestion
+        fix = "write null (in Python: None) for float" if name.lower() in _FLOAT else suggestion
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

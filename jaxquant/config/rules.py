@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -244,6 +245,7 @@ class Resolver:
         for entry in self.entries:
             matched = [path for path in paths if entry.matches(path)]
             if not matched:
+                paths.sort(key=lambda path: -difflib.SequenceMatcher(None, entry.pattern, path).ratio())
                 shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import all_reduce, broadcastable, explicit_sharding, merge_axes, platform_of, split_axes
+from jaxquant.core.sharding import all_reduce, explicit_sharding, merge_axes, platform_of, reshard_like, split_axes
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -46,10 +46,10 @@ def block_shape(
                 )
             block[axis] = spec.tile_size
     elif spec.tile_size is not None:
-        _nest(block, shape, axes, spec.tile_size)
+        _fill_axes(block, shape, axes, spec.tile_size)
     if spec.free_size is not None:
         free = [axis for axis in range(len(shape)) if axis not in axes and axis not in batch]
-        _nest(block, shape, free, spec.free_size)
+        _fill_axes(block, shape, free, spec.free_size)
     if shards > 1 and axes:
         first = axes[0]
         if shape[first] % shards:
@@ -61,7 +61,7 @@ def block_shape(
     return tuple(block)
 
 
-def _nest(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
+def _fill_axes(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
     """Set the block sizes of axes so that a block has ``size`` neighbours, which fill the last axis first."""
     for axis in reversed(axes):
         block[axis] = max(1, min(size, shape[axis]))
@@ -116,7 +116,7 @@ def pad_blocks(x: Array, steps: dict[int, int]) -> Array:
     return jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
 
 
-def spread(scale: Array, axis: int, size: int, step: int) -> Array:
+def repeat_scale(scale: Array, axis: int, size: int, step: int) -> Array:
     """Repeat the scales along an axis, so that each element of the axis has its scale."""
     return jax.lax.slice_in_dim(jnp.repeat(scale, step, axis=axis), 0, size, axis=axis)
 
@@ -140,7 +140,7 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
         expanded += [n, 1] if axis in counts else [n]
     split, is_grouped = _split(padded, counts)
     scale = scale.reshape(expanded)
-    result = operation(split, _group_rows(scale) if is_grouped else broadcastable(scale, split))
+    result = operation(split, _group_rows(scale) if is_grouped else reshard_like(scale, split))
     result = merge_axes(_ungroup_rows(result) if is_grouped else result, padded)
     return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)
 
@@ -196,7 +196,7 @@ def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
         if len(long_blocks) == len(axes) == 1:  # the same axis, apart from axes of size 1
             found += [long_blocks[0] if axis in axes else 1 for axis in range(len(targets))]
         else:
-            found += _lay(_neighbours(sizes, blocks), targets)
+            found += _split_block(_contiguous_size(sizes, blocks), targets)
     return tuple(found)
 
 
@@ -217,7 +217,7 @@ def axis_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
     return groups
 
 
-def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
+def _contiguous_size(sizes: Sequence[int], blocks: Sequence[int]) -> int:
     """Return the number of elements in a block along some axes, or raise if these elements are not contiguous."""
     count, is_whole = 1, True
     for size, block in reversed(list(zip(sizes, blocks, strict=True))):
@@ -227,7 +227,7 @@ def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
     return count
 
 
-def _lay(count: int, sizes: Sequence[int]) -> list[int]:
+def _split_block(count: int, sizes: Sequence[int]) -> list[int]:
     """Split a block of ``count`` neighbours over axes, from the last axis to the first."""
     blocks: list[int] = []
     for size in reversed(sizes):

@@ -251,7 +251,7 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     return {"scale": scale, "amax_history": history, "amax_bins": bins}
 
 
-def largest(observation: TensorState) -> Float[Array, "*leading"]:
+def largest_amax(observation: TensorState) -> Float[Array, "*leading"]:
     """Return the largest finite amax in a sum or mean of observations, rounded up to its bin, or −1."""
     count = observation["amax_bins"][..., 0, :NON_FINITE_BIN]
     highest = jnp.max(jnp.where(count > 0, jnp.arange(NON_FINITE_BIN, dtype=jnp.int32), -1), axis=-1)
@@ -266,7 +266,7 @@ def advance(state: TensorState, observation: TensorState) -> TensorState:
       state: state before the step; leading axes, such as layers under ``nn.scan``, are kept.
       observation: sum or mean of the results of ``observe`` for all uses of the tensor with this state.
     """
-    amax, history = largest(observation), state["amax_history"]
+    amax, history = largest_amax(observation), state["amax_history"]
     cells = observation["amax_bins"]
     values = jnp.left_shift(jnp.int32(1), jnp.arange(_SCALE_BITS, dtype=jnp.int32))
     scale = _float(jnp.sum(jnp.where(cells[..., 0, BINS:CELLS] > 0, values, 0), axis=-1, dtype=jnp.int32))

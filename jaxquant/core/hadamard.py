@@ -65,7 +65,7 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
     return merge_axes(out, padded)
 
 
-def rotation_of(rotation: Rotation | None, key: RandomKey | None) -> Callable[..., Array]:
+def make_rotation(rotation: Rotation | None, key: RandomKey | None) -> Callable[..., Array]:
     """Return a function of (operand, axis) that rotates all operands of a matmul by the same signs.
 
     Args:

@@ -86,7 +86,7 @@ def quantize_micro(
         scale = jnp.where(is_better, other.scale.astype(jnp.float32), tensor.scale.astype(jnp.float32))
         tensor = QTensor(elements.astype(spec.dtype), scale.astype(_CODE.name), None, outer, even)
     if micro.eden:
-        tensor = _corrected(tensor, scaled, block, micro.eden, fold(require_key(spec, key), 1))
+        tensor = _correct_scales(tensor, scaled, block, micro.eden, fold(require_key(spec, key), 1))
     return tensor
 
 
@@ -108,7 +108,7 @@ def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:
     return reduce_blocks(jnp.square(x.astype(jnp.float32) / tensor.outer_scale - values), block, jnp.sum)
 
 
-def _corrected(tensor: QTensor, scaled: Array, block: Shape, size: int, key: RandomKey) -> QTensor:
+def _correct_scales(tensor: QTensor, scaled: Array, block: Shape, size: int, key: RandomKey) -> QTensor:
     """Multiply the block scales of each vector by ``Σz² / Σz·q``, rounded stochastically to e4m3.
 
     After a random rotation, the expected value of the dequantized tensor is then the original.

@@ -244,7 +244,7 @@ def _even_blocks(shape: Shape, counts: Shape) -> Shape:
     return tuple(max(1, size // max(1, n)) for size, n in zip(shape, counts, strict=True))
 
 
-def stacked_blocks(tensor: QTensor, axes: Sequence[int]) -> QTensor:
+def mark_stacked_axes(tensor: QTensor, axes: Sequence[int]) -> QTensor:
     """Return a tensor whose ``block`` marks the axes along which layers were stacked.
 
     Args:

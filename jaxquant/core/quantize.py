@@ -77,7 +77,7 @@ def compute_scale(
             transform, undo = calibration.average
             unit = power_of_two_below(high)  # exact
             scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
-            high = undo(reduced(transform(scaled), jnp.mean, jax.lax.pmean) * _fill(x.shape, block)) * unit
+            high = undo(reduced(transform(scaled), jnp.mean, jax.lax.pmean) * _padding_factor(x.shape, block)) * unit
         high = high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
@@ -90,7 +90,7 @@ def compute_scale(
     return Scales(scale, asymmetric_cast(-kind.max - 1 - low / scale, kind))
 
 
-def _fill(shape: Shape, block: Shape) -> jax.Array | float:
+def _padding_factor(shape: Shape, block: Shape) -> jax.Array | float:
     """Return the factor that turns the mean over a padded block into the mean over its elements."""
     if is_even(shape, block):
         return 1.0

@@ -210,7 +210,7 @@ class Recipe:
             return "forward"
         return "own" if isinstance(operand, TensorSpec) and not matmul.is_late else "float"
 
-    def part(self, matmul: Matmul) -> Recipe:
+    def for_matmul(self, matmul: Matmul) -> Recipe:
         """Return the recipe with the arithmetic of one of its matmuls."""
         own = getattr(self, matmul).arithmetic
         return self if own in (None, self.arithmetic) else dataclasses.replace(self, arithmetic=own)

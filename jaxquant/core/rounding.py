@@ -137,7 +137,7 @@ def fold(key: RandomKey, *numbers: Array | int) -> Seed:
 @jax.jit
 def _fold(seed: Seed, *numbers: Array | np.ndarray) -> Seed:
     for number in numbers:
-        place = _place(number)
+        place = _hash_number(number)
         seed = functools.reduce(lambda seed, n: _round(n, seed, place), range(_ROUNDS), seed)
     return seed
 
@@ -152,12 +152,12 @@ def fold_many(key: RandomKey, numbers: UInt32[Array, " n"]) -> Seed:
       key: key of the noise.
       numbers: integers modulo 2^32.
     """
-    place = _place(numbers)
+    place = _hash_number(numbers)
     seed = Seed(*(jnp.broadcast_to(each, place.shape) for each in seed_of(key)))
     return jax.lax.fori_loop(0, _ROUNDS, lambda n, seed: _round(n, seed, place), seed)
 
 
-def _place(number: Array | np.ndarray) -> UInt32[Array, "*shape"]:
+def _hash_number(number: Array | np.ndarray) -> UInt32[Array, "*shape"]:
     return hash_bits(jnp.asarray(number).astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
 
 

@@ -135,16 +135,16 @@ def _grid_scale(statistic: Array, spec: TensorSpec, floor: float, is_wide: bool)
     # The product of a code and a scale with so few bits is exact in float32, so the decoded statistic is max · scale.
     kind = element(spec.dtype)
     scale = statistic * (1 / kind.max)
-    coarse = _significant(scale, kind.scale_bits)
-    read = _significant(coarse * kind.max, kind.scale_bits)  # the decoded amax in a bfloat16 model
-    coarse = _significant(read * (1 / kind.max), kind.scale_bits)
+    coarse = _round_bits(scale, kind.scale_bits)
+    read = _round_bits(coarse * kind.max, kind.scale_bits)  # the decoded amax in a bfloat16 model
+    coarse = _round_bits(read * (1 / kind.max), kind.scale_bits)
     if is_wide:
-        fine = _significant(scale, 11)  # significant bits of float16
+        fine = _round_bits(scale, 11)  # significant bits of float16
         coarse = jax.lax.select(fine * kind.max == statistic, fine, coarse)
     return floor_scale(coarse, floor)
 
 
-def _significant(x: Array, count: int) -> Array:
+def _round_bits(x: Array, count: int) -> Array:
     """Round a float32 to ``count`` significant bits, ties to even."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=count - 1)
 

@@ -117,7 +117,7 @@ class Placement:
         return cls(varying_axes(x), sharding)
 
 
-def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
+def untransposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
     """Return the sharding that ``transpose(order)`` converts to ``sharding``."""
     if sharding is None:
         return None
@@ -167,7 +167,7 @@ def device_key(key: RandomKey, x: Array) -> RandomKey:
     return key
 
 
-def named(sharding: Sharding, like: Array) -> NamedSharding | None:
+def to_named_sharding(sharding: Sharding, like: Array) -> NamedSharding | None:
     """Convert a partition spec to a sharding, on the mesh of an operand or otherwise of the context."""
     if not isinstance(sharding, PartitionSpec):
         return sharding
@@ -224,7 +224,7 @@ def merge_axes(x: Array, like: Array) -> Array:
     return jax.lax.reshape(x, like.shape, out_sharding=explicit_sharding(like))
 
 
-def broadcastable(scale: Array, x: Array) -> Array:
+def reshard_like(scale: Array, x: Array) -> Array:
     """Reshard a scale of x's rank like x, so that the product needs no communication."""
     target = explicit_sharding(x)
     if target is None or scale.ndim != x.ndim:

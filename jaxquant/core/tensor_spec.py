@@ -187,7 +187,7 @@ class TensorSpec:
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)
 
 
-def keeping_grid(spec: TensorSpec) -> TensorSpec:
+def keep_grid(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a forward weight: integers with this step's statistic keep their grid."""
     is_integer = element(spec.dtype).kind == "int"
     return dataclasses.replace(spec, keeps_grid=is_integer and spec.scaling == "dynamic" and spec.codec is None)

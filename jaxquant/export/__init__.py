@@ -23,7 +23,7 @@ SCHEMES = {scheme.name: scheme for scheme in ROWS}
 FORMATS = (*SCHEMES, *(f"gguf_{kind.lower()}" for kind in FILE_TYPES))
 """Names of all formats that ``export`` writes."""
 STATIC_INPUTS = tuple(scheme.name for scheme in ROWS if scheme.spec is not None and scheme.spec.has_static_input)
-"""Formats that store scales of activations, which need a calibrated model."""
+"""Formats that store static scales of activations. Exporting to them requires a calibrated model."""
 
 
 def export(
@@ -35,22 +35,22 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Write a model in a format. ``SHA256SUMS`` is written in the folder, or next to a GGUF file.
+    """Write a model in a checkpoint format, and its checksums to ``SHA256SUMS`` in the folder or next to the GGUF file.
 
     Args:
       source: model to write: named tensors, shape and tokenizer.
-      out: folder, or file of a GGUF format; it must not exist.
+      out: folder to write, or file to write for a GGUF format; it must not exist yet.
       format: one of ``FORMATS``.
       dtype: dtype of unquantized tensors in a Hugging Face folder.
       shard_bytes: maximum bytes of a file in a folder.
-      progress: callback with each written tensor.
+      progress: function that is called with the ``Row`` of each written tensor, or None.
 
     Raises:
-      ValueError: the format is unknown, or does not fit the model.
+      ValueError: the format is unknown, or cannot represent the sizes or values of the model.
       FileExistsError: ``out`` exists.
     """
     if format not in FORMATS:
-        raise ValueError(f"format {format!r} is not known; known ones are {', '.join(FORMATS)}")
+        raise ValueError(f"format {format!r} is not known; use one of {', '.join(FORMATS)}")
     if format not in SCHEMES:
         rows = export_gguf(source, out, format.removeprefix("gguf_").upper(), progress=progress)
     else:
@@ -61,7 +61,7 @@ def export(
 
 
 def check_export(out: Path) -> None:
-    """Compare a folder or a GGUF file with its checksums, if it has any.
+    """Compare an exported folder or GGUF file with its ``SHA256SUMS``; do nothing if there is no such file.
 
     Raises:
       ValueError: a file is missing or has changed; the message names the first one.

@@ -31,7 +31,7 @@ FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 
 
 class Row(NamedTuple):
-    """One row of an exporter's summary."""
+    """One row of an exporter's summary: a written tensor, its format, shape, size in bytes, and SQNR in dB."""
 
     tensor: str
     format: str
@@ -47,7 +47,7 @@ class Scheme:
     Attributes:
       name: name of the format.
       config: ``quantization_config``, or None for float layers.
-      scalar: shape of tensors with one element.
+      scalar: shape in which tensors of one element are stored.
       files: additional JSON files to write, by name.
     """
 
@@ -58,13 +58,13 @@ class Scheme:
 
     @functools.cached_property
     def spec(self) -> LayerSpec | None:
-        """Return how a reader of the config interprets linear layers, or None for float layers."""
+        """Return the layer spec that a reader derives from ``config``, or None for float layers."""
         found = None if self.config is None else read_quantization({"quantization_config": self.config})
         return None if found is None else found.specs[0]
 
     @property
     def multiple(self) -> int:
-        """Return the number of elements that share a scale and are stored together; it must divide the contraction."""
+        """Return the tile size, which must divide the size of the contraction, or 1 if the format has no tiles."""
         free, tile = (self.spec and self.spec.weight.block_size) or (0, 1)
         return tile if free == 1 else 1
 
@@ -82,23 +82,24 @@ def write_folder(
 
     Args:
       source: model to write.
-      out: folder; it must not exist.
+      out: folder to write; it must not exist yet.
       scheme: format of the linear layers; embeddings, norms and the head stay in ``dtype``.
       dtype: a key of ``FLOATS``.
-      shard_bytes: maximum bytes of a file, unless one tensor is larger.
-      progress: callback with each written tensor.
+      shard_bytes: maximum size of a file in bytes; only a file with a single tensor may be larger.
+      progress: function that is called with the ``Row`` of each written tensor, or None.
 
     Raises:
       FileExistsError: ``out`` exists.
-      ValueError: the format does not fit the model or dtype.
+      ValueError: ``dtype`` is unknown, the tile size does not divide a contraction, or a value is too large for its
+        format.
     """
     out = Path(out)
     if dtype not in FLOATS:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
+        raise ValueError(f"dtype {dtype!r} is not supported; use one of {', '.join(FLOATS)}")
     for name, (_, depth) in source.shape.linears().items():
         if depth % scheme.multiple:
             block = f"the block size {scheme.multiple} of {scheme.name}"
-            raise ValueError(f"{name} contracts {depth} elements, not a multiple of {block}; choose another format")
+            raise ValueError(f"{name} contracts {depth} elements, but {block} does not divide that; use another format")
     with partial_path(out) as folder:
         folder.mkdir()
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
@@ -148,7 +149,7 @@ def _write_tensors(
         check_fits(name, weight, back, cast, format, "export with dtype float32" if cast else "use another format")
         size = 0
         for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
-            # Cast in the writer, so that a large embedding is not in memory twice.
+            # The writer casts chunk by chunk, so that a large embedding is not in memory twice.
             places[f"{module}{end}"], added = shards.add(f"{module}{end}", array, cast)
             size += added
         rows.append(Row(name, format, weight.shape, size, sqnr(weight, back, cast)))
@@ -167,11 +168,14 @@ def check_fits(name: str, x: np.ndarray, back: np.ndarray, cast: Any, format: st
     """
     ends = np.array([back.min(), back.max()]).astype(cast or back.dtype)
     if not np.isfinite(ends).all():
-        raise ValueError(f"{name} has the magnitude {max(x.max(), -x.min()):g}, too large for {format}; {way_out}")
+        raise ValueError(f"{name} has magnitude {max(x.max(), -x.min()):g}, which is too large for {format}; {way_out}")
 
 
 def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> float:
-    """Return ``10 · log10(Σ x² / Σ (x − back)²)`` in dB, summed in float64 chunk by chunk; ``back`` is cast first."""
+    """Return ``10 · log10(Σ x² / Σ (x − back)²)`` in dB, summed in float64 chunk by chunk.
+
+    ``back`` is the decoded tensor. If ``cast`` is a dtype, ``back`` is cast to it first.
+    """
     signal = noise = 0.0
     flat, other = x.reshape(-1), back.reshape(-1)
     for start in range(0, flat.size, 1 << 22):
@@ -191,7 +195,7 @@ class _Shards:
         self._files: list[SafetensorsWriter] = []
 
     def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> tuple[int, int]:
-        """Write a tensor, optionally cast; returns the number of its file and its bytes."""
+        """Write a tensor, optionally cast; return the index of its file and its size in bytes."""
         size = array.size * (cast or array.dtype).itemsize
         if not self._files or (self._files[-1].bytes and self._files[-1].bytes + size > self._limit):
             if self._files:
@@ -201,7 +205,7 @@ class _Shards:
         return len(self._files) - 1, self._files[-1].add(name, array, cast=cast)
 
     def finish(self, places: Mapping[str, int]) -> None:
-        """Rename the files, and write the index if there are several."""
+        """Rename the files to their final names, and write the index if there are several files."""
         self._files[-1].close()
         count = len(self._files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -216,7 +220,7 @@ class _Shards:
 
 
 def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Return the JSON files of a tokenizer and the generation config."""
+    """Return the contents of the tokenizer's JSON files and of the generation config, by file name."""
     if vocabulary is None:
         return {}
     config: dict[str, Any] = {

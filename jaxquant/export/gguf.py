@@ -1,7 +1,9 @@
-"""GGUF files of a Llama, as llama.cpp loads them: linear layers in a GGML format, embedding and head F16, norms F32.
+"""Reader and writer of Llama models in GGUF files, as llama.cpp loads them.
 
-Rotary embedding rotates neighbouring elements in GGUF and the two halves of a head in Hugging Face's layout, so the
-rows of q and k are permuted: row ``h, i, j`` (head, half, index) becomes ``h, j, i``.
+Linear layers are stored in a GGML type, embedding and head in F16, norms in F32.
+
+The rotary embedding rotates pairs of neighbouring elements in GGUF, but the two halves of a head in Hugging Face's
+layout. The rows of q and k are therefore permuted: row ``(h, i, j)`` (head, half, index) becomes row ``(h, j, i)``.
 
 Source: ``LlamaModel`` of llama.cpp's convert_hf_to_gguf.py.
 """
@@ -72,7 +74,7 @@ def _rotated_heads(shape: LlamaShape, name: str) -> int | None:
 
 
 def tensor_kind(shape: LlamaShape, name: str, kind: str) -> str:
-    """Return the type in which a tensor is written."""
+    """Return the GGML type in which a tensor is written if ``kind`` is requested for linear layers."""
     if name.endswith("norm.weight"):
         return "F32"
     if name.removesuffix(".weight") not in shape.linears():
@@ -82,7 +84,7 @@ def tensor_kind(shape: LlamaShape, name: str, kind: str) -> str:
 
 
 def metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
-    """Return the metadata of a file."""
+    """Return the metadata of a GGUF file for a model."""
     shape = source.shape
     found: dict[str, Any] = {
         "general.architecture": "llama",
@@ -111,7 +113,7 @@ def _tokenizer_metadata(vocabulary: Vocabulary | None, size: int) -> dict[str, A
         return {"tokenizer.ggml.model": "none"}
     if not vocabulary.pre:
         raise NotImplementedError(
-            "llama.cpp does not support the tokenizer: it is neither byte-level BPE with a known pre-tokenizer "
+            "llama.cpp does not support this tokenizer, which is neither byte-level BPE with a known pre-tokenizer "
             "nor SentencePiece BPE; export to a Hugging Face folder, or train with another tokenizer"
         )
     tokens, scores = list(vocabulary.tokens), list(vocabulary.scores)
@@ -138,19 +140,19 @@ def export_gguf(
 ) -> list[Row]:
     """Write a model as one GGUF file, tensor by tensor.
 
-    A layer that was trained or converted in the same format keeps its bytes. A layer whose rows do not divide into the
-    blocks of the type is written in llama.cpp's fallback type.
+    A layer that was trained or converted in the same format keeps its bytes. If the block size of the type does not
+    divide the row size of a layer, the layer is written in llama.cpp's fallback type.
 
     Args:
       source: model to write.
-      out: file; it must not exist.
-      kind: a key of ``FILE_TYPES``.
-      name: ``general.name``.
-      progress: callback with each written tensor.
+      out: file to write; it must not exist yet.
+      kind: type of linear layers, a key of ``FILE_TYPES``.
+      name: value of ``general.name`` in the metadata.
+      progress: function that is called with the ``Row`` of each written tensor, or None.
 
     Raises:
       FileExistsError: ``out`` exists.
-      ValueError: values are not finite or too large.
+      ValueError: a tensor has a value that is not finite, or too large for its type.
       NotImplementedError: GGUF does not support the tokenizer, or a type needs the package gguf, which is not
         installed.
     """
@@ -163,7 +165,7 @@ def export_gguf(
         for each, (own, size) in kinds.items():
             stored, back = _encode_tensor(source, each, own)
             if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
-                raise ValueError(f"{each} has {stored.nbytes} bytes, which is not the size of {own} {size}")
+                raise ValueError(f"{each} has {stored.nbytes} bytes, but {own} of shape {size} has another size")
             file.write(np.ascontiguousarray(stored).data)
             file.write(b"\0" * (padded(stored.nbytes) - stored.nbytes))
             rows.append(Row(each, own, size, stored.nbytes, back))
@@ -175,7 +177,7 @@ def export_gguf(
 
 
 def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
-    """Return the bytes of a tensor and their SQNR."""
+    """Return the encoded bytes of a tensor, and the SQNR of the encoding in dB."""
     heads = _rotated_heads(source.shape, name)
     tensor = source.quantized(name.removesuffix(".weight"))
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
@@ -188,14 +190,14 @@ def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, fl
         return weight.view(np.uint8), float("inf")
     if kind == "F16":
         where = "GGUF type F16" if name.removesuffix(".weight") in source.shape.linears() else "every GGUF type"
-        check_fits(name, weight, weight, np.float16, f"the float16 of {where}", "export a Hugging Face folder")
+        check_fits(name, weight, weight, np.float16, f"float16 in {where}", "export to a Hugging Face folder")
         half = weight.astype(np.float16)
         return half.view(np.uint8), sqnr(weight, half, half.dtype)
     blocks = encode(kind, weight)
     back = decode(kind, blocks)
     largest = max(weight.max(), -weight.min())
     if largest > np.finfo(np.float16).max and np.abs(weight - back).max() > largest / 4:  # scales are float16
-        raise ValueError(f"{name} has the magnitude {largest:g}, too large for {kind}; use another format")
+        raise ValueError(f"{name} has magnitude {largest:g}, which is too large for {kind}; use another format")
     return blocks, sqnr(weight, back)
 
 
@@ -204,7 +206,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
 
     Raises:
       ValueError: a key is missing or has another type.
-      NotImplementedError: another architecture, or scaled rotary embedding.
+      NotImplementedError: the decoder does not support the architecture, a tensor or a key of the model.
     """
     found = file.metadata
     if found.get("general.architecture") != "llama":
@@ -212,10 +214,10 @@ def read_shape(file: GgufFile) -> LlamaShape:
             f"{file.path} has general.architecture {found.get('general.architecture')!r}; only llama is supported"
         )
     if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
-        raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder does not support")
+        raise NotImplementedError(f"{file.path} has a scaled rotary embedding, which the decoder does not support")
 
     used_keys = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
-    if "llama.rope.scaling.type" in found:  # its value is "none", so the other keys change nothing
+    if "llama.rope.scaling.type" in found:  # the value is "none", so the other keys have no effect
         used_keys |= {key for key in found if key.startswith("llama.rope.scaling.")}
 
     def number(key: str, default: Any = None) -> Any:
@@ -227,7 +229,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     if heads < 1:
-        raise ValueError(f"{file.path} has {heads} attention heads")
+        raise ValueError(f"{file.path} has {heads} attention heads, but llama.attention.head_count must be at least 1")
     size = number("attention.key_length", hidden // heads)
     rotated = number("rope.dimension_count", size)
     if number("attention.value_length", size) != size:
@@ -268,26 +270,27 @@ def read_shape(file: GgufFile) -> LlamaShape:
 
 
 def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
-    """Open a file for reading, as a model with Hugging Face's names and layout.
+    """Open a GGUF file as a ``Source`` with Hugging Face's tensor names and layout.
 
     The tokenizer is read from the metadata, or from a ``tokenizer.json`` next to the file if the metadata has no
-    supported one.
+    supported tokenizer.
 
     Args:
       path: path of the file.
       has_tokenizer: whether to read the tokenizer.
 
     Raises:
-      ValueError, NotImplementedError, OSError: raised by ``GgufFile`` and ``read_shape``; also if a tensor does not
-        have the expected shape.
+      ValueError: the file or its metadata is invalid, or a tensor is missing, unexpected, or has another shape.
+      NotImplementedError: the version, a tensor type, the architecture or the tokenizer is not supported.
+      OSError: the file cannot be opened.
     """
     file = GgufFile(path)
     shape = read_shape(file)
     for name, size in shape.tensors().items():
         tensor = file.tensors.get(gguf_name(name))
         if tensor is None or tensor.shape != size:
-            has = "none" if tensor is None else f"shape {tensor.shape}"
-            raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, got {has}")
+            has = "no such tensor" if tensor is None else f"shape {tensor.shape}"
+            raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, but the file has {has}")
     if others := sorted(file.tensors.keys() - {gguf_name(name) for name in shape.tensors()}):
         raise ValueError(f"{path} has the tensor {show(others[0])}, which is not part of such a Llama")
 
@@ -314,7 +317,7 @@ def _vocabulary(file: GgufFile) -> Vocabulary | None:
         found = of_gguf(file.metadata)
     except NotImplementedError as error:
         if not beside.is_file():
-            raise NotImplementedError(f"{file.path}: {error}; put its tokenizer.json next to it") from None
+            raise NotImplementedError(f"{file.path}: {error}; put the model's tokenizer.json next to it") from None
     if found is None and beside.is_file():
         ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding"))
         return of_tokenizer_json(read_json(beside), *ids)

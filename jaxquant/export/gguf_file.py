@@ -1,4 +1,4 @@
-"""GGUF container, version 3, little endian: metadata by key, then tensors, each at a multiple of the alignment.
+"""Reader and writer of GGUF containers (version 3, little endian): metadata by key, then aligned tensors.
 
 The reader maps the file into memory and checks every length and offset before use.
 
@@ -47,26 +47,26 @@ class U32(int):
 
 
 def row_bytes(kind: str, columns: int) -> int:
-    """Return the bytes of a row of a tensor type.
+    """Return the size in bytes of a row of ``columns`` elements of a tensor type.
 
     Raises:
-      ValueError: the columns do not divide into blocks of the type.
+      ValueError: the block size of the type does not divide ``columns``.
     """
     elements, size = block_of(kind)
     if columns % elements:
-        raise ValueError(f"a row of {columns} elements is not a multiple of the block of {elements} elements of {kind}")
+        raise ValueError(f"a row of {columns} elements is not a multiple of the block size {elements} of {kind}")
     return columns // elements * size
 
 
 def block_of(kind: str) -> tuple[int, int]:
-    """Return the number of elements and bytes of a block of a tensor type."""
+    """Return the number of elements and the number of bytes in a block of a tensor type."""
     if kind in OWN:
         return OWN[kind].elements_per_block, OWN[kind].bytes_per_block
     return (1, 4) if kind == "F32" else _library(kind).GGML_QUANT_SIZES[_library(kind).GGMLQuantizationType[kind]]
 
 
 def decode(kind: str, data: np.ndarray) -> np.ndarray:
-    """Return rows of bytes of a block type decoded to float32."""
+    """Decode rows of encoded bytes of a block type to float32."""
     if kind in OWN:
         return decode_blocks(kind, data)
     with np.errstate(all="ignore"):
@@ -98,13 +98,13 @@ class Tensor(NamedTuple):
 
 
 def write_text(value: str) -> bytes:
-    """Return the encoding of a text: its length and its bytes."""
+    """Return the encoding of a string: its length, then its UTF-8 bytes."""
     data = value.encode("utf-8")
     return struct.pack("<Q", len(data)) + data
 
 
 def _write_value(value: Any) -> bytes:
-    """Return the encoding of a value with its type: text, bool, int32, ``U32``, float32, or a list of one of them."""
+    """Return the encoding of a metadata value with its type: str, bool, int32, ``U32``, float32, or a list of these."""
     if isinstance(value, list):
         kinds = {_kind(each) for each in value} or {_STRING}
         if len(kinds) > 1:
@@ -129,8 +129,8 @@ def header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[i
     """Return the bytes before the tensor data, padded to the alignment.
 
     Args:
-      metadata: values that ``_write_value`` accepts.
-      tensors: name -> type and shape, in the order of the tensor data; each tensor is padded to the alignment.
+      metadata: values by key, of the types that ``_write_value`` encodes.
+      tensors: type and shape by name, in the order in which the tensors follow; each is padded to the alignment.
     """
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [write_text(key) + _write_value(value) for key, value in metadata.items()]
@@ -153,13 +153,13 @@ class GgufFile:
 
     Attributes:
       metadata: values by key; arrays of numbers are numpy arrays.
-      tensors: tensors by name.
+      tensors: types, shapes and positions of the tensors, by name.
 
     Args:
       path: path of the file.
 
     Raises:
-      ValueError: the file is not a GGUF file, or an offset in it is out of range; the message names it.
+      ValueError: the file is not a GGUF file, or its header is invalid.
       NotImplementedError: the version or a tensor type is not supported.
       OSError: the file cannot be opened.
     """
@@ -181,12 +181,12 @@ class GgufFile:
         for _ in range(keys):
             key = self._text()
             if key in self.metadata:
-                raise ValueError(f"{path} has the key {show(key)} twice")
+                raise ValueError(f"{path} has the metadata key {show(key)} twice; convert the model again")
             self.metadata[key] = self._value(self._unpack("<I"), 0)
         self.tensors = self._read_tensors(count)
 
     def raw(self, name: str) -> np.ndarray:
-        """Return the bytes of a tensor, one row per row of the tensor, as a view of the file."""
+        """Return the encoded bytes of a tensor as a view of the file; the array has as many rows as the tensor."""
         tensor = self.tensors[name]
         flat = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))
@@ -204,15 +204,15 @@ class GgufFile:
     def _read_tensors(self, count: int) -> dict[str, Tensor]:
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
-            raise ValueError(f"{self.path} has general.alignment {show(alignment)}, which must be a power of two")
-        tensors: dict[str, Tensor] = {}  # each with its offset after the header
+            raise ValueError(f"{self.path} has general.alignment {show(alignment)}; must be a power of 2 up to 2**20")
+        tensors: dict[str, Tensor] = {}  # offsets are relative to the end of the header
         end = 0
         for _ in range(count):
             name = self._text()
             place = f"{self.path}: tensor {show(name)}"
             axes = self._unpack("<I")
             if name in tensors or not 1 <= axes <= _MAX_AXES:
-                raise ValueError(f"{place} occurs twice, or has {axes} axes")
+                raise ValueError(f"{place} occurs twice, or has {axes} axes (1 to 4 are supported)")
             shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
             number, offset = self._unpack("<I"), self._unpack("<Q")
             if number not in _TYPE_NAMES:
@@ -226,19 +226,19 @@ class GgufFile:
                 raise ValueError(f"{place}: {error}") from None
             if offset % alignment or offset < end or not 0 < size <= len(self._map):
                 raise ValueError(
-                    f"{place} is at {offset} with {size} bytes: it overlaps the previous one, is not aligned, or "
-                    "is outside of the file"
+                    f"{place} is at {offset} with {size} bytes: it overlaps the previous tensor, is not aligned, or "
+                    "is outside of the file; download the file again"
                 )
             end = offset + size
             tensors[name] = Tensor(_TYPE_NAMES[number], shape, offset, size)
         begin = padded(self._at, alignment)
         if begin + end > len(self._map):
-            raise ValueError(f"{self.path} ends at byte {len(self._map)}, within its tensors; download it again")
+            raise ValueError(f"{self.path} ends at byte {len(self._map)}, before its tensors end; download it again")
         return {name: tensor._replace(start=begin + tensor.start) for name, tensor in tensors.items()}
 
     def _take(self, count: int) -> bytes:
         if count > len(self._map) - self._at:
-            raise ValueError(f"{self.path} ends at byte {len(self._map)}, within its header; download it again")
+            raise ValueError(f"{self.path} ends at byte {len(self._map)}, before its header ends; download it again")
         self._at += count
         return self._map[self._at - count : self._at]
 

@@ -1,4 +1,4 @@
-"""Layouts of quantized weights in checkpoints, with an encoder and a decoder for each.
+"""Encoders and decoders of the layouts of quantized weights in checkpoints.
 
 Weights are float32 numpy arrays [out, in]. All formats are decoded in float32, and each product is rounded once.
 """
@@ -16,7 +16,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
 from jaxquant.core.scales import scale_of_amax
-from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.formats import codec
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -28,14 +28,14 @@ Tensors = dict[str, np.ndarray]
 
 
 def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
-    """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for an amax of zero."""
+    """Return the scale ``amax · (1 / largest)`` in float32, computed as in training; 1 for an amax of zero."""
     scale = np.asarray(amax, np.float32) * np.float32(1 / largest)
     return np.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
 
 
 def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.ndarray:
-    """Return the scale of each block as training computes it."""
-    spec = keeping_grid(TensorSpec(dtype))
+    """Return the scale of each block, computed as in training."""
+    spec = keep_grid(TensorSpec(dtype))
     if spec.has_grid_scale:
         weight = np.where(weight < 0, weight * np.float32(spec.negative_factor), weight)
     amax = jnp.asarray(block_amax(weight, block))
@@ -51,7 +51,7 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tuple[int, int] | None) -> np.ndarray:
-    """Return ``cast(weight / scale)``, computed in row chunks: one scale in total, per row, or per block."""
+    """Return ``cast(weight / scale)``, computed in chunks of rows; ``scale`` is per tensor, per row or per block."""
     parts = row_chunks(weight.shape, 1 if block is None else block[0])
     return np.concatenate([cast(weight[rows] / _spread(scale, weight.shape, block, rows), dtype) for rows in parts])
 
@@ -59,7 +59,7 @@ def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tupl
 def decode_scaled(
     weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None, zero_point: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return ``(weight − zero_point) · scale`` for elements of any type; scales as in ``encode_scaled``."""
+    """Return ``(weight − zero_point) · scale`` for elements of any type; ``scale`` is as in ``encode_scaled``."""
     out = np.empty(weight.shape, np.float32)
     for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
         part = weight[rows].astype(np.float32)
@@ -76,7 +76,7 @@ def check_finite(array: np.ndarray, name: str) -> np.ndarray:
       ValueError: a value is not finite; the message names the tensor.
     """
     if not is_finite(array):
-        raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
+        raise ValueError(f"{name} decodes to values that are not finite, so its scales are damaged; export it again")
     return array
 
 
@@ -112,7 +112,7 @@ def pack_int4(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
-    """Return int8 [rows, ``columns``] from int32 packed as in ``pack_int4``, with 4 or 8 bits per integer."""
+    """Unpack integers of 4 or 8 bits to int8 [rows, ``columns``]; inverse of ``pack_int4`` for 4 bits."""
     stored = np.ascontiguousarray(packed).view(np.uint8)
     if bits == 4:
         stored = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1)
@@ -120,13 +120,13 @@ def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
 
 
 def pack_e2m1(elements: np.ndarray) -> np.ndarray:
-    """Pack float4_e2m1fn in pairs, the element with the even index in the low bits."""
+    """Pack pairs of float4_e2m1fn elements into bytes, the element with the even index in the low bits."""
     codes = np.asarray(elements).view(np.uint8) & 0xF
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
-    """Return float4_e2m1fn from nibbles, the low one first."""
+    """Unpack float4_e2m1fn elements from bytes; the low four bits are the first element of a pair."""
     out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
     out[..., 0::2], out[..., 1::2] = packed & 0xF, packed >> 4
     return out.view(ml_dtypes.float4_e2m1fn)
@@ -149,7 +149,7 @@ def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, n
 
 
 def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Encode an array along its last axis, in chunks of one shape, so that the encoder compiles once.
+    """Encode an array along its last axis, in chunks of equal shape, so that the encoder compiles once.
 
     Args:
       format: name of a codec that encodes each block to one row.
@@ -182,7 +182,7 @@ def _in_chunks(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.nda
 
 
 def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return packed e2m1 [..., in / 2] and E8M0 bytes [..., in / 32]."""
+    """Return packed e2m1 elements [..., in / 2] and E8M0 scales as bytes [..., in / 32]."""
     found = _in_chunks(_mxfp4, weight.reshape(-1, 32), 32)
     packed, scale = pack_e2m1(found["qvalue"]), found["scale"].view(np.uint8)
     return packed.reshape(*weight.shape[:-1], -1), scale.reshape(*weight.shape[:-1], -1)

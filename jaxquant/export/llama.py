@@ -1,6 +1,6 @@
 """Llama in Hugging Face checkpoints: shape, names and shapes of tensors, config.json.
 
-    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent where tied)
+    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent if tied)
     model.layers.N.self_attn.{q,k,v,o}_proj.weight [out, in]               model.layers.N.input_layernorm.weight [D]
     model.layers.N.mlp.{gate,up,down}_proj.weight [out, in]                …post_attention_layernorm.weight [D]
 
@@ -33,8 +33,8 @@ class LlamaShape:
       vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes of the axes, and numbers of layers and
         heads.
       rope_theta, norm_epsilon: parameters of the rotary embedding and RMSNorm.
-      tied: whether the output head is the embedding.
-      max_length: number of positions in training.
+      tied: whether the output head shares the weight of the embedding.
+      max_length: maximum number of positions (``max_position_embeddings``).
     """
 
     vocab_size: int
@@ -93,7 +93,7 @@ class LlamaShape:
 
         Args:
           dtype: dtype of unquantized tensors.
-          tokens: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, each a number or None.
+          tokens: token number or None for ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
         """
         return {
             "architectures": [ARCHITECTURE],

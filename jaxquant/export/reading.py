@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face folder of a Llama, float or quantized, as named float tensors."""
+"""Reader of Llama checkpoints in Hugging Face folders, float or quantized, as named float tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HfFolder:
     """A folder of safetensors files with its config.
 
     Attributes:
-      config: ``config.json``.
+      config: contents of ``config.json``.
       shape: shape of the model.
       quantization: ordered rules for the quantization of layers, or None for a float checkpoint.
 
@@ -54,7 +54,7 @@ class HfFolder:
         if len(known) != sum(len(file) for file in self._files):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
         if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
-            raise ValueError(f"{others[0]} is not used, because no index names it; move it elsewhere")
+            raise ValueError(f"{others[0]} is not listed in the index; move it to another folder")
         self.shape = LlamaShape.of_config(self.config)
         self.quantization: CheckpointQuantization | None = read_quantization(
             self.config, known, read_json(sidecar) if sidecar.exists() else None
@@ -67,7 +67,7 @@ class HfFolder:
         self._check_names()
 
     def spec(self, module: str) -> LayerSpec | None:
-        """Return the quantization of a linear layer, or None."""
+        """Return the quantization of a linear layer, or None if the layer is float."""
         return None if self.quantization is None else self.quantization.spec(module)
 
     def tensors(self, module: str) -> dict[str, np.ndarray]:
@@ -110,7 +110,7 @@ class HfFolder:
             return check_finite(array.astype(np.float32), place)
 
     def source(self, *, has_tokenizer: bool = True) -> Source:
-        """Return the model for an exporter or an import; static input scales are included as amaxes.
+        """Return the model as a ``Source`` for an export or an import; static input scales become input amaxes.
 
         Args:
           has_tokenizer: whether to read the tokenizer.
@@ -119,7 +119,7 @@ class HfFolder:
         return Source(self.shape, self.read, vocabulary, self.input_amax(), lambda name: None)
 
     def input_amax(self) -> dict[str, float]:
-        """Return the input amax that each stored static scale represents, by layer."""
+        """Return the input amax of each layer that stores a static input scale, by layer name."""
         found = {}
         for module in self.shape.linears():
             spec = self.spec(module)
@@ -159,7 +159,7 @@ class HfFolder:
         names = sorted(set(places.values()))
         for name in names:
             if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                raise ValueError(f"{index} names the file {show(name)}, which is not in the folder")
+                raise ValueError(f"{index} lists {show(name)}, which is not the name of a safetensors file")
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
@@ -167,7 +167,7 @@ class HfFolder:
         for name, file in files.items():
             for tensor in file:
                 if places.get(tensor) != name:
-                    raise ValueError(f"{self.folder / name} has {show(tensor)}, but the index places it elsewhere")
+                    raise ValueError(f"{self.folder / name} has {show(tensor)}, but the index lists it in another file")
         return list(files.values())
 
     def _check_names(self) -> None:
@@ -182,10 +182,10 @@ class HfFolder:
                 if (module not in wanted and not is_buffer) or end == ".bias":
                     raise ValueError(f"{self.folder} has the tensor {show(name)}, which is not part of such a Llama")
         if missing := sorted(wanted - self._ends.keys()):
-            raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
+            raise ValueError(f"{self.folder} has no tensors of {missing[0]}; download it again")
 
     def _check_tied(self, embedding: str, head: str) -> None:
-        """Raise if a stored head differs from the embedding, which a tied model uses instead."""
+        """Raise if a stored head differs from the embedding, which a tied model uses as its head."""
         one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
         is_same = one.shape == other.shape == self.shape.tensors()[embedding] and one.dtype == other.dtype
         if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape, 1)):

@@ -1,4 +1,4 @@
-"""Safetensors container: eight bytes of header length, a JSON header, then the tensors, little endian.
+"""Reader and writer of safetensors files: the header length (8 bytes), a JSON header, the tensors (little endian).
 
 The safetensors library checks every dtype, shape and offset of a header before any tensor is read. The reader here also
 rejects duplicate names, unknown keys and impossible shapes. Arrays are views of the file, also for 8-bit floats, E8M0
@@ -37,7 +37,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor of a header: type name, shape in elements, and offsets of its first byte and of the end."""
+    """Header entry of a tensor: type name, shape in elements, and offsets of the first byte and after the last byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
       path: path of the file.
 
     Raises:
-      ValueError: the file is not a safetensors file, or its header does not fit its size.
+      ValueError: the file is not a safetensors file, or its header does not match its size.
       OSError: the file cannot be opened.
     """
 
@@ -70,7 +70,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
                 with safe_open(self.path, "numpy") as checked:
                     self.metadata: dict[str, str] = checked.metadata() or {}
             except SafetensorError as error:
-                fix = "download it again, or update safetensors if it does not know the type"
+                fix = "download it again, or update the package safetensors if the type is newer"
                 raise ValueError(f"{path} is not a safetensors file ({str(error)[:200]}); {fix}") from None
             length = struct.unpack("<Q", file.read(8))[0]
             header = json.loads(file.read(length), object_pairs_hook=self._once)
@@ -79,7 +79,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         self.entries = {name: self._entry(name, row) for name, row in header.items() if name != "__metadata__"}
 
     def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the mapping of pairs; raises if a name occurs twice."""
+        """Return the pairs of a JSON object as a dict; raises if a name occurs twice."""
         found = dict(pairs)
         if len(found) != len(pairs):
             twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -87,14 +87,14 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         return found
 
     def _entry(self, name: str, row: Any) -> Entry:
-        # The library accepts a JSON array as a row, and ignores unknown keys.
+        # The safetensors library accepts a JSON array as an entry, and ignores unknown keys.
         if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(
                 f"{self.path}: tensor {show(name)} must have dtype, shape and data_offsets, got {show(row)}"
             )
         dtype, shape = row["dtype"], row["shape"]
         is_known = dtype in DTYPES or (dtype in SUB_BYTE and shape and shape[-1] * SUB_BYTE[dtype] % 8 == 0)
-        # If an axis is empty, the others are still limited: numpy cannot create larger arrays.
+        # An empty axis counts as 1, because numpy limits the other axes of an empty array too.
         if not is_known or len(shape) > _MAX_AXES or math.prod(max(1, n) for n in shape) > _MAX_ELEMENTS:
             raise ValueError(
                 f"{self.path}: tensor {show(name)} of type {dtype} and shape {show(shape)} is not supported; "
@@ -121,7 +121,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
 
 class SafetensorsWriter:
-    """Writer of a file, tensor by tensor, without keeping tensors in memory; the header is written last.
+    """Writer of a safetensors file that writes one tensor at a time, and the header at the end.
 
     Args:
       path: path to write.
@@ -138,12 +138,12 @@ class SafetensorsWriter:
         self.bytes = 0
 
     def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> int:
-        """Write a tensor; returns its bytes.
+        """Write a tensor; return its size in bytes.
 
         Args:
           name: name that is not in the file yet.
           array: array of one of ``DTYPES``.
-          cast: dtype to write, cast chunk by chunk.
+          cast: dtype to which the array is cast chunk by chunk, or None.
 
         Raises:
           ValueError: the name is already in the file, or the format does not support the dtype.
@@ -151,7 +151,7 @@ class SafetensorsWriter:
         written = array.dtype if cast is None else np.dtype(cast)
         kind = NAMES.get(written)
         if kind is None or name in self.entries or name == "__metadata__":
-            raise ValueError(f"tensor {name!r} of {array.dtype.name} cannot be written, or is already in the file")
+            raise ValueError(f"tensor {name!r} has the unsupported dtype {array.dtype.name}, or is already in the file")
         flat, size = np.ascontiguousarray(array).reshape(-1), array.size * written.itemsize
         for start in range(0, flat.size, _PART):
             part = flat[start : start + _PART]
@@ -168,7 +168,7 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._room:
             raise ValueError(
-                f"{self.path} has a header of {len(text)} bytes, with {self._room} reserved; shorten the names"
+                f"{self.path} has a header of {len(text)} bytes, but {self._room} are reserved; shorten the names"
             )
         self._file.seek(0)
         self._file.write(struct.pack("<Q", self._room) + text.ljust(self._room))

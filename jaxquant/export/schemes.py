@@ -1,4 +1,4 @@
-"""Table of the formats of Hugging Face folders: the entry in ``config.json`` defines what is written and read.
+"""Table of the formats of Hugging Face folders; the entry in ``config.json`` defines how layers are stored.
 
 Source: ``PRESET_SCHEMES`` of compressed-tensors; DeepSeek's and fbgemm's checkpoints; the checkpoint exporter of
 nvidia-modelopt, and vLLM's ``modelopt.py``, which requires every key below.

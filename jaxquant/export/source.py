@@ -24,7 +24,7 @@ class Vocabulary:
       merges: pairs in order, joined by a space.
       kinds: types of the tokens in GGUF files.
       bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
-      tokenizer_json: ``tokenizer.json`` of the tokenizers package.
+      tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, empty if they have none.
       scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
       origin: file or metadata that the tokenizer was read from.
@@ -80,7 +80,7 @@ class Source:
     Attributes:
       shape: shape of the model.
       read: function from the name of a tensor in ``LlamaShape.tensors`` to its float32 array.
-      vocabulary: tokenizer of the model; None writes no tokenizer files.
+      vocabulary: tokenizer of the model, or None to write no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
       quantized: function from the name of a linear layer to the ``QTensor`` of its weight [out, in], as stored or as
         used in the training forward pass. It returns None for float weights, and if the blocks cannot be arranged as
@@ -98,14 +98,14 @@ class Source:
         return self.read(f"{module}.weight")
 
     def finite(self, name: str) -> np.ndarray:
-        """Return a tensor in float32, for an exporter.
+        """Return a tensor in float32, after checking its shape and values.
 
         Raises:
           ValueError: the shape is not the model's, or a value is not finite.
         """
         array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, but the model needs {shape}")
+            raise ValueError(f"{name} has shape {array.shape}, but must have shape {shape}")
         if not is_finite(array):
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array

@@ -1,7 +1,7 @@
 """Linear layers of foreign checkpoints: elements, scales and zero points, as the checkpoint's config describes them.
 
-The writer of each packing is next to its reader. Readers remove the tensors that they use from the layer; a tensor that
-is left over could change the layer's values, so it is an error.
+The writer of each packing is next to its reader. A reader removes each tensor that it uses from the layer's dict. A
+tensor that remains could change the layer's values, so it raises an error.
 
 Source: the compressors of compressed-tensors; the checkpoint exporters of modelopt and of DeepSeek-V3.
 """
@@ -37,7 +37,7 @@ from jaxquant.export.source import Source
 _SCALES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
 _INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
 _LARGEST = {**{name: element(name).bound for name in ("float8_e4m3fn", "int8")}, "float4_e2m1fn": NVFP4_RANGE}
-"""Factor between a static scale of an input and the largest magnitude that it was made for."""
+"""Ratio of the input amax to the static input scale, by element type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ class StoredLayer:
 
     Attributes:
       elements: array [out, in] of the type in the config; int8 for int4.
-      scale: float32, one for each block.
+      scale: scale of each block, float32.
       block: rows and columns that share a scale.
-      zero_point: int8 in the shape of ``scale``, or None.
-      levels: stored scales of the blocks and their outer scale [1] if there are two levels, otherwise None.
+      zero_point: zero point of each block, int8 in the shape of ``scale``, or None.
+      levels: stored block scales and the outer scale [1], for formats with two levels of scales; otherwise None.
     """
 
     elements: np.ndarray
@@ -59,7 +59,7 @@ class StoredLayer:
     levels: tuple[np.ndarray, np.ndarray] | None = None
 
     def decode(self) -> np.ndarray:
-        """Return the weight in float32, each value rounded once; infinite beyond the range of float32."""
+        """Return the weight in float32; each value is rounded once, and becomes infinite if it overflows."""
         with np.errstate(over="ignore"):
             return decode_scaled(self.elements, self.scale, self.block, self.zero_point)
 
@@ -77,7 +77,7 @@ def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> Sto
       NotImplementedError: the layout is not supported.
     """
     if spec.packing not in _PACKINGS:
-        raise NotImplementedError(f"weights packed as {spec.packing!r} are not supported; start from another export")
+        raise NotImplementedError(f"weights packed as {spec.packing!r} are not supported; use another export")
     if spec.weight.granularity is ScaleGranularity.COLWISE:
         raise NotImplementedError("a weight with a scale per column is not supported; export it with a scale per row")
     unused = _UnusedTensors(tensors)
@@ -111,7 +111,7 @@ def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
     """Remove the static input scale of a layer from its tensors; returns the amax that the scale represents, or None.
 
     Args:
-      spec, tensors: same as for ``read_layer``; the scale is removed from the tensors.
+      spec, tensors: arguments of ``read_layer``.
 
     Raises:
       ValueError: the scale is not a single number above 0.
@@ -130,7 +130,7 @@ def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
 
 
 class _UnusedTensors(Tensors):
-    """Tensors of a layer that are not used yet."""
+    """Tensors of a layer that no reader has used yet."""
 
     def take(self, *names: str, is_needed: bool = True) -> Any:
         """Remove and return the tensor with one of the names, or None if the tensor is optional and missing."""
@@ -138,27 +138,27 @@ class _UnusedTensors(Tensors):
             if f".{name}" in self:
                 return self.pop(f".{name}")
         if is_needed:
-            raise ValueError(f"has {', '.join(self) or 'no other tensors'}, but needs {'/'.join(names)}")
+            raise ValueError(f"has {', '.join(self) or 'no other tensors'}, but requires {'/'.join(names)}")
         return None
 
     def check_empty(self) -> None:
         if self:
             raise ValueError(
-                f"has the tensor {next(iter(self)).removeprefix('.')}, which its config does not describe and "
-                "which may change its values; export the checkpoint without it"
+                f"has the tensor {next(iter(self)).removeprefix('.')}, which the config does not describe and "
+                "which may change the values of the layer; export the checkpoint without this tensor"
             )
 
 
 def _positive_scalar(array: np.ndarray, what: str) -> float:
     value = array.astype(np.float32).reshape(-1)
     if value.size != 1 or not np.isfinite(value[0]) or value[0] <= 0:
-        raise ValueError(f"{what} has shape {array.shape}, or is not a finite number above 0")
+        raise ValueError(f"{what} of shape {array.shape} must be a single finite number above 0")
     return float(value[0])
 
 
 def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(f"{name} is {array.dtype.name}{array.shape}; its config needs {np.dtype(dtype).name}{shape}")
+        raise ValueError(f"{name} is {array.dtype.name}{array.shape}; config requires {np.dtype(dtype).name}{shape}")
 
 
 def _layer(
@@ -173,11 +173,11 @@ def _layer(
     if block is not None:
         counts = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         if scale.shape != counts:
-            raise ValueError(f"weight_scale has shape {scale.shape}, but blocks of {block} in {shape} need {counts}")
+            raise ValueError(f"weight_scale has shape {scale.shape}, but blocks of {block} in {shape} require {counts}")
     elif scale.size in (1, shape[0]):
         counts, block = (scale.size, 1), (shape[0] // scale.size, shape[1])
     else:
-        raise ValueError(f"weight_scale has shape {scale.shape}, which is neither one scale nor {shape[0]}")
+        raise ValueError(f"weight_scale has shape {scale.shape}, but must have 1 element or {shape[0]}")
     scale = scale.astype(np.float32).reshape(counts)
     if not np.isfinite(scale).all():
         raise ValueError("weight_scale has values that are not finite; export the checkpoint again")
@@ -187,7 +187,7 @@ def _layer(
 
 
 def _zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -> np.ndarray | None:
-    """Remove and return the zero points: int8, or packed into int32 along the rows (elements: along the columns)."""
+    """Remove and return the zero points, which are int8 or packed into int32 along the rows (not the columns)."""
     zero_point = unused.take("weight_zero_point", is_needed=not spec.weight.symmetric)
     if zero_point is None:
         return None
@@ -195,10 +195,10 @@ def _zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -
         zero_point = unpack_int(zero_point.T, bits, rows).T
     if zero_point.dtype != np.int8:
         raise ValueError(
-            f"weight_zero_point is {zero_point.dtype.name}{zero_point.shape}, neither int8 nor packed into int32"
+            f"weight_zero_point is {zero_point.dtype.name}{zero_point.shape}, but must be int8 or packed into int32"
         )
     if spec.weight.symmetric and zero_point.any():
-        raise ValueError("weight_zero_point is not 0, but its config has symmetric true; correct one of them")
+        raise ValueError("weight_zero_point is not 0, but the config has symmetric true; correct one of them")
     return None if spec.weight.symmetric else zero_point
 
 
@@ -218,7 +218,7 @@ def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 def _encoded(
     spec: LayerSpec, source: Source, module: str, weight: np.ndarray, scale_dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return elements and scales that map the amax of the tensor, row or block to the largest element.
+    """Return elements and scales that map the amax of the tensor, row or block to the largest element value.
 
     A layer that is already in the format keeps its elements and scales. Scales keep their dtype if ``scale_dtype``
     would round them.
@@ -244,7 +244,7 @@ def _packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> 
     _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
     stored = unused.take("weight_shape", is_needed=False)
     if stored is not None and tuple(stored.tolist()) != shape:
-        raise ValueError(f"weight_shape is {stored.tolist()}, but the model needs {list(shape)}")
+        raise ValueError(f"weight_shape is {stored.tolist()}, but the model requires {list(shape)}")
     elements = unpack_int(packed, bits, shape[1])
     return _layer(spec, shape, elements, scale, _zero_point(spec, unused, bits, shape[0]))
 
@@ -274,7 +274,7 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
         packed, scale, outer = pack_e2m1(own.elements), own.scale, own.outer
     else:
         outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
-        # If the reciprocal is stored, encode with the value that the reader computes from it.
+        # If the reciprocal is stored, encode with the scale that a reader will compute from the reciprocal.
         outer = outer if is_modelopt else np.float32(1) / (np.float32(1) / outer)
         packed, scale = encode_nvfp4(weight, float(outer))
     if is_modelopt:
@@ -286,7 +286,7 @@ def _mxfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> S
     packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _expect("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
     if scale.dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
-        raise ValueError(f"weight_scale is {scale.dtype.name}, but scales of MXFP4 are E8M0")
+        raise ValueError(f"weight_scale has dtype {scale.dtype.name}, but scales of MXFP4 must be E8M0")
     return _layer(spec, shape, unpack_e2m1(packed), scale, None)
 
 

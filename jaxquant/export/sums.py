@@ -29,7 +29,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the paths of the files in a folder, relative to it and without ``SHA256SUMS``."""
+    """Return the paths of the files in a folder, relative to the folder and without ``SHA256SUMS``."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name not in (NAME, f"{NAME}.partial"))
 
@@ -67,10 +67,10 @@ def check_sums(
 
     Args:
       folder: folder that has ``SHA256SUMS``.
-      names: files to read; None selects every file with a checksum.
-      required: whether every file must have a checksum. If False, a folder without checksums was written by another
-        program, and a file without a checksum by the user.
-      late: files that need no checksum.
+      names: files to compare, or None to compare every file with a checksum.
+      required: whether every file must have a checksum. If False, files without a checksum are accepted, because the
+        user or another program may have written them.
+      late: files that may have no checksum, because they are written after the checksums.
 
     Raises:
       ValueError: a file is missing, has changed or has no checksum; the message names the first one.
@@ -89,5 +89,5 @@ def check_sums(
 
 
 def _advice(place: Path, required: bool) -> str:
-    """Return advice for a damaged file; checksums that are not required may be deleted."""
+    """Return the last clause of an error; it suggests to delete the checksums only if they are not required."""
     return "copy the folder again, or write it again" + ("" if required else f", or delete {place} if intended")

@@ -1,4 +1,4 @@
-"""Tokenizers in files of other libraries: bytes, byte-level BPE, and SentencePiece BPE."""
+"""Readers of other libraries' tokenizer files (byte-level BPE, SentencePiece BPE), and a vocabulary of bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxquant.core.typed import show
 from jaxquant.export.source import Vocabulary
 
 BYTE_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
-"""Names of the tokens after the 256 bytes in the byte vocabulary."""
+"""Special tokens of the byte vocabulary; their numbers follow the 256 bytes."""
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Token types; GGUF files and SentencePiece use the same numbers."""
 _LLAMA3 = (
@@ -29,16 +29,16 @@ _PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "smollm": [{"type": "Digits", "individual_digits": True}, _LEVEL],
     "llama-bpe": [_SPLIT, _LEVEL | {"use_regex": False}],
 }
-"""Pre-tokenizers of byte-level BPE by llama.cpp's names; a vocabulary without merges is ``default``."""
+"""Pre-tokenizers of byte-level BPE by llama.cpp's name; a vocabulary without merges has the name ``default``."""
 _ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _PREFIX = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _ESCAPE]}
-"""SentencePiece normalizers, without and with a space before the text."""
+"""SentencePiece normalizer that adds a space before the text; ``_ESCAPE`` is the normalizer without this space."""
 
 
 def byte_characters() -> tuple[str, ...]:
     """Return the printable character of each byte in byte-level BPE.
 
-    Printable bytes of Latin-1 are the same characters; other bytes are characters from U+0100 on.
+    A byte that is printable in Latin-1 is its Latin-1 character. Other bytes become the characters from U+0100 on.
 
     Source: ``bytes_to_unicode`` of GPT-2.
     """
@@ -51,7 +51,7 @@ def byte_vocabulary(size: int) -> Vocabulary:
     """Return the vocabulary of bytes 0 to 255, then beginning, end and padding; the rest, up to ``size``, is unused."""
     tokens = (*byte_characters(), *BYTE_SPECIAL)
     if size < len(tokens):
-        raise ValueError(f"a vocabulary of {size} is too small for the {len(tokens)} tokens of bytes")
+        raise ValueError(f"a vocabulary of size {size} is too small for the {len(tokens)} byte tokens")
     level = _LEVEL | {"trim_offsets": False, "use_regex": False}
     kinds = [NORMAL] * 256 + [CONTROL] * len(BYTE_SPECIAL)
     return _read(_bpe(tokens, kinds, [], 256, {}, pre_tokenizer=level, decoder=level), 256, 257, 258, "bytes")
@@ -68,12 +68,12 @@ def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None,
       bos, eos, pad: token numbers, or None.
 
     Raises:
-      ValueError: there is no model with a vocabulary, or a part is invalid.
+      ValueError: the file has no vocabulary, or a part of the file is invalid.
     """
     try:
         return _read(data, bos, eos, pad)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"tokenizer.json is not of the tokenizers library ({type(error).__name__}: {error})") from None
+        raise ValueError(f"tokenizer.json is not a tokenizers file ({type(error).__name__}: {error})") from None
 
 
 def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
@@ -136,7 +136,7 @@ def of_sentencepiece(data: bytes) -> Vocabulary:
 
 
 def _fields(data: bytes) -> dict[int, list[Any]]:
-    """Return the values of a protocol buffer by field number: integers or bytes."""
+    """Return the values of a protocol buffer (integers or bytes) by field number."""
     found: dict[int, list[Any]] = {}
     for field in UnknownFieldSet(Empty.FromString(data)):
         found.setdefault(field.field_number, []).append(field.data)
@@ -146,7 +146,7 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
 def _bpe(
     tokens: Sequence[str], kinds: Sequence[int], merges: Any, bos: int | None, model: Mapping[str, Any], **parts: Any
 ) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` of BPE with the given fields of its model and other parts."""
+    """Return the contents of a ``tokenizer.json``; ``model`` adds fields to its BPE model, ``parts`` to the file."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": index, "content": token, "special": kind != USER, **flags}
@@ -171,7 +171,7 @@ def _bpe(
 def _sentencepiece(
     tokens: Sequence[str], kinds: Sequence[int], scores: Iterable[float], bos: int | None, has_prefix: bool
 ) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` of SentencePiece BPE, with merges in the order of the scores.
+    """Return the contents of a ``tokenizer.json`` for SentencePiece BPE, with merges in the order of the scores.
 
     Source: ``LlamaConverter`` of transformers.
     """
@@ -228,7 +228,7 @@ def _read(
 def _scores(
     data: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]
 ) -> tuple[float, ...]:
-    """Return scores with which SentencePiece merges in the same order, or () if there are none."""
+    """Return scores with which SentencePiece merges in the same order, or () if no scores have this effect."""
     pairs = [tuple(pair.split(" ")) for pair in merges]
     normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
     if data.get("normalizer") not in (_ESCAPE, _PREFIX) or data.get("pre_tokenizer") or set(_pairs(normal)) - {*pairs}:

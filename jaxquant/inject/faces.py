@@ -77,10 +77,11 @@ def describe_model(model: Any) -> str:
     engine, kind = face_of(model).engine, type(model).__name__
     if engine.decisions is None:
         return f"{kind}(quantization={engine.config.quantization!r})  # the first call chooses the layers"
-    alike: dict[tuple[str, str], int] = collections.Counter()
-    for path, each in engine.decisions.paths.items():
-        recipe = "float" if each.recipe is None else each.recipe.name
-        alike[re.sub(r"(?<=[_/])\d+(?=/)|(?<=/)\d+$", "*", path) or "the root layer", recipe] += 1
+    recipes = {path: "float" if d.recipe is None else d.recipe.name for path, d in engine.decisions.paths.items()}
+    names = {path: re.sub(r"(?<=[_/])\d+(?=/)|(?<=/)\d+$", "*", path) or "the root layer" for path in recipes}
+    pairs = collections.Counter((names[path], recipe) for path, recipe in recipes.items()).most_common()
+    usual = dict(pair for pair, _ in reversed(pairs))  # layers with another recipe are listed by their own path
+    alike = collections.Counter((names[p] if usual[names[p]] == recipe else p, recipe) for p, recipe in recipes.items())
     lines = [f"  {path}: {recipe}{f' ({n} layers)' if n > 1 else ''}" for (path, recipe), n in alike.items()]
     return "\n".join([f"{kind}(quantization={engine.config.quantization!r}", *lines, ")"])
 

@@ -30,7 +30,7 @@ NO_INSTRUCTION = "no chip multiplies groups of rows in blocks"
 """Reason why XLA's program dequantizes the operands by default."""
 
 
-def choose(
+def select_matmul(
     lhs: QTensor | Rows,
     rhs: QTensor | Rows,
     numbers: RaggedDotDimensionNumbers,
@@ -60,7 +60,7 @@ def multiply(
     """Multiply qvalues and the scales of their blocks with the kernel.
 
     Args:
-      lhs, rhs: operands as in ``choose``.
+      lhs, rhs: operands as in ``select_matmul``.
       groups: groups of the rows. If the rows are contracted, each group consists of whole blocks of 128.
       numbers: dimension numbers.
       out_dtype: dtype of the result, whose rows after the last group are undefined.
@@ -71,7 +71,7 @@ def multiply(
         return _bind(_DRHS, x[0], w[0], left[0], repeat_per_row(right, w.shape[1])[0], starts, out_dtype)
     slabs = Slabs.of(groups, BLOCK)
     own = jnp.where(slabs.groups.ids < groups.sizes.size, slabs.groups.ids, -1)
-    out = _bind(_ROWS, slabs.cut(x[0]), w, slabs.cut(left[0]), right, own, out_dtype)
+    out = _bind(_ROWS, slabs.copy_rows(x[0]), w, slabs.copy_rows(left[0]), right, own, out_dtype)
     places = expand_groups(slabs.groups.starts * BLOCK - groups.starts, groups.ids) + jnp.arange(groups.ids.size)
     return jnp.take(out, places, axis=0, mode="clip")
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxquant.core.blocks import spread
+from jaxquant.core.blocks import repeat_scale
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.scales import compile_impl
@@ -55,7 +55,7 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     return sharding_refusal(lhs.qvalue, rhs.qvalue, defers=True)
 
 
-def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
+def select_matmul(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
     """Select the implementation of a contraction (``cudnn``, ``pallas`` or ``xla``); see ``select_block_matmul``."""
     refused = functools.partial(kernel.refusal, lhs, rhs, *_axes(dims), out_dtype=out_dtype)
     return select_block_matmul(refusal(lhs, rhs, dims), implementation, refused).name
@@ -71,7 +71,7 @@ def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: s
     Args:
       lhs, rhs, dims: operands and dimension numbers.
       out_dtype: dtype of the result.
-      by: result of ``choose``, "cudnn" or "pallas".
+      by: result of ``select_matmul``, "cudnn" or "pallas".
     """
     if by == "pallas":
         operands = kernel.operands(lhs, rhs, *_axes(dims))
@@ -93,7 +93,7 @@ def _rows(
     for axis, n in enumerate(side.shape):
         step = size if axis == contracted[-1] else 1
         if scale.shape[axis] != n // step:
-            scale = spread(scale, axis, n // step, side.blocks[axis] // step)
+            scale = repeat_scale(scale, axis, n // step, side.blocks[axis] // step)
     shape = [math.prod(side.shape[axis] for axis in axes) for axes in (batch, free, contracted)]
     counts = (*shape[:2], shape[2] // size)
     return side.qvalue.transpose(order).reshape(shape), scale.transpose(order).reshape(counts)

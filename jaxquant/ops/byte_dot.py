@@ -88,7 +88,7 @@ def row_major(tensor: QTensor) -> QTensor:
     return tensor.replace(lambda name, part: keep(part) if name == "qvalue" else part)
 
 
-def contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> Array:
+def copy_contraction_last(x: Array, axes: tuple[int, ...], *, is_row_major: bool) -> Array:
     """Return an operand that GPUs copy so that its contraction axes are last in memory, if it is on one device.
 
     Args:
@@ -140,9 +140,9 @@ def byte_dot(
     is_int8, is_fp8 = lhs.dtype == rhs.dtype == jnp.int8, lhs.dtype.name in FP8 and rhs.dtype.name in FP8
     a, b = lhs, rhs
     if rows[1] >= ROWS if is_int8 else copies:
-        a = contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
+        a = copy_contraction_last(a, dims.lhs_contract, is_row_major=is_int8)
     if rows[0] >= ROWS if is_int8 else copies:
-        b = contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
+        b = copy_contraction_last(b, dims.rhs_contract, is_row_major=is_int8)
     arguments = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     out = float_dot(a, b, dims.numbers, precision=precision, **arguments)
     has_algorithm = is_fp8 and {lhs.dtype.name, rhs.dtype.name} != {"float8_e5m2"} and min(rows) > 1
@@ -202,9 +202,6 @@ def _swap_operands(dot: Any) -> tuple[Any, Any]:
         return made.owner, stablehlo.transpose(barrier, ir.DenseI64ArrayAttr.get([1, 0]))
 
 
-batching.primitive_batchers[_algorithm] = lambda batched, dims, **options: (
-    _algorithm.bind(*batched, **options),
-    dims[0],
-)
+batching.primitive_batchers[_algorithm] = lambda batched, dims, **params: (_algorithm.bind(*batched, **params), dims[0])
 ad.deflinear2(_algorithm, lambda gradient, _, **__: [gradient])
 mlir.register_lowering(_algorithm, _lower, cacheable=False)

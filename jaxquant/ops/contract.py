@@ -14,17 +14,17 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.core.blocks import pad_blocks, spread
+from jaxquant.core.blocks import pad_blocks, repeat_scale
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, platform_of, split_axes
+from jaxquant.core.sharding import explicit_sharding, fit_sizes, is_whole, platform_of, reshard_like, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.kernels.platforms import capability_of, unless_sharded
 from jaxquant.ops import block_scaled
 from jaxquant.ops.byte_dot import byte_dot
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import INT8_PAYS, select_implementation
-from jaxquant.ops.pieces import eight_bits
+from jaxquant.ops.pieces import to_eight_bits
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -97,13 +97,13 @@ def contract(
         returned = accumulator_dtype(requested, out_dtype if outer is None else "float32")
 
         def as_floats(lhs: Any, rhs: Any) -> Array:
-            left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
+            left, right = (to_float_operand(side, dtype, outer is None) for side in (lhs, rhs))
             more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
             return float_dot(left, right, dims.numbers, **more)
 
         out = None
         if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
-            by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
+            by = block_scaled.select_matmul(lhs, rhs, dims, returned, implementation)
             by_blocks = functools.partial(block_scaled.multiply, dims=dims, out_dtype=returned, by=by)
             out = None if by == "xla" else unless_sharded(by_blocks, as_floats, lhs, rhs)
         out = as_floats(lhs, rhs) if out is None else out
@@ -188,10 +188,10 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
     has_instruction = capability_of(lhs.qvalue)[0] == 10
     if has_instruction or dequantized_dtype(lhs, rhs, dims, out_dtype) != "bfloat16":
         return False
-    return block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
+    return block_scaled.select_matmul(lhs, rhs, dims, out_dtype, implementation) == "xla"
 
 
-def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
+def to_float_operand(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
     """Return an operand of a float matmul. Without ``keeps_outer``, the caller applies the outer scale."""
     if isinstance(side, Dequantized):
         return checkpoint_name(side.values, DEQUANTIZED_MARK)
@@ -303,7 +303,7 @@ def _cast_alike(a: Array, b: Array) -> tuple[Array, Array]:
         wide = (a, b)[widths.index(max(widths))].dtype
         return a.astype(wide), b.astype(wide)
     is_native = a.dtype == b.dtype == jnp.int4 and platform_of(a) not in ("cpu", "gpu")
-    return (a, b) if is_native else (eight_bits(a), eight_bits(b))
+    return (a, b) if is_native else (to_eight_bits(a), to_eight_bits(b))
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -319,20 +319,20 @@ def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: st
         # The product of scalars is rounded once; then the result is multiplied once.
         return out * (lhs_scale * rhs_scale.reshape(lhs_scale.shape)).reshape(()).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
-    left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
-    right = _layout(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
-    return out * broadcastable(left, out).astype(dtype) * broadcastable(right, out).astype(dtype)
+    left = _as_result(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
+    right = _as_result(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
+    return out * reshard_like(left, out).astype(dtype) * reshard_like(right, out).astype(dtype)
 
 
 def _each_free(scale: Array, tensor: QTensor, free: tuple[int, ...]) -> Array:
     """Repeat block scales along free axes, so that each element of the result has a scale."""
     for axis in free:
         if scale.shape[axis] not in (1, tensor.shape[axis]):
-            scale = spread(scale, axis, tensor.shape[axis], tensor.blocks[axis])
+            scale = repeat_scale(scale, axis, tensor.shape[axis], tensor.blocks[axis])
     return scale
 
 
-def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
+def _as_result(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
     if scale.size == 1:
         return scale.reshape(())
     kept = (*batch, *free)
@@ -354,8 +354,8 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
             lhs_steps[left] = rhs_steps[right] = math.gcd(*tiled)
     if not lhs_steps:
         return lhs, rhs, dims, 0
-    new_lhs, lhs_place, lhs_tiles = _cut(lhs, lhs_steps)
-    new_rhs, rhs_place, rhs_tiles = _cut(rhs, rhs_steps)
+    new_lhs, lhs_place, lhs_tiles = _tile_axes(lhs, lhs_steps)
+    new_rhs, rhs_place, rhs_tiles = _tile_axes(rhs, rhs_steps)
     pairs = [(a, b) for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True) if a in lhs_steps]
     new_dims = Dimensions(
         tuple(lhs_place[axis] for axis in dims.lhs_contract),
@@ -368,7 +368,7 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
     return new_lhs, new_rhs, new_dims, len(pairs)
 
 
-def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
+def _tile_axes(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
     """Split axes into pieces of ``steps`` elements. Returns the tensor, and the positions of old axes and of tile axes.
 
     A smaller last piece is padded with zeros, which do not change a sum of products.
@@ -386,7 +386,7 @@ def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int
         shape: list[int] = []
         for axis, count in counts.items():
             if scale.shape[axis] not in (1, count):
-                scale = spread(scale, axis, count, tensor.blocks[axis] // steps[axis])
+                scale = repeat_scale(scale, axis, count, tensor.blocks[axis] // steps[axis])
         for axis, size in enumerate(scale.shape):
             shape += [size, 1] if axis in steps else [size]
         return scale.reshape(shape)

@@ -31,9 +31,9 @@ from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.ops import pieces
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.pieces import QuantState, check_operands, check_state, eight_bits, evaluate, scaled
+from jaxquant.ops.pieces import QuantState, check_operands, check_state, evaluate_jaxpr, rescale, to_eight_bits
 from jaxquant.ops.prepared import QuantizedOperand, make_prepared
-from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
+from jaxquant.ops.quantized import Gradient, Operation, contract_converted, quantized
 
 Array = jax.Array
 
@@ -93,7 +93,7 @@ def conv_general_dilated(
     op = _Conv.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, window=window)
     if isinstance(rhs, QTensor):
         check_scales("conv_general_dilated", rhs, (op.feature,))
-        return serve(op, lhs, rhs, None, key)
+        return contract_converted(op, lhs, rhs, None, key)
     check_state(recipe, state)
     return quantized(op, lhs, rhs, None, state or {}, key)
 
@@ -146,7 +146,7 @@ class _Conv(Operation):
         return jax.lax.conv_general_dilated(lhs, rhs, *self.window, **options)
 
     def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return _others(len(self.lhs.shape), self.batch if side == "lhs" else self.feature), ()
+        return _other_axes(len(self.lhs.shape), self.batch if side == "lhs" else self.feature), ()
 
     def prepare(self, side, x, groups, state, key) -> QuantizedOperand:
         return make_prepared(x, self.recipe, side, *self.axes(side), state, key, None, reads_clips=False)
@@ -157,8 +157,8 @@ class _Conv(Operation):
             dtype = accumulator_dtype(self.recipe.fwd.accumulator, self.out_dtype)
             out = self.convolve(*_same_type(lhs.qvalue, rhs.qvalue), dtype, jax.lax.Precision.DEFAULT)
             examples, features = self.window.numbers.out_spec[:2]
-            left, right = _along(lhs.scale, self.batch, examples), _along(rhs.scale, self.feature, features)
-            out = scaled(self.recipe, self.out_dtype, out, left, right)
+            left, right = _move_scale(lhs.scale, self.batch, examples), _move_scale(rhs.scale, self.feature, features)
+            out = rescale(self.recipe, self.out_dtype, out, left, right)
         else:
             common = jnp.promote_types(self.lhs.dtype, self.rhs.dtype)
             first, second = (_as_float(x, common.name) for x in (lhs, rhs))
@@ -178,25 +178,25 @@ class _Conv(Operation):
             axis, place, own_axis, own_place = self.batch, examples, features, self.feature
 
         def quantize_gradient(grad: Array, spec: TensorSpec) -> QTensor:
-            axes = _others(grad.ndim, own_axis)
+            axes = _other_axes(grad.ndim, own_axis)
             return shared or quantize(grad, spec, axes, key=key, floor=SMALLEST_GRADIENT_SCALE)
 
         if not isinstance(spec, TensorSpec) or not isinstance(residual, QTensor):
             left = _as_float(quantize_gradient(grad, spec), grad.dtype.name) if isinstance(spec, TensorSpec) else grad
-            return self._transposed(name, left, _as_float(residual, grad.dtype.name), None)
+            return self._convolve_transposed(name, left, _as_float(residual, grad.dtype.name), None)
         left, scale = grad, residual.scale
         if scale.size > 1:  # multiply a forward scale per channel into the gradient
             unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
-            left = grad.astype(jnp.float32) * _along(scale / unit, axis, place)
+            left = grad.astype(jnp.float32) * _move_scale(scale / unit, axis, place)
             scale = unit.reshape((1,) * scale.ndim)
         tensor = quantize_gradient(left, spec)
-        out = self._transposed(name, *_same_type(tensor.qvalue, residual.qvalue), accumulator)
-        return scaled(self.recipe, self.out_dtype, out, _along(tensor.scale, own_axis, own_place), scale)
+        out = self._convolve_transposed(name, *_same_type(tensor.qvalue, residual.qvalue), accumulator)
+        return rescale(self.recipe, self.out_dtype, out, _move_scale(tensor.scale, own_axis, own_place), scale)
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: None) -> Array:
-        return self._transposed("dlhs", grad, dequantize(kernel, grad.dtype.name), None)
+        return self._convolve_transposed("dlhs", grad, dequantize(kernel, grad.dtype.name), None)
 
-    def _transposed(self, name: Gradient, grad: Array, other: Array, accumulator: str | None) -> Array:
+    def _convolve_transposed(self, name: Gradient, grad: Array, other: Array, accumulator: str | None) -> Array:
         """Evaluate jax's transposition of the convolution on operands of any dtype.
 
         The transposition is traced in float32, and consists of the convolution, reversals and reshapes.
@@ -217,14 +217,14 @@ class _Conv(Operation):
             options.pop("out_sharding", None)
             return jax.lax.conv_general_dilated(*values, **options)
 
-        return evaluate(jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr, (grad, other), compute)
+        return evaluate_jaxpr(jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr, (grad, other), compute)
 
 
-def _others(ndim: int, axis: int) -> tuple[int, ...]:
+def _other_axes(ndim: int, axis: int) -> tuple[int, ...]:
     return tuple(each for each in range(ndim) if each != axis)
 
 
-def _along(scale: Array, axis: int, target: int) -> Array:
+def _move_scale(scale: Array, axis: int, target: int) -> Array:
     """Move a scale that varies along at most one axis to another axis."""
     shape = [1] * scale.ndim
     shape[target] = scale.shape[axis]
@@ -237,7 +237,7 @@ def _as_float(x: QTensor | Array, dtype: str) -> Array:
 
 def _same_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
     """Cast qvalues to one dtype of at least eight bits in which both are exact."""
-    lhs, rhs = eight_bits(lhs), eight_bits(rhs)
+    lhs, rhs = to_eight_bits(lhs), to_eight_bits(rhs)
     if lhs.dtype == rhs.dtype:
         return lhs, rhs
     return lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)

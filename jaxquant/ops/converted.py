@@ -31,7 +31,7 @@ def has_batch_scales(recipe: Recipe, weight: QTensor, dims: Dimensions) -> bool:
     return is_plain and any(weight.scale.shape[axis] > 1 for axis in dims.rhs_batch)
 
 
-def each_element(
+def map_batch(
     run: Callable[..., Array],
     lhs: Array,
     weight: Array | QTensor,
@@ -42,7 +42,7 @@ def each_element(
     """Contract each batch element separately, with its own activation scale.
 
     Args:
-      run: function of (activation, weight, key, *rest) that contracts one element by ``dims.of_element()``.
+      run: function of (activation, weight, key, *rest) that contracts one element by ``dims.without_batch()``.
       lhs: activation.
       weight: float weight or converted kernel.
       dims: dimension numbers of the whole contraction.
@@ -62,10 +62,10 @@ def each_element(
         key = fold(key, jnp.arange(math.prod(sizes), dtype=jnp.uint32).reshape(sizes))
     for _ in sizes:
         run = jax.vmap(run)
-    return run(*_on_one_mesh((elements_first(lhs, dims.lhs_batch), weight, key, *rest), len(sizes)))
+    return run(*_align_shardings((elements_first(lhs, dims.lhs_batch), weight, key, *rest), len(sizes)))
 
 
-def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+def _align_shardings(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     """Shard the first axes of all arrays alike, as ``jax.vmap`` along explicit mesh axes requires."""
     leaves, tree = jax.tree.flatten(operands)
     places = [place for place in map(explicit_sharding, leaves) if place is not None]
@@ -120,7 +120,7 @@ def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
         )
 
 
-def straight_through(
+def with_input_gradient(
     run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: QTensor, *rest: Any
 ) -> Array:
     """Compute ``run(activation, weight, *rest)`` with a gradient of the activation only.

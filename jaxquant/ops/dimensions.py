@@ -45,11 +45,11 @@ class Dimensions:
 
     @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
-        return _others(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
+        return _other_axes(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
 
     @functools.cached_property
     def rhs_free(self) -> tuple[int, ...]:
-        return _others(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
+        return _other_axes(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
 
     def swap(self) -> Dimensions:
         """Return the contraction with lhs and rhs swapped."""
@@ -63,7 +63,7 @@ class Dimensions:
         batch, last = len(self.lhs_batch), len(self.lhs_batch) + len(self.rhs_free)
         return (*range(batch), *range(last, self.out_ndim), *range(batch, last))
 
-    def of_element(self) -> Dimensions:
+    def without_batch(self) -> Dimensions:
         """Return the contraction of one batch element."""
         lhs, rhs = (
             tuple(axis - sum(other < axis for other in batch) for axis in contracted)
@@ -96,6 +96,6 @@ class Dimensions:
         return dims, tuple(int(axis) for axis in permutation)
 
 
-def _others(ndim: int, *taken: Axes) -> tuple[int, ...]:
+def _other_axes(ndim: int, *taken: Axes) -> tuple[int, ...]:
     used = {axis for axes in taken for axis in axes}
     return tuple(axis for axis in range(ndim) if axis not in used)

@@ -12,22 +12,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from jaxquant.core.blocks import block_shape
-from jaxquant.core.hadamard import rotated_axis, rotation_of
+from jaxquant.core.hadamard import make_rotation, rotated_axis
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
-from jaxquant.core.sharding import Sharding, device_parts, named, transposed
+from jaxquant.core.sharding import Sharding, device_parts, to_named_sharding, untransposed
 from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.ops.contract import contract, multiplies_values
-from jaxquant.ops.converted import check_input_scale, each_element, has_batch_scales
+from jaxquant.ops.converted import check_input_scale, has_batch_scales, map_batch
 from jaxquant.ops.dimensions import Axes, Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import check_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
 from jaxquant.ops.pieces import QuantState, check_float, check_state, initial_state, with_shards
 from jaxquant.ops.prepared import QuantizedOperand, abstract_tensor, cast_all, prepare
-from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
+from jaxquant.ops.quantized import Gradient, Operation, contract_converted, quantized
 
 Array = jax.Array
 DEFAULT, HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
@@ -88,23 +88,23 @@ def dot_general(
     """
     check_implementation("dot_general", implementation)
     check_float("dot_general", lhs=lhs, rhs=rhs)
-    dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
+    dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), to_named_sharding(out_sharding, lhs)
     if isinstance(rhs, QTensor) and has_batch_scales(recipe, rhs, dims):
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
         def run(lhs: Array, rhs: QTensor, key: RandomKey | None) -> Array:
             options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
-            numbers = dims.of_element().numbers
+            numbers = dims.without_batch().numbers
             return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)
 
-        return each_element(run, lhs, rhs, dims, key)
+        return map_batch(run, lhs, rhs, dims, key)
     recipe = with_shards(recipe, lhs, dims.lhs_free)
     fields = {"dims": dims, "out_sharding": place, "copies": not isinstance(rhs, QTensor), "stored": stored}
     options = {"recipe": recipe, "implementation": implementation}
     op = _Dot.of(lhs, rhs, precision, preferred_element_type, **options, **fields)
     if isinstance(rhs, QTensor):
-        return serve(op, lhs, rhs, None, key)
+        return contract_converted(op, lhs, rhs, None, key)
     check_state(recipe, state)
     return quantized(op, lhs, rhs, None, state or {}, key, prepared)
 
@@ -165,7 +165,7 @@ class _Dot(Operation):
         """Multiply the prepared operands of one of the recipe's matmuls."""
         default, accumulator = DEFAULT if name == "fwd" else HIGHEST, getattr(self.recipe, name).accumulator
         more |= {"precision": self.precision, "default_precision": default, "implementation": self.implementation}
-        more |= {"scale_dtype": scale_dtype(self.recipe, out_dtype), "copies": self._copies(lhs, rhs, place)}
+        more |= {"scale_dtype": scale_dtype(self.recipe, out_dtype), "copies": self._should_copy(lhs, rhs, place)}
         more |= {"accumulator": accumulator, "out_dtype": out_dtype, "out_sharding": place}
         return contract(lhs, rhs, dims, **more)
 
@@ -180,14 +180,14 @@ class _Dot(Operation):
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key) -> Array:
         dims, order = self._gradient_dims(name)
-        place = transposed((self.lhs if name == "dlhs" else self.rhs).place.sharding, order)
+        place = untransposed((self.lhs if name == "dlhs" else self.rhs).place.sharding, order)
         recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, key)
         swaps = name == "drhs" and place is None and not dims.lhs_batch and (keeps_dtype or not recipe.matches_flax)
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
-            left, is_sent = _by_device(left, residual, dims)
+            left, is_sent = _split_by_device(left, residual, dims)
         # The product activation · gradient has the layout of the kernel; the caller's transpose undoes this swap.
         operands = (residual, left, dims.swap()) if swaps else (left, residual, dims)
         more = {"parts_dtype": out_dtype if is_sent else "float32", "shards": matmul.shards}
@@ -224,7 +224,7 @@ class _Dot(Operation):
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: None) -> Array:
         dims, order = self.dims.for_dlhs()
-        place = transposed(self.lhs.place.sharding, order)
+        place = untransposed(self.lhs.place.sharding, order)
         out = contract(grad, kernel, dims, out_dtype=grad.dtype.name, precision=HIGHEST, out_sharding=place)
         return out.transpose(order).astype(self.lhs.dtype)
 
@@ -238,7 +238,7 @@ class _Dot(Operation):
             dtype = self._gradient_dtype(name, grad.dtype.name)[0]
             return grad, dequantize(residual, dtype) if isinstance(residual, QTensor) else residual
         if isinstance(residual_spec, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
-            shared, (grad, residual, axes) = None, self._rotated(grad, residual, matmul, residual_spec, dims, key)
+            shared, (grad, residual, axes) = None, self._rotate_both(grad, residual, matmul, residual_spec, dims, key)
         elif isinstance(residual, QTensor) and residual_spec == FORWARD:
             forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             grad, residual = align(grad, residual, dims, forward_spec, is_delayed=shared is not None)
@@ -246,7 +246,7 @@ class _Dot(Operation):
             return shared, residual
         return self.cast_gradient(grad, spec, axes, dims.lhs_batch, key, shards=matmul.shards)[0], residual
 
-    def _rotated(
+    def _rotate_both(
         self, grad: Array, residual: QTensor | Array, matmul: MatmulSpec, spec: TensorSpec, dims: Dimensions, key
     ) -> tuple[Array, QTensor, Axes]:
         """Rotate both operands, and quantize the residual if the forward pass saved a float residual.
@@ -258,7 +258,7 @@ class _Dot(Operation):
         if rotation is not None:
             index = rotated_axis(tuple(grad.shape[axis] for axis in left), rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
-        rotate_axis = rotation_of(rotation, None if key is None else fold(key, 2))
+        rotate_axis = make_rotation(rotation, None if key is None else fold(key, 2))
         grad = rotate_axis(grad, *left)
         if matmul.is_late:
             whole, unit = without_outer(residual, grad.dtype.name)
@@ -284,7 +284,7 @@ class _Dot(Operation):
         scales += [] if lhs.residual.observation is None else [lhs.residual.observation.amax]
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
-    def _copies(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
+    def _should_copy(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
         """Check whether copies of the 8-bit operands save time: only with delayed scaling, whose casts need no amax."""
         is_delayed = self.copies and self.recipe.is_lean and self.recipe.delayed is not None
         is_delayed = is_delayed and place is None and not self.dims.lhs_batch
@@ -303,7 +303,7 @@ def _is_unique(spec: Operand, scale: Array) -> bool:
     return not is_power_of_two and scale.size >= _ENOUGH.get(spec.scale_dtype, math.inf)
 
 
-def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
+def _split_by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
     """Return the left operand with one scale per device along the contraction, and whether devices send scaled sums.
 
     Each device then scales its partial sum, and sends it in the gradient's dtype; the partial sums of a single integer

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import Sharding, named, transposed
+from jaxquant.core.sharding import Sharding, to_named_sharding, untransposed
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import QuantState, dot_general
-from jaxquant.ops.pieces import evaluate
+from jaxquant.ops.pieces import evaluate_jaxpr
 
 Array = jax.Array
 Dot = Callable[[Any, Any, DotDimensionNumbers, NamedSharding | None], Array]
@@ -45,7 +45,7 @@ def contract_einsum(
       TypeError, ValueError: an error of ``jnp.einsum``.
       NotImplementedError: the equation requires another operation on a converted kernel in addition to the contraction.
     """
-    place = named(out_sharding, operands[1 - weight])
+    place = to_named_sharding(out_sharding, operands[1 - weight])
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     jaxpr = jax.make_jaxpr(lambda *given: jnp.einsum(equation, *given, out_sharding=place, **options))(*shapes).jaxpr
     of_weight = [jaxpr.invars[weight]]
@@ -58,7 +58,7 @@ def contract_einsum(
             order = tuple(range(dims.out_ndim))
             if reads_weight[0]:
                 first, second, dims, order = second, first, dims.swap(), dims.order_of_swapped
-            return dot(first, second, dims.numbers, transposed(eqn.params["out_sharding"], order)).transpose(order)
+            return dot(first, second, dims.numbers, untransposed(eqn.params["out_sharding"], order)).transpose(order)
         if any(reads_weight):
             if is_converted:
                 raise NotImplementedError(
@@ -68,7 +68,7 @@ def contract_einsum(
             of_weight.extend(eqn.outvars)
         return eqn.primitive.bind(*values, **eqn.params)
 
-    return evaluate(jaxpr, operands, compute)
+    return evaluate_jaxpr(jaxpr, operands, compute)
 
 
 def einsum(

@@ -16,7 +16,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Operand, TensorSpec
 from jaxquant.core.scales import power_of_two_below
-from jaxquant.core.sharding import broadcastable
+from jaxquant.core.sharding import reshard_like
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -123,7 +123,7 @@ def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
     return _no_derivative.bind(*batched, recipe=recipe), axes[0]
 
 
-def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
+def _tangent_primitive(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
     """Return an identity primitive for tangents that is never evaluated: it is transposed, or an error is raised."""
     primitive = Primitive(name)
     primitive.def_impl(refuse)
@@ -134,10 +134,10 @@ def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[...,
     return primitive
 
 
-_no_derivative = _linear("no_second_derivative", _refuse, _refuse)
+_no_derivative = _tangent_primitive("no_second_derivative", _refuse, _refuse)
 batching.primitive_batchers[_no_derivative] = _map_batch
-_forward_tangent = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
-_backward_tangent = _linear("no_forward_derivative", _refuse_forward, lambda tangent, *_, layer: [tangent])
+_forward_tangent = _tangent_primitive("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
+_backward_tangent = _tangent_primitive("no_forward_derivative", _refuse_forward, lambda tangent, *_, layer: [tangent])
 
 # A primitive, because JAX batches the tangent of a custom_jvp in a scan or remat under vmap, as in forward mode.
 _operand = Primitive(REVERSE_ONLY)
@@ -189,7 +189,7 @@ def align(
         if kept != sorted(kept):
             factor = factor.transpose(kept + others)
         factor = factor.reshape(target)
-        folded = grad.astype(jnp.float32) * broadcastable(factor, grad)
+        folded = grad.astype(jnp.float32) * reshard_like(factor, grad)
         return folded, QTensor(residual.qvalue, unit.reshape((1,) * residual.ndim))
     again = dataclasses.replace(forward_spec, rounding="nearest")
     return grad, quantize(dequantize(residual), again, dims.rhs_contract, batch=dims.rhs_batch)

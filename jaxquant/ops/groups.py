@@ -24,7 +24,7 @@ from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import all_reduce
 from jaxquant.formats import encode_tensor
-from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
+from jaxquant.ops.contract import DEQUANTIZED_MARK, to_float_operand
 from jaxquant.ops.gradients import without_outer
 from jaxquant.ops.operand import cast_dtype
 
@@ -108,7 +108,7 @@ class Slabs(NamedTuple):
         """The rows of all slabs, in groups."""
         return Groups(jnp.repeat(self.groups.ids, self.source.shape[1]), self.groups.sizes * self.source.shape[1])
 
-    def cut(self, rows: Array) -> Array:
+    def copy_rows(self, rows: Array) -> Array:
         """Copy rows [M, C] to the rows [T · step, C] of all slabs."""
         if not rows.shape[0]:
             return jnp.zeros((self.source.size, rows.shape[1]), rows.dtype)
@@ -217,7 +217,7 @@ def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key:
 # -- operands: rows with scales of their groups (Rows) or their own (QTensor), slabs and weights (QTensor), arrays -----
 
 
-def is_plain(side: Any, axis: int) -> bool:
+def has_free_scales(side: Any, axis: int) -> bool:
     """Check whether the scales of a quantized operand are shared along its contraction axis."""
     if not isinstance(side, QTensor):
         return isinstance(side, Rows)
@@ -237,20 +237,20 @@ def slice_rows(rows: Any, part: slice) -> Any:
     return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
 
 
-def floats(side: Any, groups: Groups, dtype: str) -> Array:
+def to_float(side: Any, groups: Groups, dtype: str) -> Array:
     if isinstance(side, Rows):
         return side.dequantize(groups.ids, dtype)
     return dequantize(side, dtype) if isinstance(side, QTensor) else side
 
 
-def values(side: Any, groups: Groups, dtype: str) -> Array:
+def to_operand(side: Any, groups: Groups, dtype: str) -> Array:
     """Return an operand of a float matmul, without its outer scale, which multiplies the product."""
     if isinstance(side, Rows):
         return checkpoint_name(side.dequantize(groups.ids, dtype), DEQUANTIZED_MARK)
-    return inner(side, dtype)
+    return to_float_operand(side, dtype)
 
 
-def as_rows(side: Any) -> Any:
+def slabs_to_rows(side: Any) -> Any:
     """Return slabs as rows, without their outer scales."""
     if not isinstance(side, QTensor):
         return side
@@ -267,6 +267,6 @@ def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
     return scale if scale.ndim == 2 else expand_groups(scale[:, 0], groups.ids)
 
 
-def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
+def split_outer(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
     """Return the values to quantize again, and the outer scale to apply later; see ``gradients.without_outer``."""
-    return (floats(side, groups, "float32"), None) if isinstance(side, Rows) else without_outer(side, dtype)
+    return (to_float(side, groups, "float32"), None) if isinstance(side, Rows) else without_outer(side, dtype)

@@ -114,19 +114,24 @@ def record_choice(piece: str, choice: Choice) -> Choice:
     return choice
 
 
-def select_block_matmul(chip: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
+def select_block_matmul(
+    chip_refusal: str | None, implementation: str | None, refusal: Callable[[], str | None]
+) -> Choice:
     """Select the implementation of a product of two operands in blocks, and record it for ``choices_made``.
 
     Args:
-      chip: reason why the chip's own block matmul cannot compute the product, or None if it can.
+      chip_refusal: reason why the chip's own block matmul cannot compute the product, or None if it can.
       implementation: requested implementation. None selects the chip's own matmul, or else the kernel if possible.
-      kernel: function that returns the reason why the kernel cannot, or None if it can. Called only if the chip cannot.
+      refusal: function that returns the reason why the kernel cannot compute the product, or None if it can. Called
+        only if the chip cannot compute the product.
     """
     if implementation == "xla":
         return record_choice(BLOCKS, Choice("xla", "requested"))
-    if chip is None:
+    if chip_refusal is None:
         prefix = REFUSED if implementation == "pallas" else ""
         return record_choice(BLOCKS, Choice("cudnn", f"{prefix}the chip multiplies these blocks"))
-    if (why := kernel()) is not None:
-        return record_choice(BLOCKS, Choice("xla", f"{chip}; {why}" if implementation is None else f"{REFUSED}{why}"))
+    if (why := refusal()) is not None:
+        return record_choice(
+            BLOCKS, Choice("xla", f"{chip_refusal}; {why}" if implementation is None else f"{REFUSED}{why}")
+        )
     return record_choice(BLOCKS, Choice("pallas", BLOCKS_PAY if implementation is None else "requested"))

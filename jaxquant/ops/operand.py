@@ -113,7 +113,7 @@ def quantize_operand(
         return _unobserved(encode_tensor(x, spec.codec, axes))
     compute = cast_dtype(recipe, x.dtype.name)
     is_cast = is_stored and spec.scaling == "delayed" and spec.rounding == "nearest"
-    split = _split(x, axes, batch) if is_cast else None
+    split = _first_axis(x, axes, batch) if is_cast else None
     cast = functools.partial(_cast, spec=spec, compute=compute, key=key, implementation=implementation, split=split)
     if static_scale is not None and spec.outer_scale:
         outer = static_scale.reshape((1,) * x.ndim)
@@ -144,7 +144,7 @@ def quantize_operand(
             tensor, other = other, tensor  # the copy has the contraction last
         amax = all_reduce(jax.lax.pmax, _amax(x, recipe) if kernel_amax is None else kernel_amax, x, except_axes=whole)
         if kernel_amax is not None:
-            return poisoned(tensor, amax, spec), poisoned(other, amax, spec), Observation(scale, amax)
+            return poison_tensor(tensor, amax, spec), poison_tensor(other, amax, spec), Observation(scale, amax)
     else:
         amax = all_reduce(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
@@ -158,7 +158,7 @@ def quantize_operand(
         # reduced over devices and the cast is not.
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
-    tensor = poisoned(tensor, amax, spec)
+    tensor = poison_tensor(tensor, amax, spec)
     return tensor, tensor, Observation(scale, amax)
 
 
@@ -167,12 +167,12 @@ def _unobserved(tensor: QTensor) -> tuple[QTensor, QTensor, None]:
     return tensor, tensor, None
 
 
-def poisoned(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
+def poison_tensor(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     """Set the scales of an integer tensor to NaN if its input has NaN or infinity; see ``delayed.poison_scale``."""
     return dataclasses.replace(tensor, scale=delayed.poison_scale(tensor.scale, amax, element(spec.dtype)))
 
 
-def _split(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
+def _first_axis(x: Array, axes: Sequence[int], batch: Sequence[int]) -> int | None:
     """Return the axis that is first in the memory of the transposed copy, or None if a copy saves no time.
 
     Hopper's 8-bit matmuls read operands whose contraction axes are last in memory. One matmul reads the stored tensor,
@@ -196,7 +196,7 @@ def _cast(
     split: int | None,
     refusal: str | None = None,
 ) -> tuple[QTensor, QTensor, Array | None]:
-    """Quantize with a known scale. Returns the tensor, its copy (``_split``), and the amax if a kernel computed it."""
+    """Quantize with a known scale. Returns the tensor, its copy (``_first_axis``), and the amax of a kernel or None."""
     scale = scale.reshape((1,) * x.ndim)
 
     def refused() -> str | None:

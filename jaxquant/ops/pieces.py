@@ -96,7 +96,7 @@ def hashable_precision(precision: Any) -> Any:
     return None if precision is None else jax.lax.Precision(precision)
 
 
-def eight_bits(qvalue: Array) -> Array:
+def to_eight_bits(qvalue: Array) -> Array:
     """Cast 4-bit qvalues to an 8-bit dtype in which they are exact. Other dtypes do not change.
 
     XLA has no ragged matmul and no convolution of 4-bit operands.
@@ -138,7 +138,7 @@ def unsupported(recipe: Recipe) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
+def rescale(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
     """Multiply a result by the scales of both operands, which have the layout of the result."""
     dtype = scale_dtype(recipe, out_dtype)
     if dtype == "float32" or out.dtype == jnp.int32:
@@ -146,7 +146,7 @@ def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array
     return out * left.astype(dtype) * right.astype(dtype)
 
 
-def evaluate(jaxpr: Jaxpr, operands: Sequence[Any], compute: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
+def evaluate_jaxpr(jaxpr: Jaxpr, operands: Sequence[Any], compute: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
     """Run a program whose equations have one result each, and return its one result.
 
     Args:

@@ -125,14 +125,14 @@ def _quantize_residual(
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes now, so that the float tensor need not be saved."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
-    matmul, spec = getattr(recipe, name), recipe.resolve(name, side)
+    matmul, spec, recipe = getattr(recipe, name), recipe.resolve(name, side), recipe.for_matmul(name)
     assert spec is not None
     own, shards = forward_key(x, spec, key), matmul.shards
     axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in more["batch"])
     if matmul.rotation is not None and axes:  # the gradient of a product with a vector contracts no axis
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
-    tensor, _, observation = quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
+    tensor, _, observation = quantize_operand(x, spec, axes, recipe=recipe, key=own, shards=shards, **more)
     return tensor, observation
 
 
@@ -258,7 +258,7 @@ def cast_forward(
     casts = [cast._replace(has_values=has_values, has_elements=kind == "forward" or not has_values)]
     if kind == "own":
         matmul = getattr(recipe, name)
-        if matmul.rotation is not None or matmul.shards > 1 or recipe.part(name) is not recipe:
+        if matmul.rotation is not None or matmul.shards > 1 or recipe.for_matmul(name) is not recipe:
             return None
         assert own is not None
         others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))

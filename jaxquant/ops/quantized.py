@@ -32,7 +32,7 @@ from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import RandomKey, content_key, gradient_keys, key_of
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
-from jaxquant.ops.converted import check_input_scale, straight_through
+from jaxquant.ops.converted import check_input_scale, with_input_gradient
 from jaxquant.ops.dimensions import Axes
 from jaxquant.ops.gradients import RESULT_NAME, first_order
 from jaxquant.ops.groups import Groups
@@ -83,9 +83,9 @@ class Operation(abc.ABC):
         out = jnp.dtype(out_dtype or jnp.promote_types(left.dtype, right.dtype)).name
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
 
-    def computing(self, matmul: Matmul) -> Operation:
-        """Return the operation with the recipe part of one of its matmuls."""
-        own = self.recipe.part(matmul)
+    def for_matmul(self, matmul: Matmul) -> Operation:
+        """Return the operation with the arithmetic of one of its matmuls."""
+        own = self.recipe.for_matmul(matmul)
         return self if own is self.recipe else dataclasses.replace(self, recipe=own)
 
     @abc.abstractmethod
@@ -243,16 +243,16 @@ def _backward(op: Operation, saved: Any, grad: Array):
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
         own = None if "output_grad" in state else own
-        of = op.computing("dlhs" if spec == operands[0] else "drhs")
+        of = op.for_matmul("dlhs" if spec == operands[0] else "drhs")
         shared, other, observation = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
     first, second = (made if operand == spec else None for made, operand in zip((shared, other), operands, strict=True))
     if shared is None:
         first, second = op.cast_gradients(grad, (left.tensor, right.tensor))
     with jax.named_scope("dlhs"):
-        dlhs = op.computing("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0])
+        dlhs = op.for_matmul("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0])
     with jax.named_scope("drhs"):
-        drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1])
-    dlhs, drhs = _masked(dlhs, left, recipe.fwd.lhs, op.lhs), _masked(drhs, right, recipe.fwd.rhs, op.rhs)
+        drhs = op.for_matmul("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1])
+    dlhs, drhs = _mask_and_cast(dlhs, left, recipe.fwd.lhs, op.lhs), _mask_and_cast(drhs, right, recipe.fwd.rhs, op.rhs)
     uses = {"input": (left.tensor, left.observation), "kernel": (right.tensor, right.observation)}
     uses["output_grad"] = shared, observation
     observed = {}
@@ -272,7 +272,7 @@ def _groups(op: Operation, sizes: Array | None) -> Groups | None:
     return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
 
 
-def _masked(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
+def _mask_and_cast(gradient: Array, residual: Residual, operand: Operand, primal: Primal) -> Array:
     """Cast a gradient to its operand's dtype and varying axes, and zero it where the forward pass clipped."""
     if residual.mask is not None:
         gradient = jnp.where(jnp.unpackbits(residual.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
@@ -286,7 +286,7 @@ def _masked(gradient: Array, residual: Residual, operand: Operand, primal: Prima
 # -- converted kernels -------------------------------------------------------------------------------------------------
 
 
-def serve(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
+def contract_converted(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: RandomKey | None) -> Array:
     """Compute the forward product with a converted kernel. The gradient is computed from the dequantized kernel.
 
     Args:
@@ -298,7 +298,7 @@ def serve(op: Operation, lhs: Array, weight: QTensor, sizes: Array | None, key: 
       ValueError: the recipe needs a static scale for the activation, but the kernel has none.
     """
     check_input_scale(op.recipe, weight)
-    return straight_through(
+    return with_input_gradient(
         functools.partial(_served, op), functools.partial(_served_gradient, op), lhs, weight, sizes, key
     )
 

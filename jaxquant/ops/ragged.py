@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import float32_on_cpus
-from jaxquant.core.hadamard import rotation_of
+from jaxquant.core.hadamard import make_rotation
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
@@ -45,27 +45,27 @@ from jaxquant.ops.groups import (
     Groups,
     Rows,
     Slabs,
-    as_rows,
     expand_groups,
-    floats,
     group_amax,
-    is_plain,
+    has_free_scales,
     outer_scale,
     quantize_rows,
     quantize_weights,
     row_scales,
     scaling_groups,
     slab_size,
+    slabs_to_rows,
     slice_rows,
-    values,
-    whole_values,
+    split_outer,
+    to_float,
+    to_operand,
     with_groups,
 )
 from jaxquant.ops.implementation import check_implementation, select_implementation
-from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poisoned
-from jaxquant.ops.pieces import QuantState, eight_bits, scaled
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poison_tensor
+from jaxquant.ops.pieces import QuantState, rescale, to_eight_bits
 from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, tag
-from jaxquant.ops.quantized import Operation, quantized, serve
+from jaxquant.ops.quantized import Operation, contract_converted, quantized
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -121,7 +121,7 @@ def ragged_dot(
     check_implementation("dot_general", implementation)
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
     if isinstance(rhs, QTensor):
-        return serve(op, lhs, rhs, group_sizes, key)
+        return contract_converted(op, lhs, rhs, group_sizes, key)
     pieces.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
     return quantized(op, lhs, rhs, group_sizes, state or {}, key)
 
@@ -191,25 +191,25 @@ class _Ragged(Operation):
             assert state is not None
             forward, observation = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
         elif isinstance(spec, TensorSpec):
-            forward = quantize_rows(recipe, x, spec, groups, False, _key(x, spec, groups, key))
+            forward = quantize_rows(recipe, x, spec, groups, False, _forward_key(x, spec, groups, key))
         if forward is not x:
             own = QTensor(forward.qvalue, forward.spread(groups.ids)) if isinstance(forward, Rows) else forward
             mask = clip_mask(x, own, spec)
         residual = {"forward": forward, "float": x}.get(recipe.residual_kind("lhs"))
         if residual is None:
-            residual = self._own_rows(x, groups, key)
+            residual = self._quantize_residual_rows(x, groups, key)
         return QuantizedOperand(forward, Residual(tag(residual), mask, observation))
 
-    def _own_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
+    def _quantize_residual_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
         """Quantize rows for the weight gradient, in slabs if it has tiles."""
         recipe, matmul = self.recipe, self.recipe.drhs
         spec = recipe.resolve("drhs", "lhs")
         assert spec is not None
-        own = _key(x, spec, groups, key)
+        own = _forward_key(x, spec, groups, key)
         if not (step := slab_size(self.recipe, None)):
             return quantize_rows(recipe, x, spec, groups, True, own)
         slabs = Slabs.of(groups, step)
-        return slabs.quantize(recipe, rotation_of(matmul.rotation, None)(slabs.cut(x), 0), spec, own)
+        return slabs.quantize(recipe, make_rotation(matmul.rotation, None)(slabs.copy_rows(x), 0), spec, own)
 
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> QuantizedOperand:
         recipe, matmul = self.recipe, self.recipe.dlhs
@@ -218,7 +218,7 @@ class _Ragged(Operation):
         if residual is None:
             spec = recipe.resolve("dlhs", "rhs")
             assert spec is not None
-            rotated = rotation_of(matmul.rotation, None)(x, 2)
+            rotated = make_rotation(matmul.rotation, None)(x, 2)
             residual = quantize_weights(recipe, rotated, spec, 1, forward_key(x, spec, key))
         return QuantizedOperand(forward, Residual(tag(residual), clip_mask(x, forward, recipe.fwd.rhs), observation))
 
@@ -228,16 +228,16 @@ class _Ragged(Operation):
         if spec.scaling == "delayed":
             assert static_scale is not None
             return self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
-        return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
+        return quantize_rows(self.recipe, x, spec, groups, False, _forward_key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
         """Multiply the forward operands; rows after the last group are zero."""
-        if is_plain(lhs, 1) and is_plain(rhs, 1):
+        if has_free_scales(lhs, 1) and has_free_scales(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
             right = expand_groups(rhs.full_scale()[:, 0], groups.ids)
-            out = scaled(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
+            out = rescale(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
         else:
-            out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
+            out = self._multiply_floats(lhs, rhs, groups, _FORWARD, self.out_dtype)
         return groups.zero_ungrouped(out).astype(self.out_dtype)
 
     def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Rows, Observation]:
@@ -274,12 +274,12 @@ class _Ragged(Operation):
         matmul, forward, dtype = self.recipe.dlhs, self.recipe.fwd.rhs, grad.dtype.name
         if not isinstance(matmul.lhs, TensorSpec):
             return self._float_gradient(grad, rhs, groups)
-        rotate_axis = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
+        rotate_axis = make_rotation(matmul.rotation, None if key is None else fold(key, 2))
         grad = rotate_axis(grad, 1)
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
             assert isinstance(forward, TensorSpec)
-            if is_plain(rhs, 1):  # multiply a scale per channel into the gradient
+            if has_free_scales(rhs, 1):  # multiply a scale per channel into the gradient
                 scale = rhs.full_scale()
                 unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
                 grad = grad.astype(jnp.float32) * expand_groups(scale[:, 0] / unit, groups.ids)
@@ -291,12 +291,12 @@ class _Ragged(Operation):
             own = fold(key, 3) if again.draws and key is not None else None
             rhs = with_outer(quantize_weights(self.recipe, rotate_axis(whole, 2), again, 1, own), unit)
         left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
-        if not (is_plain(left, 1) and is_plain(rhs, 2)):
-            return self._dequantized(left, rhs, groups, _DLHS, dtype)
+        if not (has_free_scales(left, 1) and has_free_scales(rhs, 2)):
+            return self._multiply_floats(left, rhs, groups, _DLHS, dtype)
         assert isinstance(rhs, QTensor)
         out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
         right = expand_groups(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1], or [M, K] if quantized along N
-        return scaled(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
+        return rescale(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
 
     def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
         """Compute ``lhs · grad`` of each group, contracting the group's rows."""
@@ -304,9 +304,9 @@ class _Ragged(Operation):
         if not grad.shape[0]:
             return jnp.zeros(self.rhs.shape, self.out_dtype)
         if not isinstance(spec, TensorSpec):
-            return self._multiply(floats(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
+            return self._multiply(to_float(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
         dtype, floor = grad.dtype.name, SMALLEST_GRADIENT_SCALE
-        if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and is_plain(lhs, 1):
+        if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and has_free_scales(lhs, 1):
             # multiply a forward scale per row into the gradient
             scale = lhs.full_scale()
             unit = power_of_two_below(jnp.max(groups.zero_ungrouped(scale)))
@@ -316,39 +316,39 @@ class _Ragged(Operation):
             return self._drhs_in_slabs(grad, lhs, Slabs.of(groups, step), groups, dtype, key)
         right = shared or quantize_rows(recipe, grad, spec, groups, True, key, floor)
         if not isinstance(lhs, Rows):
-            return self._dequantized(lhs, right, groups, _DRHS, self.out_dtype)
+            return self._multiply_floats(lhs, right, groups, _DRHS, self.out_dtype)
         assert isinstance(right, Rows)
         out = self._multiply(lhs.qvalue, right.qvalue, groups, _DRHS, matmul.accumulator, "HIGHEST")
-        return scaled(recipe, self.out_dtype, out, lhs.scale[:, :, None], right.scale[:, None, :])
+        return rescale(recipe, self.out_dtype, out, lhs.scale[:, :, None], right.scale[:, None, :])
 
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
         """Compute the weight gradient of operands in tiles along the tokens; tiles begin with a group's first row."""
         recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
-        rotate_axis = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
+        rotate_axis = make_rotation(matmul.rotation, None if key is None else fold(key, 2))
         assert isinstance(matmul.rhs, TensorSpec)
-        right = slabs.quantize(recipe, rotate_axis(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
+        right = slabs.quantize(recipe, rotate_axis(slabs.copy_rows(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
         again = matmul.lhs if matmul.is_late else None
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
             assert isinstance(recipe.fwd.lhs, TensorSpec)
             again = dataclasses.replace(recipe.fwd.lhs, rounding="nearest")
         if isinstance(again, TensorSpec):
-            whole, unit = whole_values(lhs, groups, dtype)
+            whole, unit = split_outer(lhs, groups, dtype)
             own = fold(key, 3) if again.draws and key is not None else None
             unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
-            lhs = slabs.quantize(recipe, rotate_axis(slabs.cut(whole), 0), again, own)
+            lhs = slabs.quantize(recipe, rotate_axis(slabs.copy_rows(whole), 0), again, own)
             lhs = with_outer(lhs, unit) if isinstance(lhs, QTensor) else lhs
         elif isinstance(lhs, Rows) and matmul.lhs == FORWARD:
-            lhs = Rows(slabs.cut(lhs.qvalue), lhs.scale)
+            lhs = Rows(slabs.copy_rows(lhs.qvalue), lhs.scale)
         elif not isinstance(lhs, (QTensor, Rows)):
-            lhs = slabs.cut(lhs)
+            lhs = slabs.copy_rows(lhs)
         is_wide = self.rhs.dtype == "float32" and matmul.accumulator == "float32"
-        return self._dequantized(lhs, right, rows, _DRHS, "float32" if is_wide else dtype)
+        return self._multiply_floats(lhs, right, rows, _DRHS, "float32" if is_wide else dtype)
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: Groups) -> Array:
         return groups.zero_ungrouped(self._float_gradient(grad, kernel, groups))
 
     def _float_gradient(self, grad: Array, rhs: QTensor | Array, groups: Groups) -> Array:
-        return self._multiply(grad, floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
+        return self._multiply(grad, to_float(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
 
     def observe(self, old, scale, amax, groups):
         """Observe each group. A group without rows returns zeros, which ``jaxquant.state.update`` reads as unused."""
@@ -367,15 +367,14 @@ class _Ragged(Operation):
         amax = all_reduce(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        return rows._replace(scale=delayed.poison_scale(scale, amax[:, None], element(spec.dtype))), Observation(
-            scale, amax
-        )
+        rows = rows._replace(scale=delayed.poison_scale(scale, amax[:, None], element(spec.dtype)))
+        return rows, Observation(scale, amax)
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)
         return Rows(quantize_with_scale(x, spec, expand_groups(scale, groups.ids), compute_dtype=compute).qvalue, scale)
 
-    def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
+    def _multiply_floats(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
         """Multiply operands as floats if one is float or in tiles; outer scales multiply the product.
 
         The dtypes are the same as in ``contract``, except for integers in tiles: these become float32 here, while a
@@ -396,14 +395,14 @@ class _Ragged(Operation):
             for side in low
             if side.codec is None and side.outer_scale is not None
         ]
-        left, right = map(as_rows, sides) if numbers is _DRHS else sides
+        left, right = map(slabs_to_rows, sides) if numbers is _DRHS else sides
         returned = accumulator_dtype(None, "float32" if outer else out_dtype)
 
         def as_floats(lhs: Any, rhs: Any, groups: Groups) -> Array:
-            lhs, rhs = (values(side, groups, dtype) for side in (lhs, rhs))
+            lhs, rhs = (to_operand(side, groups, dtype) for side in (lhs, rhs))
             return self._multiply(lhs, rhs, groups, numbers, returned, precision)
 
-        if not arrays and block_ragged.choose(left, right, numbers, returned, self.implementation) == "pallas":
+        if not arrays and block_ragged.select_matmul(left, right, numbers, returned, self.implementation) == "pallas":
             by_blocks = functools.partial(block_ragged.multiply, numbers=numbers, out_dtype=returned)
             out = unless_sharded(by_blocks, as_floats, left, right, groups)
         else:
@@ -413,7 +412,7 @@ class _Ragged(Operation):
     def _multiply(
         self, lhs: Array, rhs: Array, groups: Groups, numbers: Any, accumulator: str | None, precision: str | None
     ) -> Array:
-        lhs, rhs = eight_bits(lhs), eight_bits(rhs)
+        lhs, rhs = to_eight_bits(lhs), to_eight_bits(rhs)
         if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
             select_implementation("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
@@ -431,7 +430,7 @@ class _Ragged(Operation):
         return float32_on_cpus(dot, lhs, rhs, dtype)
 
 
-def _key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:
+def _forward_key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:
     """Return the random key of a forward operand, independent of rows after the last group."""
     return forward_key(groups.zero_ungrouped(x) if spec.draws else x, spec, key)
 
@@ -459,4 +458,4 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
     scale = _current_scale(recipe, state, amax, spec)
     compute = cast_dtype(recipe, x.dtype.name)
     tensor = quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute)
-    return poisoned(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)
+    return poison_tensor(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)

@@ -152,12 +152,13 @@ def _check_produced_by(leaves: Mapping[str, Any], config: Any) -> None:
     resolver = QuantConfig.from_any(config).resolver()
     specs = [recipe.fwd.rhs for recipe in ([] if resolver is None else resolver.recipes)]
     produced = [spec.codec or spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
+    if produced and not any(isinstance(leaf, QTensor) for leaf in leaves.values()):
+        raise ValueError("params has no converted kernel; pass the parameters that jaxquant.convert returns")
     for path, leaf in leaves.items():
-        if isinstance(leaf, QTensor) and (leaf.codec or leaf.qvalue.dtype.name) not in produced:
+        if isinstance(leaf, QTensor) and (kind := leaf.codec or leaf.qvalue.dtype.name) not in produced:
             raise ValueError(
-                f"params has {path!r} in {leaf.codec or leaf.qvalue.dtype.name}, but quantization "
-                f"{config['quantization']!r} produces {', '.join(produced) or 'no quantized kernels'}; pass the config "
-                "that the parameters were converted with"
+                f"params has {path!r} in {kind}, but quantization {config['quantization']!r} produces "
+                f"{', '.join(produced) or 'no quantized kernels'}; pass the config that converted the parameters"
             )
 
 

@@ -144,7 +144,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
     elif isinstance(node, QTensor) or (hasattr(node, "shape") and hasattr(node, "dtype")):
         yield path, node
     else:
-        raise TypeError(f"{path} is {type(node).__name__}, not an array or a QTensor; convert it with jnp.asarray")
+        raise TypeError(f"{path} is {type(node).__name__}, not an array or a QTensor; pass nested dicts of arrays")
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, LayerState
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
-from jaxquant.core.sharding import transposed
+from jaxquant.core.sharding import untransposed
 from jaxquant.ops import sparsity
-from jaxquant.ops.converted import each_element
+from jaxquant.ops.converted import map_batch
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.implementation import select_implementation
@@ -216,13 +216,13 @@ def contract(
     order = tuple(range(dims.out_ndim))
     if site.side == 0:
         dims, operands, order = dims.swap(), operands[::-1], dims.order_of_swapped
-    inner = dims if recipe.shares_experts else dims.of_element()
-    place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
+    inner = dims if recipe.shares_experts else dims.without_batch()
+    place, mapped = untransposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
     setup = dataclasses.replace(setup, numbers=inner.numbers, out_sharding=place, stored=site.stored)
     run = functools.partial(_dot, backend, setup)
     lhs, rhs = operands
-    out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)
+    out = run(lhs, rhs, key, own) if inner is dims else map_batch(run, lhs, rhs, dims, key, own)
     return out if site.side == 1 else jnp.transpose(out, order)
 
 

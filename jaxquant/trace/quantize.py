@@ -118,7 +118,7 @@ class QuantizedFunction:
         if key is not None and "key" in self._plain.parameters:
             raise TypeError(
                 "key= is the random key of stochastic rounding, and the quantized function has an argument named "
-                "'key'; pass that argument by position, or rename it"
+                "'key'; rename that argument, or pass it by position without key="
             )
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         return self.engine.run(fn, params, tuple(rest), _checked(quant_state), key)

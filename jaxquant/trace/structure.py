@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.core.blocks import BlocksError, Shape, axis_groups
-from jaxquant.core.qtensor import QTensor, stacked_blocks
+from jaxquant.core.qtensor import QTensor, mark_stacked_axes
 from jaxquant.ops.gradients import REVERSE_ONLY
 
 
@@ -111,7 +111,7 @@ def run_steps(steps: Sequence[Step], compute: Callable[..., Any], leaf: Any, *re
         made = run_steps(later, compute, step(leaf), *rest)
         return step.undo(made) if isinstance(made, QTensor) else made
     made = jax.vmap(lambda *each: run_steps(later, compute, *each))(leaf, *rest)
-    return stacked_blocks(made, [0]) if isinstance(made, QTensor) else made
+    return mark_stacked_axes(made, [0]) if isinstance(made, QTensor) else made
 
 
 def dtype_read(steps: Sequence[Step], dtype: str) -> str:

@@ -225,8 +225,7 @@ def _shown(verb: str) -> Iterator[Any]:
 
 
 def _format_sqnr(value: float) -> str:
-    text = "exact" if value == math.inf else f"{value:.1f}"
-    return "" if math.isnan(value) else text  # the tokenizer has no SQNR
+    return "" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f}"  # NaN: the tokenizer
 
 
 def return_large_blocks() -> None:

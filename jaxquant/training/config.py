@@ -90,7 +90,8 @@ class TrainConfig(Shape, QuantConfig):
       head_chunks: number of chunks in which the loss computes a sequence's logits; 0 chooses it so that a chunk has
         less than half a gigabyte per sequence.
       dtype: dtype of activations and matmuls.
-      dataset: ``stdlib`` (sources of Python's standard library), ``text`` (text files), ``jsonl`` or ``parquet``.
+      dataset: ``stdlib`` (sources of Python's standard library), ``text`` (text files,
+        split into documents at line ends), ``jsonl`` or ``parquet``.
       dataset_path: file or folder of the dataset.
       dataset_text_field: JSON key or Parquet column that contains the text.
       tokenizer_path: Hugging Face ``tokenizer.json``; empty for bytes.

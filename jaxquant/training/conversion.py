@@ -105,7 +105,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
     folder = run_dir.resolve() / "checkpoints"
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
-        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or choose another run")
+        raise ValueError(f"{run_dir} has no checkpoint of `jaxquant train`; let it save one, or choose another run")
     if step not in (None, *steps):
         raise ValueError(f"run {run_dir} has no checkpoint of step {step}; use one of {', '.join(map(str, steps))}")
     for number in reversed(steps) if step is None else [step]:

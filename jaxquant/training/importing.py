@@ -21,7 +21,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.paths import leaves_by_path
-from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, stacked_blocks
+from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, mark_stacked_axes
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
@@ -263,7 +263,7 @@ def import_to_serve(
     tree = {}
     for path, whole in _each_parameter(source, config, make):
         is_stack = _is_stacked(path) and isinstance(whole, QTensor)
-        tree[path] = stacked_blocks(whole, [0]) if is_stack else whole
+        tree[path] = mark_stacked_axes(whole, [0]) if is_stack else whole
     return save_served(out, unflatten(tree), config, step=0, files=files)
 
 

@@ -130,6 +130,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         low = [layer for layer in program.model.layers if layer.recipe is not None]
         share = f"{len(low)} of {len(program.model.layers)} linear layers quantized"
         say(f"model: {count:,} parameters, {share}{f' on {config.resolved_backend}' if low else ''}, {_devices()}")
+        say("compiling the step")
         resources = stack.pop_all()  # closed by the training function
 
     def train() -> None:

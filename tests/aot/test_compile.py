@@ -119,8 +119,10 @@ def test_a_program_of_another_libtpu_is_an_error_that_names_the_right_one(monkey
 
     monkeypatch.setattr(worker.importlib.metadata, "version", {"jax": "0.10.2", "libtpu": "0.0.52"}.__getitem__)
     monkeypatch.setattr(worker.importlib.metadata, "requires", lambda _: ["numpy", 'libtpu==0.0.42.*; extra == "tpu"'])
-    text = r"'v7x': jax 0.10.2 cannot read .* libtpu 0.0.52 .* libtpu==0.0.42.\*; run pip install 'jax\[tpu\]==0.10.2'"
-    with pytest.raises(NotImplementedError, match=text):
+    message = (
+        r"'v7x': jax 0.10.2 cannot read .* libtpu 0.0.52 .*libtpu==0.0.42.\*; run pip install 'jax\[tpu\]==0.10.2'"
+    )
+    with pytest.raises(NotImplementedError, match=message):
         worker.compile_step(Step(), (), chip("v7x"), 1, {"target": "v7x"})
     with pytest.raises(jax.errors.JaxRuntimeError):
         worker.compile_step(Step(), (), chip("h200"), 1, {"target": "h200"})

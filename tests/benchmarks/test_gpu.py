@@ -10,8 +10,8 @@ from jaxquant.cli import main
 
 OPTIMIZED = False
 REFUSED = [
-    (["against-cpu", "--string", "banana"], "--string 'banana' is not a known recipe; known are int8"),
-    (["gpu"], "JAX sees only cpu here; --small runs on a CPU"),
+    (["against-cpu", "--string", "banana"], "--string 'banana' is unknown; use one of int8"),
+    (["gpu"], "bench gpu requires a GPU, but JAX finds only cpu; add --small"),
 ]
 
 

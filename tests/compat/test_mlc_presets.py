@@ -54,7 +54,7 @@ REFUSED = [
     (DYNAMIC, BLOCKS | {"fmt": "e5m2"}, "weight_dtype of .* is float8_e4m3fn, but .*fmt is float8_e5m2"),
     ({"name": "x", "weight_block_size": [128, 0]}, BLOCKS, "weight_block_size of 'x' must be above 0"),
     ({"name": None}, BLOCKS, "needs field 'name'"),
-    (DYNAMIC, BLOCKS | {"group_size": 64}, r"quantization_config\.group_size 64 is not read"),
+    (DYNAMIC, BLOCKS | {"group_size": 64}, r"quantization_config\.group_size 64 is not supported"),
 ]
 
 

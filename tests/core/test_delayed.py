@@ -69,7 +69,7 @@ def _combined(amaxes, weights):
     spec = DelayedSpec(LENGTH)
     state = delayed.without_bins(delayed.initial_state(spec))
     each = jax.vmap(lambda amax: delayed.observe(state, jnp.full((1,), 0.1), amax, spec))(amaxes)
-    return delayed.largest(jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each))
+    return delayed.largest_amax(jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each))
 
 
 AMAX = st.one_of(

@@ -12,7 +12,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.formats import CODECS, codec
 from jaxquant.ops import initial_state
 from jaxquant.ops.operand import quantize_kernel
@@ -61,7 +61,7 @@ def test_every_string(string, dtype):
 )
 def test_every_granularity(dtype_name, sharing, dtype):
     """Elements and scales, too; without the rule of weights integers shrink."""
-    spec, x = keeping_grid(TensorSpec(dtype_name, **sharing)), weights(dtype=dtype)
+    spec, x = keep_grid(TensorSpec(dtype_name, **sharing)), weights(dtype=dtype)
     once = jax.jit(lambda x: quantize(x, spec, (0,)))
     first = once(x)
     second = once(dequantize(first).astype(dtype))
@@ -85,7 +85,7 @@ def test_a_grid_of_others_that_reaches_an_end_is_kept(element, top, scale_dtype)
     codes = rng.integers(-top - 1, top + 1, (64, 500))
     codes[0] = np.where(np.arange(500) % 2, top, -top - 1)
     scale = rng.lognormal(size=(1, 500)).astype(jnp.dtype(scale_dtype)).astype(np.float32)
-    tensor = quantize(jnp.asarray(codes * scale, jnp.float32), keeping_grid(TensorSpec(element)), (0,))
+    tensor = quantize(jnp.asarray(codes * scale, jnp.float32), keep_grid(TensorSpec(element)), (0,))
     np.testing.assert_array_equal(tensor.scale, scale)
     np.testing.assert_array_equal(tensor.qvalue.astype("int32"), codes)
 

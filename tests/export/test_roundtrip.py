@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf import gguf_name, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
@@ -140,7 +140,7 @@ def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
 )
 def test_a_converted_kernel_keeps_its_elements_and_scales(tmp_path, name, dtype):
     """A scale of a row stands for each group of the format, in bfloat16 where that has it."""
-    once = jax.jit(lambda x: quantize(x, keeping_grid(TensorSpec(dtype)), (1,)))
+    once = jax.jit(lambda x: quantize(x, keep_grid(TensorSpec(dtype)), (1,)))
     kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in SHAPE.linears()}
     export(source(quantized=kernels.__getitem__), tmp_path / "out", name)
     folder = HfFolder(tmp_path / "out")
@@ -232,12 +232,12 @@ def test_parts_of_a_large_array_are_encoded_alike():
 
 
 def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
-    with pytest.raises(ValueError, match=r"'gguf_q3' is not known; known ones are hf, ct_fp8"):
+    with pytest.raises(ValueError, match=r"'gguf_q3' is not known; use one of hf, ct_fp8"):
         export(source(), tmp_path / "a", "gguf_q3")
     with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
         export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
     small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
-    with pytest.raises(ValueError, match="down_proj contracts 320 elements, not a multiple of the block size 128 of"):
+    with pytest.raises(ValueError, match="down_proj contracts 320 elements, but the block size 128 of"):
         export(small, tmp_path / "a", "ct_w4a16")
     broken = dict(tensors())
     broken[f"{Q}.weight"] = np.full((256, 256), np.nan, np.float32)
@@ -245,11 +245,11 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
         with pytest.raises(ValueError, match=r"q_proj.weight has values that are not finite"):
             export(source(read=broken.__getitem__), tmp_path / "a", name)
     for tensor, value, name, dtype, message in (
-        ("model.norm", -3.4e38, "ct_int8", "bfloat16", "has the magnitude 3.4e.38, too large for bfloat16; export"),
-        ("lm_head", 65520, "gguf_q8_0", "float32", "has the magnitude 65520, too large for the float16 of every GGUF "),
-        (Q, 1e5, "gguf_f16", "float32", "100000, too large for the float16 of GGUF type F16; export a Hugging Face fo"),
-        (Q, -1e9, "gguf_q4_k", "float32", "has the magnitude 1e.09, too large for Q4_K; use another format"),
-        (Q, 3e38, "ct_mxfp4", "float32", "has the magnitude 3e.38, too large for ct_mxfp4; use another format"),
+        ("model.norm", -3.4e38, "ct_int8", "bfloat16", "has magnitude 3.4e.38, which is too large for bfloat16; "),
+        ("lm_head", 65520, "gguf_q8_0", "float32", "has magnitude 65520, which is too large for float16 in every "),
+        (Q, 1e5, "gguf_f16", "float32", "100000, which is too large for float16 in GGUF type F16; export to a H"),
+        (Q, -1e9, "gguf_q4_k", "float32", "has magnitude 1e.09, which is too large for Q4_K; use another"),
+        (Q, 3e38, "ct_mxfp4", "float32", "has magnitude 3e.38, which is too large for ct_mxfp4; use another"),
     ):
         large = tensors() | {f"{tensor}.weight": np.full(SHAPE.tensors()[f"{tensor}.weight"], value, np.float32)}
         with np.errstate(over="raise"), pytest.raises(ValueError, match=rf"^{tensor}.weight .*{message}"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.core.qtensor import QTensor, check, dequantize, stacked_blocks
+from jaxquant.core.qtensor import QTensor, check, dequantize, mark_stacked_axes
 from jaxquant.formats import encode_tensor
 from tests.reference import through_gguf
 
@@ -32,7 +32,7 @@ def test_the_contraction_is_one_row_of_blocks(shape, axes, stored):
 def test_stacked_layers_are_those_of_each():
     x = jax.random.normal(jax.random.key(0), (64, 3, 5))  # the layers in the middle
     stacked = jax.vmap(lambda x: encode_tensor(x, "q8_0", (0,)), in_axes=1, out_axes=1)(x)
-    stacked = stacked_blocks(stacked, (1,))
+    stacked = mark_stacked_axes(stacked, (1,))
     check(stacked)
     assert stacked.shape == x.shape
     for layer in range(3):

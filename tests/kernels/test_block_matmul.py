@@ -164,7 +164,7 @@ def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_chan
 
     expected, magnitudes = run(*given), run(*map(jnp.abs, given))
     jax.clear_caches()
-    monkeypatch.setattr(block_ragged, "choose", lambda *_: "pallas")
+    monkeypatch.setattr(block_ragged, "select_matmul", lambda *_: "pallas")
     found = run(*given)
     x, w, grad = given
     for one, other in zip(found, run(x.at[rows:].set(jnp.nan), w, grad.at[rows:].set(jnp.inf)), strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.core.blocks import spread
+from jaxquant.core.blocks import repeat_scale
 from jaxquant.core.qtensor import QTensor
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import api, gpu, reference, tpu
@@ -53,7 +53,7 @@ def with_nan(x, made, cast):
         return made
     rows, columns = cast.block
     hit = jnp.isnan(x).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).any((1, 3))
-    whole = spread(spread(hit, 0, x.shape[0], rows), 1, x.shape[1], columns)
+    whole = repeat_scale(repeat_scale(hit, 0, x.shape[0], rows), 1, x.shape[1], columns)
 
     def of(array, where):
         return jnp.where(where, jnp.nan, array.astype("float32")).astype(array.dtype)

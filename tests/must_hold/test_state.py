@@ -357,7 +357,7 @@ def _mean_of_uses(seen):
     return jnp.where(total > 0, (count * values).sum(-1) / jnp.where(total > 0, total, 1.0), -1.0)
 
 
-def _zero_where_unused(seen, largest=delayed.largest):
+def _zero_where_unused(seen, largest=delayed.largest_amax):
     return jnp.maximum(largest(seen), 0.0)
 
 
@@ -374,8 +374,8 @@ def _record_twice(history, amax, record=delayed.record):
 
 
 BROKEN = {
-    "uses are averaged": (delayed, "largest", _mean_of_uses, lambda: check_reuse("calls")),
-    "uses are averaged, scan": (delayed, "largest", _mean_of_uses, lambda: check_reuse("scan")),
+    "uses are averaged": (delayed, "largest_amax", _mean_of_uses, lambda: check_reuse("calls")),
+    "uses are averaged, scan": (delayed, "largest_amax", _mean_of_uses, lambda: check_reuse("scan")),
     "the last micro-batch wins": (
         state,
         "accumulate",
@@ -394,10 +394,10 @@ BROKEN = {
         lambda _: [],
         lambda: check_accumulation("TrainState"),
     ),
-    "no gradient is an amax of 0": (delayed, "largest", _zero_where_unused, lambda: check_unused("cond")),
+    "no gradient is an amax of 0": (delayed, "largest_amax", _zero_where_unused, lambda: check_unused("cond")),
     "no gradient is an amax of 0, frozen": (
         delayed,
-        "largest",
+        "largest_amax",
         _zero_where_unused,
         lambda: check_unused("stop_gradient"),
     ),

@@ -109,7 +109,7 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, told):
     assert "does not exist; pass the folder of a run" in of(tmp_path / "absent")
     assert "has no config.yml or jaxquant.json; pass the folder of a run" in of(tmp_path)
     shutil.copy(run / "config.yml", tmp_path)
-    assert "has no checkpoint; let it save one" in of(tmp_path)
+    assert "has no checkpoint of `jaxquant train`; let it save one" in of(tmp_path)
     shutil.copytree(run, tmp_path / "other")
     text = (run / "config.yml").read_text().replace("num_layers: 2", "num_layers: 2\nbanana: 1")
     (tmp_path / "other/config.yml").write_text(text)

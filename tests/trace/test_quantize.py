@@ -174,7 +174,7 @@ def test_arguments_that_do_not_fit_are_told():
     state = q.init(params, x, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"called as \(params, quant_state, x, key=None\): missing .* 'x'"):
         q(params, quant_state=state)
-    with pytest.raises(TypeError, match="an argument named 'key'; pass that argument by position"):
+    with pytest.raises(TypeError, match="an argument named 'key'; rename that argument"):
         q(params, state, x, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"qfn\(params, quant_state, \*args\): .* got ArrayImpl"):
         jaxquant.quantize(encode, FP8)({"enc": {"kernel": jnp.ones((8, 8))}}, x)

@@ -1,4 +1,4 @@
-"""Readers of quantization configs in Hugging Face checkpoints: ordered rules with a frozen spec each."""
+"""Readers of quantization configs in Hugging Face checkpoints: a config becomes ordered rules with layer specs."""
 
 from jaxquant.export.hf.quantization import CheckpointQuantization as CheckpointQuantization
 from jaxquant.export.hf.quantization import LayerRule as LayerRule

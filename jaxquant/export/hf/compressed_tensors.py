@@ -1,4 +1,4 @@
-"""Method ``compressed-tensors``: groups of targets, each with a scheme for weights and one for inputs."""
+"""Reader of the method ``compressed-tensors``: groups of layers, with a scheme for weights and a scheme for inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _KV_CACHES = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn", 
 def read(config: Section) -> CheckpointQuantization:
     """Return the quantization that a ``quantization_config`` describes.
 
-    ``ignore`` comes first, then targets from the most to the least specific: exact names, regexes, classes.
+    The rules of ``ignore`` come first, then the rules of targets from the most to the least specific: exact names,
+    regexes, classes.
 
     Raises:
       ValueError: a value is missing or impossible; the message names its key.
@@ -51,7 +52,7 @@ def read(config: Section) -> CheckpointQuantization:
     """
     groups = config.section("config_groups")
     if not groups.data:
-        raise ValueError(f"{groups.place} must be specified and have a group")
+        raise ValueError(f"{groups.place} must be specified and contain a group")
     whole_format = _format(config, None)
     config.pass_over("quantization_status", "global_compression_ratio", "run_compressed")
     sparsity = config.section("sparsity_config")
@@ -59,7 +60,7 @@ def read(config: Section) -> CheckpointQuantization:
         raise NotImplementedError(
             f"{sparsity.where('format')} {sparsity.get('format')!r} is not supported; decompress the checkpoint first"
         )
-    config.pass_over("sparsity_config")  # dense weights contain the zeros
+    config.pass_over("sparsity_config")  # a dense weight contains its zeros
     rules = _rules("ignore", config, None)
     targeted: list[LayerRule] = []
     for key in groups.data:
@@ -87,24 +88,24 @@ def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule
 def _check_targets(group: Section) -> None:
     targets = group.texts("targets")
     if not targets:
-        raise ValueError(f"{group.where('targets')} is empty; target 'Linear' for all layers")
+        raise ValueError(f"{group.where('targets')} is empty; use 'Linear' to target all layers")
     for index, target in enumerate(targets):
         if re.fullmatch(r"[A-Z]\w*", target) and target != ANY_CLASS:
             raise NotImplementedError(
-                f"{group.where('targets')}[{index}] {target!r} is a class, which cannot be matched with tensor "
-                "names; target 'Linear', module names or 're:' patterns"
+                f"{group.where('targets')}[{index}] {target!r} is a class, but layers are matched by name; use "
+                "'Linear', module names or 're:' patterns"
             )
 
 
 def kv_cache(config: Section, key: str) -> str | None:
-    """Return the dtype of the KV cache under a key (a scheme, modelopt's "FP8" or AutoFP8's "static"), or None."""
+    """Return the dtype of the KV cache, or None; a config has a scheme, modelopt's "FP8" or AutoFP8's "static"."""
     value = config.get(key)
     if value in (None, ""):
         return None
     if not isinstance(value, str):
         return _input(config.section(key)).dtype
     if value.upper() not in _KV_CACHES:
-        raise ValueError(f"{config.where(key)} {value!r} is not known; known ones are {', '.join(_KV_CACHES)}")
+        raise ValueError(f"{config.where(key)} {value!r} is not known; known values are {', '.join(_KV_CACHES)}")
     return _KV_CACHES[value.upper()]
 
 
@@ -116,8 +117,8 @@ def _element(scheme: Section) -> str:
     kind, bits = scheme.choice("type", ("int", "float"), "int"), scheme.integer("num_bits", 8)
     if (kind, bits) not in _ELEMENTS:
         raise NotImplementedError(
-            f"{scheme.where('num_bits')} {bits} with type {kind!r} is not supported; supported are 4 and 8 bits "
-            "of both types"
+            f"{scheme.where('num_bits')} {bits} with type {kind!r} is not supported; num_bits must be 4 or 8, and "
+            "type 'int' or 'float'"
         )
     return _ELEMENTS[kind, bits]
 
@@ -150,7 +151,7 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
             )
         if inputs is not None and (inputs.dtype, inputs.block_size) != (element, (1, size)):
             raise NotImplementedError(
-                f"{group.where('input_activations')} must have the type and group_size of the weights for {wanted}"
+                f"{group.where('input_activations')} must have the same type and group_size as the weights for {wanted}"
             )
         return make(with_input=inputs is not None)
     is_packed = format == "pack-quantized" or (weight.dtype == "int4" and format in (None, "mixed-precision"))
@@ -164,7 +165,7 @@ def _strategy(scheme: Section) -> str:
     if scheme.has("strategy"):
         strategy = scheme.text("strategy")
         if size not in (None, -1) and strategy not in ("group", "tensor_group"):
-            raise ValueError(f"{scheme.where('group_size')} needs strategy 'group', got {strategy!r}")
+            raise ValueError(f"{scheme.where('group_size')} requires strategy 'group', got {strategy!r}")
         return strategy
     return "tensor" if size is None else "channel" if size == -1 else "group"
 

@@ -1,4 +1,4 @@
-"""Exclusion lists of Hugging Face configs: each library's syntax is converted to regexes on dotted module names."""
+"""Converters of exclusion lists in Hugging Face configs, from each library's syntax to regexes on module names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _ROUTER_GLOB = "gate*"
 
 
 def transformers_pattern(key: str, place: str) -> str:
-    """Return the regex of a ``modules_to_not_convert`` key, for ``re.fullmatch`` on a module's dotted name.
+    """Return the regex of a ``modules_to_not_convert`` entry, for ``re.fullmatch`` on a module's dotted name.
 
-    A key is a regex that matches from the start up to a boundary between name parts, or a plain suffix of the name.
+    transformers excludes a module if the entry, as a regex, matches the start of its name up to a dot or the end, or if
+    its name ends with the entry.
 
     Args:
       key: entry of the list.
       place: position of the entry, for the error.
 
     Raises:
-      ValueError: the key is not a regex.
+      ValueError: the entry is empty, or is not a valid regex.
 
     Source: ``should_convert_module`` of transformers.
     """
@@ -34,7 +35,8 @@ def transformers_pattern(key: str, place: str) -> str:
 def compressed_tensors_pattern(target: str, place: str) -> str:
     """Return the regex of an ``ignore`` or ``targets`` entry, for ``re.fullmatch`` on a module's dotted name.
 
-    ``re:PATTERN`` matches from the start (``re.match``), ``Linear`` is every linear layer, anything else a name.
+    ``re:PATTERN`` matches from the start of the name (``re.match``). ``Linear`` matches every linear layer. Any other
+    entry is the exact name of a module.
 
     Source: ``match_named_modules`` of compressed-tensors.
     """
@@ -46,9 +48,9 @@ def compressed_tensors_pattern(target: str, place: str) -> str:
 def modelopt_pattern(glob: str, place: str) -> str:
     """Return the regex of a modelopt exclusion, for ``re.fullmatch`` on a module's dotted name.
 
-    The exclusion is a glob (``fnmatch``) that matches a module, or a parent of it. Wrapper prefixes such as
-    ``language_model.`` and ``model.`` are ignored, and ``block_sparse_moe`` is equivalent to ``mlp``; a last part
-    ``gate*`` is the router and never ``gate_proj``.
+    The exclusion is a glob (``fnmatch``) that matches a module or one of its parents. Wrapper prefixes such as
+    ``language_model.`` and ``model.`` are ignored. ``block_sparse_moe`` is equivalent to ``mlp``. ``gate*`` as the last
+    part matches the router, but not ``gate_proj``.
 
     Source: ``read_modelopt_quantized_layers`` of MAX 26.7; ``is_layer_excluded`` of vLLM's modelopt.
     """
@@ -72,13 +74,13 @@ def quark_pattern(entry: str, place: str) -> str:
 
 
 def _group(regex: str) -> str:
-    """Return a regex as a group that contains its leading flags, such as ``(?i)``."""
+    """Wrap a regex in a group, and move leading flags such as ``(?i)`` into this group."""
     flags = re.match(r"\(\?([aimsux]+)\)", regex)
     return f"(?:{regex})" if flags is None else f"(?{flags[1]}:{regex[flags.end() :]})"
 
 
 def _from_glob(part: str) -> str:
-    """Return the regex of one part of a glob; ``*`` crosses dots, as in ``fnmatch``."""
+    """Return the regex of one part of a glob; ``*`` also matches dots, as in ``fnmatch``."""
     if part in ("mlp", "block_sparse_moe"):
         return "(?:mlp|block_sparse_moe)"
     known = {"*": ".*", "?": "."}
@@ -91,7 +93,7 @@ def _from_glob(part: str) -> str:
 
 
 def checked(pattern: str, written: str, place: str) -> str:
-    """Return a regex after compiling it.
+    """Return a regex after checking that it compiles.
 
     Raises:
       ValueError: the pattern is not a regex; the message has the original entry and its position.

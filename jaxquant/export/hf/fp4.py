@@ -1,4 +1,4 @@
-"""Methods ``mxfp4`` (gpt-oss: only experts) and ``quark``."""
+"""Readers of the methods ``mxfp4`` (of gpt-oss, which quantizes only experts) and ``quark``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REDUNDANT_KEYS = (
 )  # fmt: skip
 """Ignored keys: they describe how Quark computed the stored numbers, or follow from the MX element type."""
 _ROUND_UP = "ceil"
-"""Quark's name for jaxquant's scales of MX blocks: the next power of two above amax / largest number."""
+"""Quark's name for the rounding of MX scales in jaxquant: (amax / largest element) up to a power of two."""
 _TOOL_KEYS = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
 _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
 
@@ -50,8 +50,8 @@ def read_quark(config: Section) -> CheckpointQuantization:
                 raise NotImplementedError(f"{inputs.where(key)} must equal the weights' value, {wanted!r}")
         if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _ROUND_UP:
             warnings.warn(
-                f"{inputs.where('scale_calculation_mode')} is {mode!r}, but scales of inputs are rounded up here, "
-                f"{_ROUND_UP!r}",
+                f"{inputs.where('scale_calculation_mode')} is {mode!r}, but jaxquant rounds the scales of inputs up "
+                f"({_ROUND_UP!r}); outputs can differ from Quark's",
                 stacklevel=2,
             )
     config.pass_over(*_TOOL_KEYS)

@@ -1,4 +1,4 @@
-"""Methods ``fp8`` (DeepSeek's blocks, per tensor), ``fbgemm_fp8`` and ``mxfp8``."""
+"""Readers of the methods ``fp8`` (DeepSeek's blocks, or per-tensor scales), ``fbgemm_fp8`` and ``mxfp8``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FMT |= {dtype: dtype for dtype in _FMT.values()}
 
 
 def exclusions(config: Section) -> list[LayerRule]:
-    """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, in transformers' syntax."""
+    """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, which have transformers' syntax."""
     return listed(config, EXCLUSION_KEYS, transformers_pattern)
 
 
@@ -26,7 +26,7 @@ def formats(config: Section) -> tuple[str, bool]:
 
 
 def origin_of(config: Section, default: str = "") -> ScaleOrigin:
-    """Return whether ``activation_scheme`` has static or dynamic scales of inputs; errors have MAX's wording."""
+    """Return whether input scales are static or dynamic, from ``activation_scheme``; errors have MAX's wording."""
     scheme = config.text("activation_scheme", default)
     if not scheme:
         raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
@@ -39,7 +39,7 @@ def origin_of(config: Section, default: str = "") -> ScaleOrigin:
 
 
 def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
-    """Return a layer with a scale for each block of its weight, and for groups of the same size in its input."""
+    """Return the spec of a layer with a scale for each block of the weight, and for each ``size[1]`` input features."""
     weight = block(dtype, *size, power_of_two_scale=ue8m0)
     return LayerSpec(weight, block(dtype, 1, size[1], origin, power_of_two_scale=ue8m0))
 
@@ -47,7 +47,7 @@ def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool =
 def read_fp8(config: Section) -> CheckpointQuantization:
     """Return the quantization of the method ``fp8``: blocks if the config has a block size, otherwise per tensor.
 
-    ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means power-of-two
+    The stored ``weight_scale_inv`` multiplies the elements, despite its name. ``scale_fmt: ue8m0`` means power-of-two
     scales. ``kv_cache_scheme: static`` is AutoFP8's name for a cache in e4m3 with stored scales. If a config also has a
     ``moe_quant_algo``, its experts use that algorithm.
     """
@@ -66,14 +66,14 @@ def read_fp8(config: Section) -> CheckpointQuantization:
 
 
 def read_fbgemm(config: Section) -> CheckpointQuantization:
-    """Return the quantization of ``fbgemm_fp8``: weights per row, inputs per token with an upper bound on the scale."""
+    """Return the quantization of ``fbgemm_fp8``: a scale for each weight row, and a bounded scale for each token."""
     spec = channel_layer(config.number("activation_scale_ub"))
     last = LayerRule(".*", spec, config.where("quant_method"))
     return CheckpointQuantization("fbgemm_fp8", (*exclusions(config), *head_and_routers(), last))
 
 
 def read_mxfp8(config: Section) -> CheckpointQuantization:
-    """Return the quantization of ``mxfp8``: weights and inputs in e4m3 tiles of 32."""
+    """Return the quantization of ``mxfp8``: weights and inputs are e4m3 with a scale for each 32 elements."""
     size = config.pair("weight_block_size")
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")

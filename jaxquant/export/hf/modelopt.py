@@ -1,4 +1,4 @@
-"""NVIDIA's modelopt: one algorithm for all layers, or one for each layer in a list."""
+"""Reader of NVIDIA modelopt configs: one algorithm for all layers, or an algorithm for each listed layer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def read_spec(section: Section, key: str) -> LayerSpec:
 
     Raises:
       NotImplementedError: the algorithm is not supported; the message names the key.
-      ValueError: the algorithm does not have this ``group_size``.
+      ValueError: ``group_size`` is not the block size of the algorithm.
     """
     name = section.text(key).upper()
     if name not in ALGORITHMS:
         raise NotImplementedError(
-            f"{section.where(key)} {section.get(key)!r} is not supported; supported ones are {', '.join(ALGORITHMS)}"
+            f"{section.where(key)} {section.get(key)!r} is not supported; supported are {', '.join(ALGORITHMS)}"
         )
     size = ALGORITHMS[name].weight.block_size
     if size is not None and section.has("group_size") and section.integer("group_size") != size[1]:
@@ -46,7 +46,7 @@ def read_spec(section: Section, key: str) -> LayerSpec:
 
 
 def normalize_sidecar(sidecar: Section) -> Section:
-    """Return ``hf_quant_config.json`` as a ``quantization_config``: ``exclude_modules`` becomes ``ignore``."""
+    """Convert ``hf_quant_config.json`` to a ``quantization_config``: ``exclude_modules`` becomes ``ignore``."""
     quantization = sidecar.section("quantization")
     data: dict[str, Any] = {key: value for key, value in quantization.data.items() if key != "exclude_modules"}
     producer = sidecar.section("producer")

@@ -13,7 +13,7 @@ from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import LayerSpec
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that a model may fuse, and their parts in the checkpoint."""
+"""Names of layers that a model may fuse, with the names of their parts in the checkpoint."""
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
@@ -21,12 +21,12 @@ ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRule:
-    """One rule of a checkpoint.
+    """Rule that decides the quantization of matching layers.
 
     Attributes:
-      pattern: regex for the full dotted name of a module; matches nothing in a rule with names.
-      spec: quantization of these layers, or None for float.
-      origin: config key of the rule.
+      pattern: regex for the full dotted name of a module; unused if the rule has ``names``.
+      spec: quantization of the matching layers, or None for float.
+      origin: config key that the rule comes from.
       names: exact names of modules, instead of a pattern.
       covers_children: whether a name also covers the modules below it.
     """
@@ -45,7 +45,7 @@ class LayerRule:
 
     @property
     def path(self) -> str:
-        """Equivalent regex on a "/"-joined path, for ``config.rules``."""
+        """Equivalent regex for paths joined with "/", as in ``config.rules``."""
         if self.names:
             names = "|".join(re.escape(name.replace(".", "/")) for name in sorted(self.names))
             return f"(?:{names})(?:/.*)?" if self.covers_children else names
@@ -67,9 +67,9 @@ class CheckpointQuantization:
     kv_cache: str | None = None
 
     def decide(self, module: str) -> LayerRule | None:
-        """Return the rule that decides a linear layer, or None if no rule matches, which leaves it in float.
+        """Return the rule of a linear layer, or None if no rule matches and the layer stays in float.
 
-        If no rule matches a fused layer, its parts decide.
+        A fused layer uses the rule of its parts, unless a rule matches exactly the name of the fused layer.
 
         Args:
           module: dotted name in the checkpoint, without ``.weight``.
@@ -107,13 +107,13 @@ class CheckpointQuantization:
 def listed(
     config: Section, keys: Iterable[str], to_regex: Callable[[str, str], str], spec: LayerSpec | None = None
 ) -> list[LayerRule]:
-    """Return a rule for each entry of lists of modules.
+    """Return a rule for each entry in the lists of modules of a config.
 
     Args:
       config: section with the lists.
       keys: keys of the lists; each is optional.
-      dialect: function that converts an entry and its position to a regex.
-      spec: quantization of these modules, or None for float.
+      to_regex: function that converts an entry and its position to a regex.
+      spec: quantization of the listed modules, or None for float.
     """
     return [
         LayerRule(to_regex(name, f"{config.where(key)}[{index}]"), spec, config.where(key))

@@ -29,7 +29,7 @@ METHODS: dict[str, Callable[[Section], CheckpointQuantization | None]] = {
 }
 """Reader of each ``quant_method``."""
 REFUSED = {
-    "gptq": "its groups may be permuted and its zero points are packed apart; use a compressed-tensors W4A16 export",
+    "gptq": "its groups may be permuted, its zero points have their own packing; use a compressed-tensors W4A16 export",
     "awq": "its weights are packed in a different order; use a compressed-tensors W4A16 export",
     "bitsandbytes": "jaxquant has no matmul for its NF4 code book; start from the float checkpoint",
 }
@@ -46,7 +46,7 @@ def find_section(
 
     Raises:
       ValueError: there are two different quantization configs.
-      TypeError: a value has another type.
+      TypeError: a value has the wrong type.
     """
     root = Section(config, "")
     places = [place.section(key) for key in KEYS for place in (root, root.section("text_config"))]
@@ -73,21 +73,21 @@ def read_quantization(
     """Return the quantization of a checkpoint.
 
     Args:
-      config: ``config.json`` as a dict.
-      tensors: names to arrays, ``(shape, dtype)`` or safetensors header entries; used if the config has no
-        quantization.
-      sidecar: ``hf_quant_config.json`` as a dict.
+      config: contents of ``config.json``.
+      tensors: mapping from tensor names to arrays, ``(shape, dtype)`` pairs or safetensors header entries; used if
+        there is neither a quantization config nor a sidecar.
+      sidecar: contents of ``hf_quant_config.json``, or None.
 
     Returns:
-      Ordered rules with a frozen spec each, or None for a float checkpoint.
+      Ordered rules, each with the spec of its layers; or None for a float checkpoint.
 
     Raises:
-      ValueError: a value is missing or impossible; the message names its key.
-      TypeError: a value has another type; the message names its key.
-      NotImplementedError: jaxquant does not have the method or scheme, or a key that may change values is not read.
+      ValueError: a value is missing or invalid; the message names its key.
+      TypeError: a value has the wrong type; the message names its key.
+      NotImplementedError: jaxquant does not support the method, the scheme, or a key that may change values.
     """
     if not isinstance(config, Mapping):
-        raise TypeError(f"the Hugging Face config must be a dict, got {type(config).__name__}; read config.json first")
+        raise TypeError(f"the Hugging Face config must be a dict, got {type(config).__name__}; load config.json")
     place = find_section(config, sidecar, read_tensors(tensors))
     if place is None:
         return None

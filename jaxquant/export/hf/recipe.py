@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint's frozen specs to recipes."""
+"""Conversion of a checkpoint's layer specs to recipes."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from typing import Any
 
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.tensor_spec import keeping_grid
+from jaxquant.core.tensor_spec import keep_grid
 from jaxquant.export.hf.spec import LayerSpec, OperandSpec, ScaleGranularity
 
 _WHOLE_CONTRACTION = {"weight": ScaleGranularity.ROWWISE, "input": ScaleGranularity.COLWISE}
 
 
 def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
-    """Return the fields of the equivalent ``TensorSpec``, without default values.
+    """Return the fields of the equivalent ``TensorSpec`` that differ from their default values.
 
     Args:
       operand: spec of the operand.
       side: ``weight`` or ``input``.
 
     Raises:
-      NotImplementedError: the operand has a zero point of floats or next to a static scale, a scale that varies along
-        the contraction, which a matmul cannot factor out, or static scales of tiles.
+      NotImplementedError: if the operand is asymmetric, and is not integer or has a static scale; if its scale varies
+        along the contraction, so that a matmul cannot factor the scale out; or if a static input scale is rounded.
     """
     fields: dict[str, Any] = {"dtype": operand.dtype}
     is_static = side == "input" and operand.origin.is_static
     if not operand.symmetric:
         if is_static or not operand.dtype.startswith("int"):
             raise NotImplementedError(
-                f"an asymmetric {side} of {operand.dtype} is not supported; export symmetric ones"
+                f"an asymmetric {side} of {operand.dtype} is not supported; export with symmetric quantization"
             )
         fields["calibration"] = Calibration("minmax")
     if operand.granularity is ScaleGranularity.TENSOR:
@@ -36,7 +36,7 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
     elif operand.granularity is _WHOLE_CONTRACTION[side]:
         fields["granularity"] = "per_channel"
     elif operand.block_size is None:
-        raise NotImplementedError(f"a {side} scale that is {operand.granularity} varies along the contraction")
+        raise NotImplementedError(f"a {side} scale of granularity {operand.granularity} varies along the contraction")
     else:
         free, tile = operand.block_size
         fields |= {"granularity": "per_tile" if free == 1 else "per_block", "tile_size": tile}
@@ -51,7 +51,7 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
         fields["outer_scale"] = True
     if is_static:
         if "scale_rounding" in fields and not operand.outer_scale:
-            raise NotImplementedError("a static scale above the scales of an input's tiles is not supported")
+            raise NotImplementedError("static input scales that are rounded are not supported")
         fields["scaling"] = "static"
     if operand.scale_bound is not None:
         fields["amax_bound"] = operand.scale_bound
@@ -59,10 +59,10 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
 
 
 def to_recipe(layer: LayerSpec, name: str) -> Recipe:
-    """Return a layer's spec as a recipe with a quantized forward matmul and float gradients.
+    """Convert a layer's spec to a recipe with a quantized forward matmul and float gradient matmuls.
 
     Args:
-      layer: frozen spec of the layer.
+      layer: spec of the layer.
       name: name of the recipe, for reports.
 
     Raises:
@@ -71,4 +71,4 @@ def to_recipe(layer: LayerSpec, name: str) -> Recipe:
     weight = tensor_fields(layer.weight, "weight")
     inputs = None if layer.input is None else tensor_fields(layer.input, "input")
     lhs = None if inputs is None else TensorSpec(**inputs)
-    return Recipe(name, MatmulSpec(lhs=lhs, rhs=keeping_grid(TensorSpec(**weight))))
+    return Recipe(name, MatmulSpec(lhs=lhs, rhs=keep_grid(TensorSpec(**weight))))

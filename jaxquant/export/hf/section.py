@@ -36,7 +36,7 @@ class Section:
         return self.get(key) is not None
 
     def pass_over(self, *keys: str) -> None:
-        """Record keys that do not change values, and everything in them, as read."""
+        """Record keys that do not change values as read, including everything inside them."""
         self.read_places.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
 
     def check_read(self) -> None:
@@ -47,7 +47,7 @@ class Section:
         """
         for place, value in self._unread():
             raise NotImplementedError(
-                f"{place} {show(value)} is not read and may change values; export the checkpoint without it"
+                f"{place} {show(value)} is not supported and may change values; export the checkpoint without it"
             )
 
     def _unread(self) -> Iterator[tuple[str, Any]]:
@@ -66,11 +66,11 @@ class Section:
         return self._checked(key, value, isinstance(value, str), "a string", TypeError)
 
     def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
-        """Return a string that is one of the known ones."""
+        """Return a string, which must be one of ``known``."""
         value = self.text(key, default)
         if value not in known:
             names = ", ".join(filter(None, known))
-            raise ValueError(f"{self.where(key)} {value!r} is not known; known ones are {names}")
+            raise ValueError(f"{self.where(key)} {value!r} is not known; known values are {names}")
         return value
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
@@ -79,7 +79,7 @@ class Section:
         return self._checked(key, value, type(value) is int and 0 < value <= most, f"a whole number from 1 to {most}")
 
     def number(self, key: str) -> float | None:
-        """Return a finite number above 0, or None if it is missing or null."""
+        """Return a finite number above 0, or None if the key is missing or null."""
         value = self.get(key)
         fits = value is None or (type(value) in (int, float) and 0 < value < float("inf"))
         self._checked(key, value, fits, "a finite number above 0")
@@ -100,7 +100,7 @@ class Section:
         return tuple(value)
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Return two integers above 0, written as a list or as "128x128"; None if missing or null."""
+        """Return two integers above 0, written as a list or as "128x128"; None if the key is missing or null."""
         value = self.get(key)
         if value is None:
             return None
@@ -110,7 +110,7 @@ class Section:
         return numbers  # pyright: ignore[reportReturnType]
 
     def section(self, key: str) -> Section:
-        """Return the mapping under a key; empty if it is missing or null."""
+        """Return the mapping under a key as a section, which is empty if the key is missing or null."""
         value = self.get(key)
         self._checked(key, value, isinstance(value, Mapping | None), "a mapping", TypeError)
         return Section(value or {}, self.where(key), self.read_places)
@@ -124,14 +124,14 @@ class Section:
         return value
 
     def _checked(self, key: str, value: Any, fits: bool, wanted: str, error: type[Exception] = ValueError) -> Any:
-        """Return a value that fits; otherwise raise the error with the requirement."""
+        """Return ``value`` if ``fits``; otherwise raise ``error`` with the requirement ``wanted``."""
         if not fits:
             raise error(f"{self.where(key)} must be {wanted}, got {show(value)}")
         return value
 
 
 _WHOLE = ".*"
-"""Suffix of the position of a key whose whole contents count as read."""
+"""Suffix of a key's position in ``read_places`` if everything inside the key counts as read."""
 
 
 def _has_content(value: Any) -> bool:

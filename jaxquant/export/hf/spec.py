@@ -7,7 +7,7 @@ import enum
 
 
 class ScaleGranularity(enum.StrEnum):
-    """Elements that share a scale. ``ROWWISE``: an output row of a weight; ``COLWISE``: a token of an input."""
+    """Elements that share a scale; ``ROWWISE`` is an output row of a weight, ``COLWISE`` is a token of an input."""
 
     TENSOR = "tensor"
     ROWWISE = "rowwise"
@@ -40,7 +40,7 @@ class QuantFormat(enum.StrEnum):
 
 
 class _Granular:
-    """Granularity of scales; block-wise scales need two block sizes, with MAX's error messages."""
+    """Base of specs with a granularity of scales. Block-wise scales require two sizes; errors have MAX's wording."""
 
     granularity: ScaleGranularity
     block_size: tuple[int, int] | None
@@ -98,10 +98,10 @@ class OperandSpec(_Granular):
     Attributes:
       dtype: name of the element type.
       granularity: elements that share a scale.
-      origin: origin of the scale; weights have ``STATIC`` ones.
+      origin: origin of the scale, which is ``STATIC`` for weights.
       scale_dtype: name of the scales' dtype.
-      block_size: (free axis, contraction), for ``BLOCK``.
-      outer_scale: whether the tensor also has a float32 scale above the block scales, as in NVFP4.
+      block_size: block size along the free axis and along the contraction, or None if scales are not block-wise.
+      outer_scale: whether the block scales are multiplied by a float32 scale of the whole tensor, as in NVFP4.
       scale_bound: largest magnitude that a dynamic scale covers (``activation_scale_ub``).
       power_of_two_scale: whether scales are rounded up to a power of two (``scale_fmt: ue8m0``, E8M0 scales).
       symmetric: whether there is no zero point.
@@ -124,8 +124,8 @@ class LayerSpec:
 
     Attributes:
       weight: spec of the weight.
-      input: spec of the activation, or None for float (weight only).
-      packing: storage of the weight in the checkpoint: ``plain`` or the name of a packed layout.
+      input: spec of the input, or None if the input is not quantized.
+      packing: layout of the weight in the checkpoint: ``plain`` or the name of a packed layout.
     """
 
     weight: OperandSpec
@@ -141,30 +141,30 @@ class LayerSpec:
 def block(
     dtype: str, free: int, tile: int, origin: ScaleOrigin = ScaleOrigin.STATIC, **fields: str | bool
 ) -> OperandSpec:
-    """Return the spec of an operand with a scale for each ``free × tile`` block; ``fields`` are more of its fields."""
+    """Return the spec of an operand with a scale for each ``free × tile`` block; ``fields`` sets further fields."""
     return OperandSpec(dtype, ScaleGranularity.BLOCK, origin, block_size=(free, tile), **fields)  # pyright: ignore[reportArgumentType]
 
 
 def tensor_layer(dtype: str, origin: ScaleOrigin, power_of_two_scale: bool = False) -> LayerSpec:
-    """Return a layer with one scale for its weight, and one for its input."""
+    """Return the spec of a layer with one scale for the weight and one scale for the input."""
     weight = OperandSpec(dtype, ScaleGranularity.TENSOR, power_of_two_scale=power_of_two_scale)
     return LayerSpec(weight, dataclasses.replace(weight, origin=origin))
 
 
 def channel_layer(scale_bound: float | None = None) -> LayerSpec:
-    """Return a layer in e4m3 with a scale for each row of its weight, and a dynamic scale for each token."""
+    """Return the spec of a layer in e4m3 with a scale for each row of the weight and a dynamic scale for each token."""
     weight = OperandSpec("float8_e4m3fn", ScaleGranularity.ROWWISE)
     inputs = OperandSpec(weight.dtype, ScaleGranularity.COLWISE, ScaleOrigin.DYNAMIC, scale_bound=scale_bound)
     return LayerSpec(weight, inputs)
 
 
 def mx_layer(dtype: str, packing: str, with_input: bool = True) -> LayerSpec:
-    """Return a layer in MX: tiles of 32, E8M0 scales."""
+    """Return the spec of a layer in an MX format: tiles of 32 elements with E8M0 scales."""
     weight = block(dtype, 1, 32, scale_dtype="float8_e8m0fnu", power_of_two_scale=True)
     return LayerSpec(weight, dataclasses.replace(weight, origin=ScaleOrigin.DYNAMIC) if with_input else None, packing)
 
 
 def nvfp4_layer(packing: str, with_input: bool = True) -> LayerSpec:
-    """Return a layer in NVFP4: tiles of 16 with e4m3 scales below a stored float32 scale, also for the input."""
+    """Return the spec of a layer in NVFP4: tiles of 16 elements with e4m3 scales, and a stored float32 scale."""
     weight = block("float4_e2m1fn", 1, 16, scale_dtype="float8_e4m3fn", outer_scale=True)
     return LayerSpec(weight, weight if with_input else None, packing)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name, shape and dtype; a safetensors header is enough."""
+"""Names, shapes and dtypes of the tensors of a checkpoint, from arrays or from a safetensors header."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SAFETENSORS = {
 }
 SAFETENSORS |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""Dtypes by their names in a safetensors header, without six-bit types, which numpy does not have."""
+"""Dtype names by their names in a safetensors header, without six-bit types, which numpy does not support."""
 _DTYPES = frozenset((*SAFETENSORS.values(), "int4", "uint4"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape, dtype name, and value of a scalar if it is known."""
+    """Shape and dtype name of a tensor, and its value if it is a scalar with a known value."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,10 +35,10 @@ class TensorInfo:
 
 
 def dtype_name(dtype: Any, place: str) -> str:
-    """Return a dtype's name from a name, a safetensors name, ``torch.…`` or a dtype.
+    """Return the name of a dtype that is written as a name, a safetensors name, ``torch.…`` or a dtype object.
 
     Raises:
-      TypeError: not a dtype.
+      TypeError: the value is not a dtype.
     """
     if dtype is None:
         raise TypeError(f"{place} must be a dtype, got None")
@@ -58,10 +58,11 @@ def read_tensors(tensors: Mapping[str, Any] | None) -> dict[str, TensorInfo]:
     """Return the tensors of a checkpoint.
 
     Args:
-      tensors: names to arrays, to ``(shape, dtype)``, or to a safetensors header's ``{"shape": …, "dtype": …}``.
+      tensors: mapping from names to arrays, to ``(shape, dtype)`` pairs, or to the entries of a safetensors header,
+        ``{"shape": …, "dtype": …}``.
 
     Raises:
-      TypeError: a value has another type; the message names the tensor.
+      TypeError: a value has the wrong type; the message names the tensor.
     """
     if tensors is None:
         return {}
@@ -78,7 +79,7 @@ def _info(name: str, value: Any) -> TensorInfo:
     else:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if not isinstance(name, str) or dtype is None or not isinstance(shape, (list, tuple)):
-        raise TypeError(f"tensor {name!r} must be an array, (shape, dtype) or a header with both, got {value!r:.80}")
+        raise TypeError(f"tensor {name!r} must be an array, (shape, dtype) or a header entry, got {value!r:.80}")
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0 for size in shape):
         raise TypeError(f"tensor {name!r} has the shape {shape!r:.80}, which does not consist of integers")
     single = None
