@@ -1,4 +1,4 @@
-"""How the tests compile, what is compiled once for all of them, and what this environment cannot run."""
+"""Compiler options of the tests, functions that are compiled once for all tests, and skips for this environment."""
 
 from __future__ import annotations
 

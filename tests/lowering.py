@@ -1,4 +1,4 @@
-"""What a program does: the equations of a traced one, the element types of the matmuls of a lowered one."""
+"""Contents of a program: equations of a traced program, element types of the matmuls of a lowered program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that many tests share: layers one after another, and a residual block, alone or scanned."""
+"""Models that many tests share: a sequence of layers, and a residual block, with or without scan."""
 
 from __future__ import annotations
 

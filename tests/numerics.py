@@ -1,4 +1,4 @@
-"""Every tolerance of the test suite, each with the arithmetic that gives it."""
+"""Every tolerance of the test suite, each with the arithmetic that determines it."""
 
 from __future__ import annotations
 

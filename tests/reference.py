@@ -1,4 +1,4 @@
-"""The meaning of a recipe in plain numpy, for ``[M, K] · [K, N]``, written apart from the package's own code."""
+"""The definition of a recipe in numpy, for ``[M, K] · [K, N]``, independent of the package's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quant state by names, for tests: read as nested dicts, edited row by row, and compared."""
+"""Quant state by names, for tests: read as nested dicts, edited by row, and compared."""
 
 from __future__ import annotations
 

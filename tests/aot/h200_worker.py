@@ -1,4 +1,4 @@
-"""Compile steps for H200s that are not here; print the matmuls, the collectives and the casts of each as JSON."""
+"""Compile steps for H200s that are not attached; print the matmuls, collectives and casts of each step as JSON."""
 
 import collections
 import json

@@ -1,4 +1,4 @@
-"""Compiling for chips that are not here."""
+"""Compilation for chips that are not attached."""
 
 import json
 from importlib import metadata

@@ -1,7 +1,7 @@
-"""XLA for an absent H200, at default flags: which kernels are picked, the layout of 8-bit matmuls, and every cast.
+"""XLA for an H200 that is not attached, with default flags: selected kernels, layout of 8-bit matmuls, and every cast.
 
-8-bit matmuls go to cuBLASLt in the layout that it is fast in. XLA for GPUs drops a cast to a narrower float that is
-cast back, unless it is held.
+8-bit matmuls use cuBLASLt, in the layout for which it is fast. XLA for GPUs removes a cast to a narrower float if the
+value is cast back, unless the op prevents it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a step holds by part, and the search of the largest batch: without a compiler."""
+"""Memory of a step by part, and the search for the largest batch; no compiler is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a compiler's program: small HLO texts with known matmuls, moves and collectives."""
+"""Parser of a compiler's program: small HLO texts with known matmuls, moves and collectives."""
 
 # ruff: noqa: E501  (the texts are as compilers write them)
 

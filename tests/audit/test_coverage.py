@@ -1,4 +1,4 @@
-"""Coverage says of every contraction what the program has, against recipes, another count, and loops told by hand."""
+"""Coverage of every contraction, compared with recipes, an independent count, and loops counted by hand."""
 
 from __future__ import annotations
 

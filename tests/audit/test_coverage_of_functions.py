@@ -1,4 +1,4 @@
-"""Coverage of any function names the layers that ``jaxquant.quantize`` names, decides as it does, reads all of it."""
+"""Coverage of any function: it reads the whole function, with the layers and decisions of ``jaxquant.quantize``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coverage lists what is needed and no more, and strict asks for both gradients of every layer to quantize."""
+"""Coverage of gradients: it lists only the needed ones, and strict requires both gradients of every quantized layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The health of layers: the right tensors, scales and rows, of Linen models and of functions of ``quantize``."""
+"""Health of layers: tensors, scales and rows, for Linen models and for functions of ``quantize``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of one tensor against a loop over its elements."""
+"""Statistics of one tensor, compared with a loop over its elements."""
 
 from __future__ import annotations
 

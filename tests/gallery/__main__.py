@@ -1,7 +1,7 @@
-"""Compute the gallery and compare it: with the committed digests, or with another commit's, computed on this machine.
+"""Compute the gallery and compare it with committed digests, or with another commit on this machine.
 
 python -m tests.gallery [NAME ...]                   compare with the digests committed for this environment
-python -m tests.gallery --write [NAME ...]           write those of the rows that the suite runs
+python -m tests.gallery --write [NAME ...]           write the digests of the rows that the suite runs
 python -m tests.gallery --against COMMIT [NAME ...]  compare with the rows of another commit, computed here
 NAME is the beginning of the names of rows: "fp8 native", "int8".
 """

@@ -1,20 +1,22 @@
 """The gallery: every string on every backend, in Linen, NNX and a plain function: two steps, converted, served.
 
-A row is what came out, as digests of bits (losses, gradients, quant state, converted leaves, served output), and the
-losses as numbers for machines on which the bits differ. A step without the matmuls of its string is an error.
-Beside ``of_trace`` only the public face of jaxquant is called, so that a row can be computed at another commit too
+A row has the results: digests of their bits (losses, gradients, quant state, converted leaves, served output), and the
+losses as numbers, for machines on which the bits differ. A step without the matmuls of its string is an error. Except
+for ``of_trace``, only public functions of jaxquant are called, so that a row can also be computed at another commit
 (``python -m tests.gallery --against COMMIT``).
 
-Digests changed on purpose since 8e3721d: ``int8w``, ``int4w`` and ``intmp`` on native, because the scales of a weight
-that is quantized alone multiply the product, where they multiplied the weight; the plain function under strings with
-tiles, because its ragged matmul, which stayed in float, is quantized; ``int8`` and ``int8_delayed`` everywhere, from
-the first gradient on, because their rounding at random draws from another hash. The plain function under ``int4`` and
-``fp4`` on Qwix has digests, because it compiles. The plain function on Qwix, because its ragged matmul is float there:
-the bits are those that a rule for that matmul, to float, gave before.
+Digests that were changed on purpose since 8e3721d:
 
-Every row names its backend, so ``quant_backend: auto`` is no row: it selects the native one, and AQT's for ``aqt_fp8``
-and ``aqt_fp8_full``. Until 8a9d4c7 it selected AQT's for ``int8`` and ``intmp`` and Qwix's for ``int4``, ``fp4``,
-``fp8_full``, ``fp8_e4m3`` and ``fp8_e5m2``.
+- ``int8w``, ``int4w`` and ``intmp`` on native: the scales of a weight-only recipe multiply the product. Before, they
+  multiplied the weight.
+- The plain function with strings that have tiles: its ragged matmul is quantized. Before, it stayed in float.
+- ``int8`` and ``int8_delayed`` everywhere, from the first gradient on: stochastic rounding uses another hash.
+- The plain function with ``int4`` and ``fp4`` on Qwix: it has digests, because it compiles now.
+- The plain function on Qwix: its ragged matmul is float there. The bits are those of a rule that excludes this matmul.
+
+Every row names its backend. ``quant_backend: auto`` therefore has no row: it selects the native backend, or AQT for
+``aqt_fp8`` and ``aqt_fp8_full``. Until 8a9d4c7 it selected AQT for ``int8`` and ``intmp``, and Qwix for ``int4``,
+``fp4``, ``fp8_full``, ``fp8_e4m3`` and ``fp8_e5m2``.
 """
 
 from __future__ import annotations

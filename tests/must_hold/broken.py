@@ -1,4 +1,4 @@
-"""A property that is broken on purpose: its check has to see it."""
+"""Check that a test fails if its property is broken on purpose."""
 
 from __future__ import annotations
 

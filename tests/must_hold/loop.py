@@ -1,4 +1,4 @@
-"""The rule of delayed scaling as a plain Python loop over the amaxes of a step, to check the properties with."""
+"""Delayed scaling as a Python loop over the amaxes of a step, which checks the properties."""
 
 from __future__ import annotations
 

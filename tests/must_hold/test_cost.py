@@ -1,4 +1,4 @@
-"""What quantization costs: properties 15 and 16, each of which fails when it is broken on purpose."""
+"""Cost of quantization: properties 15 and 16. Each check fails if its property is broken on purpose."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property 28: four loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
+"""Property 28: four training loops, each with quant state forgotten, optimized, decayed, clipped or partly restored.
 
-Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/loops.md`` has the table.
+Each mistake raises an error with advice, or leaves correct numbers. ``docs/guide/loops.md`` has the table.
 """
 
 from __future__ import annotations

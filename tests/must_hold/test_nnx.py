@@ -1,4 +1,4 @@
-"""NNX: property 7, the state advances with a real optimizer, and property 2 on NNX; each broken on purpose too."""
+"""NNX: property 7 (the state advances with a real optimizer) and property 2; each is also broken on purpose."""
 
 from __future__ import annotations
 

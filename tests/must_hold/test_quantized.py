@@ -1,4 +1,4 @@
-"""What is quantized is what was asked: properties 10 to 14, each of which fails when it is broken on purpose."""
+"""The model is quantized as configured: properties 10 to 14. Each check fails if its property is broken on purpose."""
 
 from __future__ import annotations
 

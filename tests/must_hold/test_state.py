@@ -1,4 +1,4 @@
-"""Quant state is right by construction: properties 1 to 6 and 9, each of which fails when it is broken on purpose."""
+"""Quant state is correct: properties 1 to 6 and 9. Each check fails if its property is broken on purpose."""
 
 from __future__ import annotations
 

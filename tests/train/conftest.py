@@ -1,4 +1,4 @@
-"""A small text corpus and a tiny run on it."""
+"""A small text corpus, and a tiny run that trains on it."""
 
 from __future__ import annotations
 
