@@ -42,7 +42,7 @@ def test_arguments_are_told_by_part_and_dtype_and_a_parameter():
 
 
 def audit(peak: float, capacity: float) -> Any:
-    """What ``largest_batch`` reads of an audit."""
+    """Return the fields of an audit that ``largest_batch`` reads."""
     found: Any = report.Audit.__new__(report.Audit)
     found.refusal, found.fits = "", peak <= capacity
     found.memory = {"peak": int(peak), "capacity": int(capacity)}

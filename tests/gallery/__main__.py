@@ -77,7 +77,7 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> int:
 
 
 def _compute(tree: Path, options: Any) -> dict[str, Any]:
-    """Compute rows in processes of a checkout, each its share."""
+    """Compute rows of a checkout in several processes, each of which computes a share."""
 
     def run(share: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.gallery", "--worker", str(share), str(options.jobs), *options.names]

@@ -47,7 +47,7 @@ _FILE = str(Path(__file__).parents[2] / "configs/intmp/int8_weight_only.json")
 
 
 def schemes() -> Iterator[tuple[str, str]]:
-    """Yield every (string, backend), one string for those that share a row of the table."""
+    """Yield every (string, backend); of the strings that share a row of the table, only one."""
     seen: set[int] = set()
     for string, row in jaxquant.RECIPES.items():
         if string and id(row) not in seen:
@@ -61,11 +61,11 @@ def names() -> list[str]:
 
 
 LIBRARIES = ("int8 aqt", "int8 qwix", "fp8_e4m3 qwix", "fp4 qwix", "aqt_fp8 aqt", "aqt_fp8_full aqt")
-"""The rows of AQT and Qwix that the suite runs: integers, floats and 4 bits, and the strings named after AQT."""
+"""Rows of AQT and Qwix that the suite runs: integers, floats, 4 bits, and the strings named after AQT."""
 
 
 def suite() -> list[str]:
-    """Return the rows that the suite runs and keeps: each string with one face, in turn.
+    """Return the rows that the suite runs: each string with one of the three frameworks, in turn.
 
     A string runs on the native backend, unless it is named after AQT; ``LIBRARIES`` are in addition.
     """
@@ -79,7 +79,7 @@ def suite() -> list[str]:
 
 
 def environment() -> str:
-    """Return what bits depend on beside the program: jax's version, and the processor's vector instructions."""
+    """Return the name of the environment on which bits depend: jax's version and the CPU's vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def row(name: str) -> Row:
 
 
 def attempt(name: str) -> Row:
-    """Compute a row; of what a backend lacks, or XLA cannot compile here, the row is the error's text."""
+    """Compute a row. If a backend or XLA does not support it, the row is the text of the error."""
     try:
         return row(name)
     except (NotImplementedError, ValueError) as error:
@@ -111,7 +111,7 @@ def attempt(name: str) -> Row:
 
 
 def committed() -> dict[str, Row] | None:
-    """Return the rows that are committed for this environment, None where there are none."""
+    """Return the committed rows of this environment, or None if it has no rows."""
     return every_environment().get(environment())
 
 
@@ -121,7 +121,7 @@ def every_environment() -> dict[str, dict[str, Row]]:
 
 
 def write(found: dict[str, Row]) -> None:
-    """Write rows as those of this environment."""
+    """Write the rows of this environment."""
     known = every_environment()
     known[environment()] = {**known.get(environment(), {}), **found}
     DIGESTS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
@@ -182,7 +182,7 @@ LAST = jax.random.key(9)
 
 
 def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
-    """Take steps of gradient descent, whose program is covered; return the row so far, parameters and quant state."""
+    """Check the coverage of a training step and run it; return the row so far, parameters and quant state."""
 
     @jax.jit
     def step(params: Any, quant: Any, key: jax.Array) -> Any:
@@ -213,7 +213,7 @@ def _check(found: Any) -> None:
     try:
         found.check()
     except ValueError as error:
-        raise AssertionError(str(error)) from error  # no row that is refused
+        raise AssertionError(str(error)) from error  # no row that is an error
 
 
 def _served(converted: Any, served: jax.Array, trained: jax.Array) -> Row:
@@ -222,7 +222,7 @@ def _served(converted: Any, served: jax.Array, trained: jax.Array) -> Row:
 
 
 def filled(shapes: Any) -> Any:
-    """Make parameters of these shapes: normal numbers, each leaf its own, the same on every machine."""
+    """Return random normal parameters of these shapes, different for each leaf and the same on every machine."""
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(0)
     made = [jnp.asarray(rng.normal(size=leaf.shape) / np.sqrt(models.D), leaf.dtype) for leaf in leaves]
@@ -230,7 +230,7 @@ def filled(shapes: Any) -> Any:
 
 
 def unseen(quant: Any) -> Any:
-    """Make quant state that has seen nothing, as ``init`` does: without compiling that."""
+    """Return quant state without observations, like ``init``, but without compiling ``init``."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.full(leaf.shape, path[-1].key == "scale", leaf.dtype), quant
     )
