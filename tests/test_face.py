@@ -1,4 +1,4 @@
-"""What ``import jaxquant`` loads and names, each question in a fresh process: modules stay loaded in this one."""
+"""Modules and names that ``import jaxquant`` loads. Each test runs a new process, because modules stay loaded."""
 
 from __future__ import annotations
 

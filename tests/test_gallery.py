@@ -1,7 +1,7 @@
-"""Every string computes what it computed when the gallery was made, and its step has the matmuls that it asks for.
+"""Every string computes the same numbers as when the gallery was made, and its step has the expected matmuls.
 
 Each string runs in one of Linen, NNX and a plain function, in turn. ``python -m tests.gallery --against COMMIT``
-computes every string on every backend in all three, and compares the rows with another commit's.
+computes every string on every backend in all three frameworks, and compares the rows with those of another commit.
 """
 
 from __future__ import annotations

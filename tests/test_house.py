@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: the budget of every room, and where some things are known."""
+"""Rules of the repository that a program can check: line budgets of folders, and modules that may know a fact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypothesis: each reader of a file or config of others reads a mutated one, or refuses it with a documented error."""
+"""Hypothesis tests: each reader of files or configs reads a mutated file, or raises a documented error."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The bands: distances of a quantized decoder from its float twin, as MaxText measured them.
+"""Distance of a quantized decoder from its float twin, compared with the bands that MaxText measured.
 
-int8 on Qwix, as it was measured; the others on native. ``tests/twins`` compares native with AQT, Qwix and flax.
+int8 runs on Qwix, as in the measurement; the other strings run on native. ``tests/twins`` compares native with AQT,
+Qwix and flax.
 
-The decoder's shapes are those of the published measurements: no activation has a kernel's shape. Its initial values are
-MaxText's: kernels truncated normal with variance 1 / fan-in, the query divided by the square root of the head's width,
-embeddings of unit variance. So is its compute dtype, bfloat16, whose own rounding is part of the published int8 logits
-(.0143 in float32, .0172 in bfloat16), and so is the pooling of the layers in an average over parameters: MaxText scans
-its layers, so that each parameter is one tensor for all of them.
+The decoder's shapes are the shapes of the published measurements: no activation has the shape of a kernel. Its initial
+values are MaxText's: truncated normal kernels with variance 1 / fan-in, the query divided by the square root of the
+head's width, embeddings with variance 1. The compute dtype is MaxText's, too: bfloat16, whose rounding is part of the
+published int8 logits (0.0143 in float32, 0.0172 in bfloat16). Averages over parameters pool the layers, because MaxText
+scans its layers and each parameter is one tensor for all of them.
 """
 
 from __future__ import annotations

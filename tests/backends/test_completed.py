@@ -1,4 +1,4 @@
-"""Experts, convolutions, 4 bits, edges and converted models on AQT and Qwix; what is left open is native's."""
+"""Experts, convolutions, 4 bits, edges and converted models on AQT and Qwix, completed by the native backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend does not say it honours is refused by its name, fields that are added later among it."""
+"""A backend raises an error for every field that it does not list as supported, including later fields."""
 
 from __future__ import annotations
 

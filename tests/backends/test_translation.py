@@ -1,4 +1,4 @@
-"""AQT and Qwix do what the recipe says: the reuse of forward tensors, shards, bounds, the stream of noise, refusals."""
+"""AQT and Qwix follow the recipe: reuse of forward tensors, shards, bounds, noise streams, errors."""
 
 from __future__ import annotations
 

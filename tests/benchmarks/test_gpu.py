@@ -1,4 +1,4 @@
-"""The benchmark commands refuse what they cannot measure, and the one call for a GPU runs to its end on a CPU."""
+"""The benchmark commands raise errors for what they cannot measure, and the GPU command runs to its end on a CPU."""
 
 import json
 

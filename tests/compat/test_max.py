@@ -1,4 +1,4 @@
-"""MAX's QuantConfig: what it says of configs of published checkpoints, its errors, and its views of a config."""
+"""MAX's QuantConfig: parsing of published checkpoints' configs, errors, and views of a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLC's functions against plain numpy, over its shapes: values, layouts, layers, experts, latent attention, rules."""
+"""MLC's functions compared with numpy: values, shapes, layouts, layers, experts, latent attention, rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a recipe is read from it: every string can be explained, and no field can change unsaid."""
+"""Explanations come from the recipe: every string can be explained, and every field changes the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layer gets which recipe, and the reason."""
+"""The recipe of each layer, and the reason for it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""``intmp`` files: inheritance, last match, clipping, tiles, errors, and the three that are shipped."""
+"""``intmp`` files: inheritance, last match, clipping, tiles, errors, and the three shipped files."""
 
 import dataclasses
 import json

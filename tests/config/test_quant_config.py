@@ -1,4 +1,4 @@
-"""QuantConfig: MaxText's names and defaults, what from_any takes, every refusal with its message."""
+"""QuantConfig: MaxText's names and defaults, the inputs of from_any, and the message of every error."""
 
 import dataclasses
 import enum

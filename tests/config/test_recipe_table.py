@@ -1,4 +1,4 @@
-"""The table of strings: pairs with backends, and the operands that options reach."""
+"""Table of config strings: pairs with backends, and the operands that options change."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The strict loader: YAML 1.2 scalars, typed construction; whatever else a config holds is refused at once by name."""
+"""The strict loader: YAML 1.2 scalars, typed construction; any other content of a config is an error with its name."""
 
 import dataclasses
 import math

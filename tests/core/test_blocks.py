@@ -1,4 +1,4 @@
-"""Blocks, their scales and the invariants of a QTensor against plain numpy; fp8_block against DeepSeek-V3's casts."""
+"""Blocks, their scales and the invariants of a QTensor, compared with numpy; fp8_block with DeepSeek-V3's casts."""
 
 from __future__ import annotations
 

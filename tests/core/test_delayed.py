@@ -1,4 +1,4 @@
-"""Delayed scaling against a plain Python loop."""
+"""Delayed scaling, compared with a Python loop."""
 
 from __future__ import annotations
 

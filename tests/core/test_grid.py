@@ -1,4 +1,4 @@
-"""Quantizing what is quantized: the identity, for every string, granularity and format, but for named exceptions."""
+"""Quantizing a quantized tensor changes nothing, for every string, granularity and format, with listed exceptions."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""NVFP4 against TransformerEngine's and compressed-tensors' equations in numpy, published errors, and no bias."""
+"""NVFP4, compared with TransformerEngine's and compressed-tensors' equations in numpy, published errors, and bias."""
 
 from __future__ import annotations
 

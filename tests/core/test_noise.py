@@ -1,4 +1,4 @@
-"""Noise of stochastic rounding: exact distribution, independence, and the same bits however a tensor is cut."""
+"""Noise of stochastic rounding: exact distribution, independence, and the same bits for every sharding of a tensor."""
 
 from __future__ import annotations
 

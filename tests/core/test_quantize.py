@@ -1,4 +1,4 @@
-"""quantize against plain numpy, known scales, and the rounding of every element type."""
+"""quantize compared with numpy, known scales, and the rounding of every element type."""
 
 from __future__ import annotations
 

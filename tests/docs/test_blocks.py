@@ -1,4 +1,4 @@
-"""Every code block of README and docs runs, or is read by the program that it is for; what they name is there."""
+"""Every code block of README and docs runs or is parsed by its program, and every name in it exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's steps, followed to the end: a new element type and a recipe of it train, are reported and served."""
+"""The steps of CONTRIBUTING: a new element type and a recipe with it can be trained, reported and served."""
 
 from __future__ import annotations
 

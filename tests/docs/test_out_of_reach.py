@@ -1,4 +1,4 @@
-"""The table of what cannot be reached, in docs/guide/what.md: every message is the one that a user sees."""
+"""The table of unreachable calls in docs/guide/what.md: every message is the message that a user sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README's table of strings by chip, held against the chips' compilers."""
+"""README's table of strings by chip, compared with the chips' compilers."""
 
 from __future__ import annotations
 

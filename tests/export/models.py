@@ -1,4 +1,4 @@
-"""A small Llama of random numbers, and what its formats are checked with."""
+"""A small Llama with random weights, and the checks of its export formats."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other tools: each scheme is decoded exactly or refused by name, and nothing in a folder is dropped."""
+"""Checkpoints of other tools: each scheme is decoded exactly or is an error, and no tensor of a folder is ignored."""
 
 import json
 import os

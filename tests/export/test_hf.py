@@ -1,4 +1,4 @@
-"""Hugging Face configs read into rules: exclusions, groups, specs, what is refused."""
+"""Hugging Face configs, parsed into rules: exclusions, groups, specs, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every writer: write, parse its config, read; equal tensors and rules, against the packages that own the formats."""
+"""Every export format: write a model, parse its config, read it; compared with the format's own package."""
 
 import dataclasses
 import json

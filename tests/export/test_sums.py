@@ -1,4 +1,4 @@
-"""Sums of exports: an import finds a flipped bit in any file, and ``sha256sum`` reads them."""
+"""Checksums of exports: an import detects a flipped bit in any file, and ``sha256sum`` can read the sums."""
 
 from __future__ import annotations
 

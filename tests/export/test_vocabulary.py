@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: each form means the same tokens after it was read, and after it was written again."""
+"""Tokenizers of checkpoints: each form has the same tokens after reading, and after writing it again."""
 
 import json
 import re

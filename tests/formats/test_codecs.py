@@ -1,4 +1,4 @@
-"""The table of codecs: decoding bit for bit, the error of encoding, hard blocks; packing of four-bit elements."""
+"""Table of tensor formats: exact decoding, encoding error, hard blocks; packing of four-bit elements."""
 
 from __future__ import annotations
 

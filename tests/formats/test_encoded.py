@@ -1,4 +1,4 @@
-"""Kernels of any axes in a tensor format: what llama.cpp's decoder makes of the same rows, and what is refused."""
+"""Kernels with any axes in a tensor format, compared with llama.cpp's decoder, and errors."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""maybe_quantize_model on Linen models that know nothing of jaxquant."""
+"""maybe_quantize_model on Linen models that do not use jaxquant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MaxText's names and habits: a mode that is set, both calls always made, configs of a whole program, experts."""
+"""MaxText's conventions: a mode that is set, both calls in every model, configs of a whole program, experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever way leads to a matmul with a parameter, it is quantized: calls that used to run in float without a word."""
+"""Every way to call a matmul with a parameter is quantized, including calls that once stayed in float silently."""
 
 from __future__ import annotations
 

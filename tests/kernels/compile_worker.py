@@ -1,4 +1,4 @@
-"""Compile every case of the kernels for TPUs that are not here; prints what failed. In a process of its own."""
+"""Compile every case of the kernels for TPUs that are not attached, in a separate process; print the failures."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Interpret every case of block_matmul; prints what differs. In a process of its own, whose warpgroups have threads."""
+"""Run every case of block_matmul in the interpreter, in a separate process with warpgroup threads; print failures."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""block_matmul: its meaning, the kernel against it in the interpreter, where it runs, and what compilers make of it."""
+"""block_matmul: its definition, the kernel in the interpreter, where it runs, and its compiled programs."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The kernels of the block cast, without a TPU and a GPU, against their reference, and where they run."""
+"""The kernels of block quantization, compared with their reference without a TPU or GPU, and where they run."""
 
 import dataclasses
 import functools

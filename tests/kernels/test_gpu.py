@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels: numbers in the interpreter (jax 0.11 and newer), programs from the compilers of absent chips."""
+"""Mosaic GPU kernels: numbers in the interpreter (jax 0.11 and newer), and programs for GPUs that are not attached."""
 
 import functools
 from typing import Any

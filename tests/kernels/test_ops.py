@@ -1,4 +1,4 @@
-"""``implementation="pallas"`` in the ops, without a TPU: XLA's numbers, and a reason wherever XLA runs instead."""
+"""``implementation="pallas"`` in the ops, without a TPU: XLA's numbers, and a reason if XLA runs instead."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The kernels of the cast and of the matmul, without a TPU, against their references."""
+"""The TPU kernels of quantization and matmul, compared with their references without a TPU."""
 
 import jax
 import jax.numpy as jnp

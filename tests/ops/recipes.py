@@ -1,4 +1,4 @@
-"""Native recipes as tests of ops run them: all of the table, and what options make of them."""
+"""Native recipes for the tests of ops: all recipes of the table, and recipes with options."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Native contractions on a mesh of eight simulated devices against one, for ``test_sharding.py``.
+"""Native contractions on a mesh of eight simulated devices, compared with one device, for ``test_sharding.py``.
 
     python -m tests.ops.sharding_cases FILE.json
 
-runs every case and writes what is wrong with each, "" where nothing is.
+runs every case and writes the error of each, "" if there is no error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The arithmetic of the recipes with lean arithmetic, as docs/guide/delayed.md states it: every rounding, in numpy.
+"""Recipes with lean arithmetic, compared with docs/guide/delayed.md: every rounding of the formulas, in numpy.
 
 Magnitudes lie between 1/2 and 1, so that the products are multiples of 256 (e4m3), of 2^16 (with e5m2) or integers, and
-their sums exact in float32 in any order: what is left are the roundings of the formula, and bits are compared.
+their sums are exact in float32 in any order. Only the roundings of the formula remain, and bits are compared.
 """
 
 from __future__ import annotations

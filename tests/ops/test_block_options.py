@@ -1,4 +1,4 @@
-"""The fine print of ``fp8_block`` and ``mxfp8``: what blocks serve, what is added in which dtype, and the options."""
+"""Details of ``fp8_block`` and ``mxfp8``: supported blocks, the dtype of each sum, and options."""
 
 from __future__ import annotations
 

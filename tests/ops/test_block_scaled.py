@@ -1,4 +1,4 @@
-"""block_scaled: the product of blocks by a chip's own instruction, which chip has it, and that it is the recipe's."""
+"""block_scaled: the chip's instruction for products with block scales, the chips that have it, and its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compositions: forward, dlhs and drhs from different rows, each operand quantized from the float tensor."""
+"""Compositions: fwd, dlhs and drhs of different strings; each operand is quantized from the float tensor."""
 
 from __future__ import annotations
 

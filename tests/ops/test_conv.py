@@ -1,4 +1,4 @@
-"""``ops.conv_general_dilated``: what ``ops.dot_general`` computes where both can, and the reference's numbers."""
+"""``ops.conv_general_dilated``, compared with ``ops.dot_general`` and with the numpy reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dot_general: the three matmuls of every recipe against plain numpy, and what a call promises beside them."""
+"""dot_general: the three matmuls of every recipe compared with numpy, and further properties of a call."""
 
 from __future__ import annotations
 

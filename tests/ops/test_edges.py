@@ -1,4 +1,4 @@
-"""What float computes without a thought and quantization must too: tiny gradients, empty batches, derivatives."""
+"""Edge cases that work in float and must work quantized: tiny gradients, empty batches, higher derivatives."""
 
 from __future__ import annotations
 

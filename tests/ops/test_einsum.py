@@ -1,4 +1,4 @@
-"""einsum equations as one contraction, against jnp.einsum on values that int8 holds exactly."""
+"""einsum equations as one contraction, compared with jnp.einsum on values that int8 represents exactly."""
 
 from __future__ import annotations
 

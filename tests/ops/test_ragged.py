@@ -1,4 +1,4 @@
-"""``ops.ragged_dot``: each group is what ``ops.dot_general`` computes of its rows."""
+"""``ops.ragged_dot``: each group equals ``ops.dot_general`` on the rows of the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remat policies: which matmuls and attentions a gradient's program holds, and that its bits stay the same."""
+"""Remat policies: the matmuls and attentions in the gradient's program, and unchanged bits."""
 
 from __future__ import annotations
 

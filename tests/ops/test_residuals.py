@@ -1,4 +1,4 @@
-"""compress_residuals: exact results, gradients at the rounded arguments, one byte an element kept."""
+"""compress_residuals: exact results, gradients at the rounded arguments, one saved byte per element."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Contractions under ``jax.shard_map`` and explicit sharding: what eight devices compute is what one does."""
+"""Contractions under ``jax.shard_map`` and explicit sharding: eight devices compute the same as one device."""
 
 from __future__ import annotations
 

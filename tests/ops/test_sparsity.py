@@ -1,4 +1,4 @@
-"""N:M sparsity: the mask, and training and evaluation with it."""
+"""N:M sparsity: the mask, and training and evaluation with the mask."""
 
 from __future__ import annotations
 

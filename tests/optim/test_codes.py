@@ -1,4 +1,4 @@
-"""The codes of moments against COAT's formula and bitsandbytes' map in numpy's float64, and codes at their ends."""
+"""Codes of moments, compared with COAT's formula and bitsandbytes' map in float64, and the ends of the code range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update of a parameter in one kernel, interpreted: the numbers of XLA's program, and what it does not compute."""
+"""The optimizer kernel in the interpreter: the numbers of XLA's program, and unsupported cases."""
 
 from __future__ import annotations
 

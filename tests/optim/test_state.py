@@ -1,4 +1,4 @@
-"""Moments in 8 bits around optax's optimizers: what is coded, what is not, and what wraps what."""
+"""Moments in 8 bits around optax's optimizers: which moments are quantized, and how optimizers are wrapped."""
 
 from __future__ import annotations
 

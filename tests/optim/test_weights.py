@@ -1,4 +1,4 @@
-"""Weights in bfloat16: rounding that is right on average, and rounding whose error is kept."""
+"""Weights in bfloat16: rounding that is right on average, and rounding with a stored error."""
 
 from __future__ import annotations
 

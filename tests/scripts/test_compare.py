@@ -1,4 +1,4 @@
-"""The comparison of runs: its numbers, its page and its refusals, on folders of runs that nobody trained."""
+"""Comparison of runs: its numbers, its page and its errors, on folders without a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: streaming, order, refusals on stderr with status 1, and clear errors for what cannot start."""
+"""The serve command: streaming, order, refusals on stderr with status 1, and errors before it starts."""
 
 from __future__ import annotations
 

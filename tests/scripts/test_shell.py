@@ -1,4 +1,4 @@
-"""The shell scripts refuse what they cannot do, in words, before they install anything."""
+"""The shell scripts exit with a message before they install anything, if they cannot run here."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The wheel holds jaxquant alone, and no command of it runs a ``train.py`` of the user's."""
+"""The wheel contains only jaxquant, and no command of it imports a ``train.py`` of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with every kind of linear layer, and quant state that has seen something, for tests of conversion."""
+"""Models with every kind of linear layer, and quant state with observations, for tests of conversion."""
 
 from __future__ import annotations
 

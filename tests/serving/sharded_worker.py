@@ -1,9 +1,9 @@
-"""Quantized checkpoints on several simulated devices, of one process or of two, for ``test_checkpoint.py``.
+"""Quantized checkpoints on several simulated devices, in one or two processes, for ``test_checkpoint.py``.
 
     python -m tests.serving.sharded_worker FOLDER                 eight devices
     python -m tests.serving.sharded_worker FOLDER PORT PROCESS    two devices in each of two processes
 
-exits 0 if every device has its part bit for bit.
+exits with status 0 if every device has its part, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: no bit is lost, what does not fit is refused, and every device reads its own part."""
+"""Quantized checkpoints: no bit is lost, a mismatch is an error, and every device reads only its part."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Conversion: the served model computes bit for bit what the trained one does, and keeps no float kernel.
+"""Conversion: the converted model computes the same bits as the trained model, and has no float kernel.
 
-Every string on every backend: the gallery; as users compile: ``test_convert_optimized.py``.
+The gallery tests every string on every backend; ``test_convert_optimized.py`` compiles as users do.
 """
 
 from __future__ import annotations

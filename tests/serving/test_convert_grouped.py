@@ -1,4 +1,4 @@
-"""Convolutions and experts in a ragged matmul: served as trained, to the bit."""
+"""Convolutions and experts in a ragged matmul: the converted model computes the same bits as the trained model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The served model to the bits of the trained one as users compile them, one recipe of each kind, in bfloat16.
+"""With default compilation, converted models compute the bits of trained models: one recipe of each kind, in bfloat16.
 
-In float32 too, with a float sum behind a layer, where LLVM keeps its order.
+float32 is also tested, with a float sum after a layer, if LLVM keeps the order of the sum.
 
-All recipes on all backends, compiled with little optimization: the gallery.
+The gallery tests all recipes on all backends, compiled with little optimization.
 """
 
 from __future__ import annotations

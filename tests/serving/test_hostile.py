@@ -1,4 +1,4 @@
-"""Served folders that are damaged or made to harm: each is an error that names the file, and none loads."""
+"""Served folders that are damaged or malicious: each is an error that names the file, and no folder is loaded."""
 
 from __future__ import annotations
 

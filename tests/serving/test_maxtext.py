@@ -1,4 +1,4 @@
-"""Trees of hand-plumbed models: which float parameter each quantized tensor replaces, and that no other goes."""
+"""Quantized parameters of MaxText models: which float parameter each tensor replaces; no other one is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small trees of quantized parameters, of every element type and every odd shape."""
+"""Small trees of quantized parameters, with every element type and every unusual shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quant state of NNX models through real optimizer steps, against a plain Python loop."""
+"""Quant state of NNX models through real optimizer steps, compared with a Python loop."""
 
 from __future__ import annotations
 

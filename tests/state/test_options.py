@@ -1,4 +1,4 @@
-"""A whole fp8 training step under options of jax: the numbers, shapes and dtypes of the plain one."""
+"""An fp8 training step under jax's options: the same numbers, shapes and dtypes as without options."""
 
 from __future__ import annotations
 

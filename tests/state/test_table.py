@@ -1,4 +1,4 @@
-"""Quant state as tables: few arrays, read by name, sharded and stored as it is, and made of what others stored."""
+"""Quant state as tables: few arrays, access by name, sharding, storage, and conversion from other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quant state in a loop: one use, many uses, no use, and trees that do not fit."""
+"""Quant state in a loop: one use, many uses, no use, and trees of another structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm quant state: scales from the history alone, decided while tracing, with the bits of the state that asks."""
+"""Warm quant state: scales from the history only, decided at trace time, with the bits of the general state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests of traced functions: shapes without values, configs, and what a report says."""
+"""Helpers of the tests of traced functions: shapes without values, configs, and texts of a report."""
 
 from __future__ import annotations
 

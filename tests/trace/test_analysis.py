@@ -1,4 +1,4 @@
-"""Names of leaves and layers, which contractions are layers, and why the others are not; nothing is computed."""
+"""Names of leaves and layers, the contractions that are layers, and reasons for the others; nothing is computed."""
 
 from __future__ import annotations
 

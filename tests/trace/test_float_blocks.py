@@ -1,4 +1,4 @@
-"""First and last blocks in float: counted by numbered path parts, for every recipe; refused without any."""
+"""First and last blocks in float: counted by numbered path parts, for every recipe; an error without such parts."""
 
 from __future__ import annotations
 

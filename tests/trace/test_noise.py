@@ -1,4 +1,4 @@
-"""Which noise a contraction draws: that of its weight and the steps of its scans, whatever else is around it."""
+"""The noise of a contraction depends only on its weight and the steps of its scans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public function: state, caching, bound decisions, trees of every kind, and errors."""
+"""``jaxquant.quantize``: state, caching, decisions, trees of every kind, and errors."""
 
 from __future__ import annotations
 

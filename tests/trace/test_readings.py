@@ -1,4 +1,4 @@
-"""An activation that several layers read is quantized once, and nothing else changes: bits, state, noise."""
+"""An activation that several layers read is quantized once, and bits, state and noise do not change."""
 
 from __future__ import annotations
 

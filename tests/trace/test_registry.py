@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own, and kernels: what is registered for them is read and quantized."""
+"""Registered functions with custom derivatives, and kernels: the registered program is read and quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rewritten program: what each construct becomes, seen in its trace, and numbers where only they show it."""
+"""The rewritten program: each construct is checked in the trace, and by numbers if the trace does not show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quantization_share_expert_scales``: one scale, and one state, for all experts of a weight."""
+"""``quantization_share_expert_scales``: one scale and one state for all experts of a weight."""
 
 from __future__ import annotations
 

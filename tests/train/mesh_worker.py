@@ -2,13 +2,13 @@
 
     python -m tests.train.mesh_worker DUMP '{"NAME": [CONFIG ON THE MESH, CONFIG ON ONE DEVICE], ...}'
 
-prints {NAME: {single, steps, differing, gathers, others}} as JSON. A configuration is trained on one device; from
-each state on the way, the mesh makes the next step too.
+prints {NAME: {single, steps, differing, gathers, others}} as JSON. A configuration is trained on one device; the mesh
+also computes each step, from the same state.
 
 - single: loss of each step on one device.
-- steps: quantity -> for each step, how far the mesh is from the one device (``compare``).
+- steps: quantity -> difference between the mesh and the one device in each step (``compare``).
 - differing: leaves of which two devices hold different values of the same part, after any step.
-- gathers, others: the collectives that the partitioner put in, as (type, shape) of their results.
+- gathers, others: collectives that the partitioner inserted, as (type, shape) of their results.
 """
 
 from __future__ import annotations

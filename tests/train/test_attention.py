@@ -1,4 +1,4 @@
-"""Attention by other code than XLA's, and a head that never holds all logits: the same numbers."""
+"""Attention kernels other than XLA's, and a head that never stores all logits: the same numbers."""
 
 from __future__ import annotations
 

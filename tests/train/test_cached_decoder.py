@@ -1,4 +1,4 @@
-"""The decoder with a cache: prefill at once, in chunks and token by token give what the whole text at once gives."""
+"""The decoder with a cache: prefill at once, in chunks or token by token computes the same as the full text."""
 
 from __future__ import annotations
 

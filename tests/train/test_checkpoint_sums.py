@@ -1,4 +1,4 @@
-"""Training checkpoints have sums: no flipped bit is used, and what cannot be used is passed over with a message."""
+"""Checksums of training checkpoints: a flipped bit is never used; a damaged checkpoint is skipped with a message."""
 
 from __future__ import annotations
 

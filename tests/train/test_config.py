@@ -1,4 +1,4 @@
-"""The run's configuration: what the shipped files say, and what is refused."""
+"""Configuration of a run: values of the shipped files, and errors."""
 
 from __future__ import annotations
 

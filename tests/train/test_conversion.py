@@ -1,4 +1,4 @@
-"""Conversion of runs: what serves from the files is the trained model, bit for bit, and what does not fit is named."""
+"""Conversion of runs: the converted folder serves the trained model, bit for bit, and a mismatch is an error."""
 
 from __future__ import annotations
 

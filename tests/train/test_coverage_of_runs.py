@@ -1,4 +1,4 @@
-"""A run says at its start what its step multiplies, and strict refuses one that is not what was asked."""
+"""A run prints the coverage of its step at the start, and strict raises an error if it differs from the config."""
 
 from __future__ import annotations
 

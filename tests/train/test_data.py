@@ -1,4 +1,4 @@
-"""The data pipeline: documents stay apart, streams repeat and resume exactly, bad data is named."""
+"""The data pipeline: documents stay separate, streams repeat and resume exactly, bad data is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a run has to end, it ends in order: closed output, hang-ups, full disks, folders that are gone, odd data."""
+"""Ways in which a run ends: closed output, hang-ups, full disks, deleted folders, unusual data."""
 
 from __future__ import annotations
 

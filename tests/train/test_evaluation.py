@@ -1,4 +1,4 @@
-"""Evaluation: one table of the float model, the trained one and what serves, the last two the same to the last bit."""
+"""Evaluation: one table of the float, the trained and the served model; the last two have the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run becomes the checkpoints of others and comes back: the same parameters, the same bytes."""
+"""A run is exported and imported again: the same parameters, the same bytes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The engine: every prompt is answered as it is alone, whoever shares the slots; refusals, stops, sampling."""
+"""The serving engine: every prompt has the same answer as without other prompts; refusals, stops, sampling."""
 
 from __future__ import annotations
 

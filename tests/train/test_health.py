@@ -1,4 +1,4 @@
-"""Health of a run: it changes nothing, sees what the step sees, is written once a step, and says what is wrong."""
+"""Health of a run: it changes nothing, measures the tensors of the step, and is written once per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved, gone on from or called good is finite; what went first is named; a stopped run can be adjusted."""
+"""Saved, resumed and last-good states are finite; a message names the first non-finite tensor; runs can be adjusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder has one writer: the second is refused by name and host, and a dead one's place is taken."""
+"""A run folder has one writer: a second is refused with the first one's host, and replaces it if its process ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of a run read one at a time, a layer at a time, without the optimizer state."""
+"""Parameters of a run, read one at a time or one layer at a time, without the optimizer state."""
 
 from __future__ import annotations
 

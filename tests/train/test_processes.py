@@ -1,4 +1,4 @@
-"""Two processes on one host train, evaluate, save, stop and resume as one process on two devices does."""
+"""Two processes on one host train, evaluate, save, stop and resume like one process with two devices."""
 
 from __future__ import annotations
 

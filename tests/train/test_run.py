@@ -1,4 +1,4 @@
-"""Whole runs: they learn, stop, resume exactly, survive kill -9 and broken checkpoints, and end in order."""
+"""Whole runs: learning, stopping, exact resumption, kill -9, damaged checkpoints, and orderly ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step: micro-batches, non-finite steps, where the loss broke, what is saved for backward, eight devices."""
+"""The training step: micro-batches, non-finite steps, the source of a broken loss, saved residuals, eight devices."""
 
 from __future__ import annotations
 

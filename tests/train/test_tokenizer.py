@@ -1,4 +1,4 @@
-"""Tokens back to text, whole and as they come."""
+"""Conversion of tokens to text, complete and streamed."""
 
 from __future__ import annotations
 

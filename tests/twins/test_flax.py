@@ -1,8 +1,8 @@
-"""native fp8 in flax mode against flax's own op, bit for bit.
+"""native fp8 in flax mode compared with flax's own op, bit for bit.
 
-In bfloat16 XLA:CPU may leave out the rounding of a product that is cast to float32 next ("excess precision"), and does
-so by where the product stands in the program. The product of a gradient matmul with its scales is such a place. The
-bfloat16 twin therefore compiles both without excess precision; in float32 there is nothing to leave out.
+In bfloat16, XLA:CPU may leave out the rounding of a product that is then cast to float32 ("excess precision"),
+depending on where the product is in the program. The product of a gradient matmul with its scales is affected.
+Therefore the bfloat16 comparison compiles both programs without excess precision; float32 has no such rounding.
 """
 
 from __future__ import annotations
