@@ -138,7 +138,7 @@ def step(entry: Setup, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
 def measure(
     entry: Setup, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
-) -> tuple[Program, int]:
+) -> tuple[HloStep, int]:
     """Compile an entry for an absent chip; return the compiled program and the bytes of its temporaries.
 
     Args:

@@ -126,7 +126,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     return found
 
 
-def _rows(covered: Sequence[Covered], program: Program, fused: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
+def _rows(covered: Sequence[Covered], program: HloStep, fused: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
     """Yield dtypes and operation of each matmul of a parameter, and the reason if an operand is wider than 8 bits."""
     calls = [(*_layer_and_matmul(each.path), f"{each.dtypes} by {each.kind}") for each in program.matmuls]
     calls += [(*_layer_and_matmul(each.path), f"{each.dtype} by {each.name}") for each in program.kernels if each.flops]

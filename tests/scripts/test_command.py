@@ -69,7 +69,7 @@ def test_what_cannot_be_is_a_sentence(capsys):
 INTERRUPTED = {
     "jaxquant.training.conversion.convert_run": ["convert", "a", "--out", "b"],
     "jaxquant.training.commands.open_served": ["serve", "a", "--prompt", "b"],
-    "jaxquant.training.serving.contenders": ["evaluate", "a"],
+    "jaxquant.training.serving.open_contenders": ["evaluate", "a"],
     "jaxquant.training.start.read_config": ["train", "a.yml"],
 }
 
