@@ -26,7 +26,7 @@ def run(finished: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders of the run as it was trained, and in weight-only int4."""
+    """Return the folders of the run converted as trained, and converted to weight-only int4."""
     folder = tmp_path_factory.mktemp("converted")
     convert_run(run, folder / "fp8", say=lambda text: None)
     convert_run(run, folder / "int4w", {"quantization": "int4w"}, say=lambda text: None)
@@ -52,7 +52,7 @@ def test_what_serves_is_what_was_trained(run: Path, rows: Any, finished: Any):
 
 
 def test_numbers_are_those_of_a_plain_loop(run: Path, served: list[Path]):
-    """Loss, agreement and the largest difference from whole arrays of float64, padding left out."""
+    """Compare loss, agreement and largest difference with float64 arrays, without padding."""
     models = {"float": contenders(run, [])["float"], "int4w": open_served(served[1])}
     config = dataclasses.replace(models["float"].config, eval_batches=2)
     losses, counts, agreed, largest = np.zeros(2), 0, 0, 0.0
