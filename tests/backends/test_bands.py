@@ -77,7 +77,7 @@ class Decoder(nn.Module):
 
 
 SEEDS = (0, 1)
-"""Of parameters, tokens and rounding; the distances are averages over them."""
+"""Seeds of parameters, tokens and rounding; the distances are averages over these seeds."""
 TOKENS = [jax.random.randint(jax.random.key(seed), (BATCH, SEQUENCE), 0, VOCAB) for seed in SEEDS]
 
 
@@ -91,7 +91,7 @@ def params() -> list[Any]:
 
 
 def outputs(model: Any, params: list[Any]) -> list[Any]:
-    """Return the logits of each seed, and the gradient of mean(logits²) by parameter, its layers in one tensor."""
+    """Return the logits of each seed, and the gradient of mean(logits²) by parameter, with the layers stacked."""
     quant_state = unseen(split(jax.eval_shape(model.init, KEYS[0], TOKENS[0]))[1])
 
     @jax.jit
@@ -100,7 +100,7 @@ def outputs(model: Any, params: list[Any]) -> list[Any]:
             logits = model.apply(merge(params, quant_state), batch, rngs={"quant": key})
             return jnp.mean(jnp.square(logits.astype(jnp.float32))), logits
 
-        with frozen():  # one gradient, after which nothing advances
+        with frozen():  # only one gradient, so the state need not advance
             (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
         layers = [grads.pop(f"layers_{layer}") for layer in range(LAYERS)]
         return logits, grads | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}

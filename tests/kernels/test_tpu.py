@@ -71,7 +71,7 @@ def test_blocks_and_vmap_change_nothing(monkeypatch):
 
 
 def einsum_arguments(case, largest=3):
-    """Make operands of small integers, of which every sum is exact, and scales that are powers of two."""
+    """Return operands of small integers, whose sums are exact, and power-of-two scales."""
     B, M, N, K = case.sizes
     generator = np.random.default_rng(0)
     lhs, rhs = (

@@ -35,6 +35,6 @@ def test_linen_serves_what_it_trained(string, backend):
 
 
 def test_a_mean_that_keeps_its_order_serves_its_bits():
-    # By default LLVM vectorizes the mean otherwise in one program than in the other: XLA marks its adds "reassoc".
+    # By default, LLVM vectorizes the mean differently in the two programs, because XLA marks its adds "reassoc".
     model, options = nn.Sequential([nn.Dense(32), nn.LayerNorm()]), {"xla_backend_optimization_level": 0}
     convert_linen(model, {"quantization": "int8"}, X, compiler_options=options)

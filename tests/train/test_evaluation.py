@@ -26,7 +26,7 @@ def run(finished: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders of the run as it was trained, and in weight-only int4."""
+    """Return the folders of the run converted as trained, and converted to weight-only int4."""
     folder = tmp_path_factory.mktemp("converted")
     convert_run(run, folder / "fp8", say=lambda text: None)
     convert_run(run, folder / "int4w", {"quantization": "int4w"}, say=lambda text: None)

@@ -77,12 +77,12 @@ def test_a_flax_checkpoint_goes_on_in_either_mode():
         model = maybe_quantize_model(Model(), {"quantization": "fp8", "amax_init": mode}, x)
         quant = state.from_flax(saved, like=state.split(jax.eval_shape(model.init, jax.random.key(1), x))[1])
         ours = jax.jit(model.apply)(state.merge(params, quant), x)
-        # Only the scale's formula differs, max / a inverted against a / max: a last bit, which can move a rounding.
+        # Only the formula of the scale differs, 1 / (max / a) and a / max: a last bit, which can change a rounding.
         np.testing.assert_allclose(ours, out, atol=0 if mode == "flax" else float(jnp.abs(out).max()) / 16)
         seen = jax.jit(jax.grad(lambda q, m=model: (m.apply(state.merge(params, q), x) ** 2).mean()))(quant)
         history = state.rows_of(state.update(quant, seen))["Dense_0/Fp8DirectDotGeneralOp_0/input"]["amax_history"]
         amax = jnp.abs(x).max()
-        np.testing.assert_array_equal(history[-1], amax)  # as flax stored it
+        np.testing.assert_array_equal(history[-1], amax)  # in flax's layout
         np.testing.assert_array_equal(history[0], amax if mode == "flax" else recorded(amax))
     model = maybe_quantize_model(Model(), {"quantization": "fp8"}, x)
     with pytest.raises(ValueError, match=r"no 'input_\w+' there.* with jaxquant\.state\.from_flax"):
