@@ -67,10 +67,8 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
     shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
     params = float_parameters(source, config, placed)
-    modules = {
-        place.path.removesuffix("/kernel"): module for module, place in locate_tensors(config, source.shape).items()
-    }
-    linears = source.shape.linears()
+    located, linears = locate_tensors(config, source.shape).items(), source.shape.linears()
+    modules = {each.path.removesuffix("/kernel"): module for module, each in located}
 
     def intercept(call: Any, args: tuple[jax.Array, ...], kwargs: Any, context: Any) -> Any:
         module = modules.get("/".join(context.module.path))
