@@ -7,6 +7,7 @@ imported inside the function, so that ``jaxquant --help`` does not import JAX.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -292,6 +293,12 @@ def import_(**options: Any) -> None:
     Exit codes: 0 on success, 2 on an error, 130 after Ctrl-C.
     """
     _commands().import_(**options)
+
+
+def run(words: Sequence[str] | None = None) -> None:
+    """Run a command and exit. After Ctrl-C the process ends at once, because XLA may still compile in a thread."""
+    code = main(words)
+    (os._exit if code == terminal.INTERRUPTED else sys.exit)(code)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -106,7 +106,7 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, told):
     def of(folder: Path) -> str:
         return told("--prompt", "item", folder=folder)
 
-    assert "does not exist; pass the folder of a run" in of(tmp_path / "absent")
+    assert "is not a folder; pass the folder of a run" in of(tmp_path / "absent")
     assert "has no config.yml or jaxquant.json; pass the folder of a run" in of(tmp_path)
     shutil.copy(run / "config.yml", tmp_path)
     assert "has no checkpoint of `jaxquant train`; let it save one" in of(tmp_path)

@@ -92,7 +92,7 @@ def test_what_does_not_compare_is_refused(
     for words, message in (
         ([str(run), "--batches", "0"], "Invalid value for '--batches': 0 is not in the range x>=1; see "),
         ([str(served[0])], "is a converted checkpoint; pass its run first"),
-        ([str(run), str(tmp_path / "absent")], "absent does not exist; pass the folder of a run"),
+        ([str(run), str(tmp_path / "absent")], "absent is not a folder; pass the folder of a run"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()
