@@ -264,7 +264,10 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     colours = {run.name: "gray" if run is baseline else some[number % len(some)] for number, run in enumerate(runs)}
 
     def curves(unit: str, points: Sequence[tuple[Run, dict[int, float], dict[str, Any]]]) -> go.Figure:
-        figure = go.Figure(layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified"})
+        legend = {"orientation": "h", "yanchor": "bottom", "y": 1}
+        figure = go.Figure(
+            layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified", "legend": legend}
+        )
         for run, values, more in points:
             y = [value if math.isfinite(value) else None for value in values.values()]
             name, line = html.escape(run.name), {"color": colours[run.name]}
@@ -275,11 +278,10 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         known = [(run, value) for run, value in zip(runs, values, strict=True) if value is not None]
         figure = go.Figure(layout={"xaxis_title": unit, "yaxis_autorange": "reversed", "height": 90 + 40 * len(known)})
         names, marks = [html.escape(run.name) for run, _ in known], {"color": [colours[run.name] for run, _ in known]}
-        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
+        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:.4~s}"}
         return figure.add_bar(x=[value for _, value in known], y=names, **bar)
 
-    dots = {"mode": "lines+markers"}
-    loss = "loss (nats per token)"
+    dots, loss = {"mode": "lines+markers"}, "loss (nats per token)"
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
         "Training loss: smoothed, each step has weight 0.1": curves(loss, smoothed),
@@ -318,9 +320,8 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
         figure = make_subplots(len(TENSORS), 1, shared_xaxes=True, subplot_titles=[*TENSORS], vertical_spacing=0.08)
         for place in range(len(TENSORS)):
             hover = "%{y}<br>step %{x}: %{text:.4g}<extra></extra>"
-            numbers: dict[str, Any] = {"z": shown[:, place].T, "text": values[:, place].T}
-            numbers |= {"x": steps, "y": names, "coloraxis": "coloraxis", "hovertemplate": hover}
-            figure.add_heatmap(row=place + 1, col=1, **numbers)
+            data: dict[str, Any] = {"z": shown[:, place].T, "text": values[:, place].T, "hovertemplate": hover}
+            figure.add_heatmap(x=steps, y=names, coloraxis="coloraxis", row=place + 1, col=1, **data)
         unit = title if statistic == "sqnr" else f"log<sub>10</sub> {title}"
         figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit, "cmin": low, "cmax": high})
         figure.update_layout(height=140 + len(TENSORS) * (40 + 16 * len(names)))
