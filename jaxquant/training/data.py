@@ -152,7 +152,7 @@ class Data:
     belongs to another document.
 
     Attributes:
-      train: iterator over endless batches.
+      train: endless iterator over training batches.
       held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the text has
         fewer batches, each token is returned once, and padding rows fill the last batch.
       vocab_size: multiple of 64 that is larger than every token.

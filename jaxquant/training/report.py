@@ -100,7 +100,7 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     """
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) != len(paths):
-        raise ValueError(f"run folders {', '.join(map(str, paths))} contain one folder twice; name each folder once")
+        raise ValueError(f"run folders {', '.join(map(str, paths))} have a folder twice; pass each folder once")
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
     return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
