@@ -30,7 +30,7 @@ from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
 from jaxquant.export.hf import ScaleOrigin, to_recipe
-from jaxquant.export.hf.fp8 import blocks
+from jaxquant.export.hf.fp8 import block_layer
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
@@ -368,7 +368,7 @@ def _check_block(block_size: Block) -> None:
 @functools.cache
 def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
     """Return the recipe of a scheme, converted like the config of a checkpoint."""
-    layer = blocks(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
+    layer = block_layer(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
     recipe = to_recipe(layer, f"block scale, {how} activations")
     return recipe if how != "float" else to_recipe(dataclasses.replace(layer, input=None), recipe.name)
 
