@@ -13,11 +13,11 @@ from jaxquant.export.hf.exclusions import transformers_pattern
 from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, read_lists
 from jaxquant.export.hf.read import NO_VALUES, find_section
 
-FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
+HEAD_NAMES = ("head", "lm_head", "lm_head.linear", "embed_out")
 """Full names of output heads, which MLC does not quantize."""
-GATE, WIDEST_GATE = "gate", 256
+ROUTER_SUFFIX, MAX_ROUTER_OUTPUTS = "gate", 256
 """Last part of the names of routers, which MLC leaves in float up to this number of experts."""
-GATES, HEADS = "MoE gate", "output head"
+ROUTER_ORIGIN, HEAD_ORIGIN = "MoE gate", "output head"
 """Origins of the rules for routers and output heads."""
 _DEFAULT_BLOCK = (128, 128)
 
@@ -118,8 +118,8 @@ def read_mlc_quantization(
         )
     spec = fp8.block_layer(scheme.weight_dtype, size, origin, ue8m0)
     rules = read_lists(section, ["modules_to_not_convert"], transformers_pattern)
-    heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"
-    rules += [LayerRule(heads, None, HEADS), LayerRule(f".*{GATE}", None, GATES)]
+    heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, HEAD_NAMES))})"
+    rules += [LayerRule(heads, None, HEAD_ORIGIN), LayerRule(f".*{ROUTER_SUFFIX}", None, ROUTER_ORIGIN)]
     if scheme.quantize_linear:
         rules.append(LayerRule(".*", spec, scheme.name))
     section.pass_over(*NO_VALUES)
