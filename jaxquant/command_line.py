@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from jaxquant import terminal
-from jaxquant.training import needed
+from jaxquant.training import report_missing_library
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 """Settings of all commands."""
@@ -44,7 +44,7 @@ def exit_code(*errors: type[Exception], interrupted: str) -> Callable[[Callable[
         @functools.wraps(command)
         def call(**options: Any) -> int:
             def work() -> int:
-                with needed():
+                with report_missing_library():
                     return command(**options) or 0
 
             return terminal.run(work, also=errors, interrupted=interrupted)

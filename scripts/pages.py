@@ -83,7 +83,7 @@ def api(page: str) -> str:
     return "\n\n".join(parts)
 
 
-def described(cls: type) -> Iterator[tuple[str, str]]:
+def attribute_texts(cls: type) -> Iterator[tuple[str, str]]:
     """Yield the fields that the docstrings of a class and its bases list under ``Attributes``, with their text."""
     for each in reversed(cls.__mro__):
         section = (inspect.cleandoc(each.__doc__ or "") + "\n").partition("\nAttributes:\n")[2].partition("\n\n")[0]
@@ -92,15 +92,15 @@ def described(cls: type) -> Iterator[tuple[str, str]]:
                 yield name.strip(), " ".join(text.replace("``", "`").split())
 
 
-def spell(hint: Any) -> str:
+def yaml_type(hint: Any) -> str:
     """Return a type hint in the words of YAML."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" if value != "" else '`""`' for value in args)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(spell(each) for each in args)
+        return " or ".join(yaml_type(each) for each in args)
     if origin is tuple:
-        return f"list of {spell(args[0])}"
+        return f"list of {yaml_type(args[0])}"
     return "null" if hint is types.NoneType else hint.__name__
 
 
@@ -113,7 +113,7 @@ def options(name: str) -> str:
     from jaxquant.config.recipes import RECIPES
 
     cls, quant = (getattr(importlib.import_module(f"jaxquant.{OPTIONS[each]}"), each) for each in (name, "QuantConfig"))
-    hints, texts = typing.get_type_hints(cls), dict(described(cls))
+    hints, texts = typing.get_type_hints(cls), dict(attribute_texts(cls))
     elsewhere = {field.name for field in dataclasses.fields(quant)} if name == "TrainConfig" else set()
     lines = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in sorted(dataclasses.fields(cls), key=lambda field: "group" in field.metadata):  # fields of recipes last
@@ -125,7 +125,9 @@ def options(name: str) -> str:
         default = "required" if field.default is dataclasses.MISSING else f"`{json.dumps(field.default)}`"
         readers = ", ".join(f"`{string}`" for string, row in RECIPES.items() if field.name in row.fields)
         meaning = f"{text[:1].upper()}{text[1:]}".rstrip(".") + "." + (f" Read by {readers}." if readers else "")
-        lines.append(f"| `{field.name}` | {spell(hints[field.name])} | {default} | {meaning.replace('|', '&#124;')} |")
+        lines.append(
+            f"| `{field.name}` | {yaml_type(hints[field.name])} | {default} | {meaning.replace('|', '&#124;')} |"
+        )
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ MODEL: Any = jaxquant.maybe_quantize_model(PLAIN, FP8, X)
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every argument of the mistakes below, by the name that they use."""
+    """Return every argument of the mistakes below, by name."""
     variables = MODEL.init(jax.random.key(1), X)
     params, quant_state = state.split(variables)
     observation = jax.grad(loss, argnums=1)(params, quant_state)

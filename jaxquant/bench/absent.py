@@ -16,7 +16,7 @@ from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.command import print_and_write
 from jaxquant.aot.topology import environment, require_compiler
 from jaxquant.bench import layer_audits, speeds, strings
-from jaxquant.bench.schedules import tpu_dump
+from jaxquant.bench.schedules import dump_environment
 from jaxquant.config.recipes import RECIPES
 
 Table = tuple[str, Any, str]
@@ -69,12 +69,12 @@ def _gemm_set(options: Options) -> Table:
 def _kernels(options: Options) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
-        rows = _run("kernel_table", [options.target, str(notes)], tpu_dump(notes))
+        rows = _run("kernel_table", [options.target, str(notes)], dump_environment(notes))
     return _page(f"# Kernels as compiled for {options.target}", rows), rows, f"kernels-{options.target}"
 
 
 def _strings(options: Options) -> Table:
-    known = {row["quantization"]: row for row in _there(options, "strings-chips")}
+    known = {row["quantization"]: row for row in _existing_rows(options, "strings-chips")}
     for string, cell in _run("strings", [options.target, *options.only]).items():
         row = known.setdefault(string, {"quantization": string})
         row |= {"backend": RECIPES[string].auto, options.target: cell}
@@ -84,14 +84,14 @@ def _strings(options: Options) -> Table:
 
 def _speeds(options: Options) -> Table:
     found = _run("speeds", [options.target, *options.only], shows=True)
-    rows = speeds.merged(_there(options, "strings-speed"), options.target, found)
+    rows = speeds.merge_speeds(_existing_rows(options, "strings-speed"), options.target, found)
     if options.out:
-        speeds.fill(rows)
+        speeds.write_speeds(rows)
     return speeds.page(rows), rows, "strings-speed"
 
 
 def _layers(options: Options) -> Table:
-    rows = _there(options, "layer-audits")
+    rows = _existing_rows(options, "layer-audits")
     names = [name for name in layer_audits.LAYERS if name in options.only] or [""]
     chosen = [each for each in options.only if each in layer_audits.STRINGS]
     for name in names:
@@ -113,7 +113,7 @@ TABLES: dict[str, Callable[[Options], Table]] = {
 }
 
 
-def _there(options: Options, stem: str) -> list[dict[str, Any]]:
+def _existing_rows(options: Options, stem: str) -> list[dict[str, Any]]:
     """Return the rows of an existing table, for all chips."""
     file = Path(options.out or ".") / f"{stem}.json"
     return json.loads(file.read_text()) if options.out and file.exists() else []

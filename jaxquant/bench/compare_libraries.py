@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxquant import state as quant_state
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.program import HloStep, read_program
 from jaxquant.aot.topology import devices
 from jaxquant.inject.model import maybe_quantize_model
 
@@ -45,7 +45,7 @@ class Mlp(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Setup:
     """A row of the table: library, options, and name of the row of another library to compare with.
 
     ``keys``: source of random keys. ``quantize``: function of a library that quantizes the model.
@@ -59,10 +59,10 @@ class Entry:
     quantize: Callable[[nn.Module], nn.Module] | None = None
 
 
-def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
+def _setup(string: str, backend: str, peer: str = "", **options: Any) -> Setup:
     words = " ".join(str(value) for value in list(options.values())[:1])
     name = " ".join(filter(None, ("jaxquant" if backend == "native" else backend, string, words)))
-    return Entry(name, {"quantization": string, "quant_backend": backend} | options, peer=peer)
+    return Setup(name, {"quantization": string, "quant_backend": backend} | options, peer=peer)
 
 
 def int8_of_aqt() -> Any:
@@ -86,28 +86,28 @@ def by_qwix(model: nn.Module, path: str = ".*") -> nn.Module:
 _GENERATORS = ("threefry2x32", "unsafe_rbg")
 _FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
 ENTRIES = (
-    Entry("bf16", {}),
-    Entry("flax fp8", {}, fp8_ops.Fp8DirectDotGeneralOp),
-    _entry("fp8_full", "qwix", **_FIXED),
-    _entry("fp8_full", "qwix"),
-    _entry("int8", "qwix"),
-    _entry("int8", "aqt"),
-    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, quantize=by_qwix) for keys in _GENERATORS),
-    *(Entry(f"AQT itself, int8, {keys}", {}, int8_of_aqt, keys=keys) for keys in _GENERATORS),
-    _entry("aqt_fp8", "aqt"),
-    _entry("aqt_fp8_full", "aqt"),
-    _entry("fp8", "native", "flax fp8"),
-    _entry("fp8_current", "native", "flax fp8"),
-    _entry("fp8_full", "native", "qwix fp8_full"),
-    _entry("fp8_full", "native", "qwix fp8_full fixed,224", **_FIXED),
-    _entry("int8", "native", "qwix int8"),
-    _entry("int8_delayed", "native"),
-    *(_entry(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
-    *(_entry(string, "native", f"jaxquant {string}", implementation="pallas") for string in ("fp8_block", "mxfp8")),
+    Setup("bf16", {}),
+    Setup("flax fp8", {}, fp8_ops.Fp8DirectDotGeneralOp),
+    _setup("fp8_full", "qwix", **_FIXED),
+    _setup("fp8_full", "qwix"),
+    _setup("int8", "qwix"),
+    _setup("int8", "aqt"),
+    *(Setup(f"Qwix itself, int8, {keys}", {}, keys=keys, quantize=by_qwix) for keys in _GENERATORS),
+    *(Setup(f"AQT itself, int8, {keys}", {}, int8_of_aqt, keys=keys) for keys in _GENERATORS),
+    _setup("aqt_fp8", "aqt"),
+    _setup("aqt_fp8_full", "aqt"),
+    _setup("fp8", "native", "flax fp8"),
+    _setup("fp8_current", "native", "flax fp8"),
+    _setup("fp8_full", "native", "qwix fp8_full"),
+    _setup("fp8_full", "native", "qwix fp8_full fixed,224", **_FIXED),
+    _setup("int8", "native", "qwix int8"),
+    _setup("int8_delayed", "native"),
+    *(_setup(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
+    *(_setup(string, "native", f"jaxquant {string}", implementation="pallas") for string in ("fp8_block", "mxfp8")),
 )
 
 
-def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
+def step(entry: Setup, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
     """Return the measured function of an entry and the shapes of its arguments.
 
     Args:
@@ -137,8 +137,8 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
 
 def measure(
-    entry: Entry, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
-) -> tuple[Program, int]:
+    entry: Setup, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
+) -> tuple[HloStep, int]:
     """Compile an entry for an absent chip; return the compiled program and the bytes of its temporaries.
 
     Args:
@@ -174,7 +174,7 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
             continue
         found.append(row(entry.name, *measure(entry, target, tokens), chip(target)))
         peer = next((each for each in found if each["step"] == entry.peer), None)
-        found[-1]["peer"], found[-1]["beside the peer"] = entry.peer, beside(found[-1], peer)
+        found[-1]["peer"], found[-1]["beside the peer"] = entry.peer, difference_from_peer(found[-1], peer)
         if plain := next((each["us"] for each in found if each["step"] == "bf16"), None):
             found[-1]["× bf16"] = f"{plain / found[-1]['us']:.2f}"
     if not found:
@@ -183,17 +183,17 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
     return found
 
 
-def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
+def difference_from_peer(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
     """Return the differences between a row and its peer's row, or "" if the peer was not measured."""
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
-def matmuls(program: Program) -> str:
+def matmuls(program: HloStep) -> str:
     """Return the matmuls of a compiled program by the dtypes of their operands, as ``6 s8``."""
     return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
 
 
-def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str, Any]:
+def row(name: str, program: HloStep, temporaries: int, where: Chip) -> dict[str, Any]:
     """Return the table row of a program with some bytes of temporaries; ``price.estimate`` computes the time."""
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 
 from jaxquant import state as quantization_state
-from jaxquant.bench.timing import Prepared, compiled, filled
+from jaxquant.bench.timing import CompiledRow, compile_program, random_arrays
 from jaxquant.bench.torch_gemms import prepare_torch
 from jaxquant.inject.model import maybe_quantize_model
 
@@ -73,12 +73,12 @@ CONTENDERS = (
 def draw(tokens: int, shapes: Shapes) -> Any:
     """Return inputs of the matmuls with ``tokens`` rows each, and gradients of their results."""
     sides = [[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16) for size in each] for each in shapes]
-    return list(zip(*filled(sides), strict=True))
+    return list(zip(*random_arrays(sides), strict=True))
 
 
 def prepare_gemms(
     contender: Contender, shapes: Shapes, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]
-) -> Prepared:
+) -> CompiledRow:
     """Compile the GEMMs of a transformer layer, including quantization of operands.
 
     The program ``fwd`` also returns the saved residuals. The program ``bwd`` computes both gradients and the new quant
@@ -103,10 +103,10 @@ def prepare_gemms(
 
     variables = []
     for model, x in zip(models, inputs, strict=True):
-        variables.append(filled(quantization_state.warm(jax.eval_shape(model.init, keys, x))))
-    forward, facts = compiled(lambda variables, inputs: jax.vjp(run, variables, inputs), variables, inputs)
+        variables.append(random_arrays(quantization_state.warm(jax.eval_shape(model.init, keys, x))))
+    forward, facts = compile_program(lambda variables, inputs: jax.vjp(run, variables, inputs), variables, inputs)
     _, pull = forward(variables, inputs)
-    backward, more = compiled(lambda pull, grads: pull(grads), pull, grads)
+    backward, more = compile_program(lambda pull, grads: pull(grads), pull, grads)
     flops = 6 * len(inputs[0]) * sum(k * n for k, n in shapes)
     facts = {name: [facts[name], more[name]] for name in facts} | {"flops": flops}
-    return Prepared({"fwd": lambda: forward(variables, inputs), "bwd": lambda: backward(pull, grads)}, facts)
+    return CompiledRow({"fwd": lambda: forward(variables, inputs), "bwd": lambda: backward(pull, grads)}, facts)

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxquant.bench import gemms, layer_audits, published
-from jaxquant.bench.compare_libraries import ENTRIES, Entry, step
+from jaxquant.bench.compare_libraries import ENTRIES, Setup, step
 from jaxquant.bench.gpu_kernels import compare_kernels
 from jaxquant.bench.layer_audits import LLAMA
-from jaxquant.bench.on_chip import committed, priced, target_of
+from jaxquant.bench.on_chip import chip_name, read_predictions, read_results
 from jaxquant.bench.schemes import Row
-from jaxquant.bench.timing import Prepared, median_ratio, prepare, seconds, undisturbed
+from jaxquant.bench.timing import CompiledRow, gc_disabled, median_ratio, prepare, seconds
 from jaxquant.terminal import INTERRUPTED
 
 LIMIT = 320
@@ -37,7 +37,7 @@ LIMIT = 320
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 TINY = dataclasses.replace(LLAMA, emb_dim=64, mlp_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=32)
 """Small decoder layer, for a CPU."""
-COMPILING = 0.75
+COMPILE_SHARE = 0.75
 """Share of a part's time after which no further row is compiled."""
 
 
@@ -69,7 +69,7 @@ class Part:
 
     def time_in_turns(
         self,
-        rows: Mapping[str, Callable[[], Prepared]],
+        rows: Mapping[str, Callable[[], CompiledRow]],
         calls: int = 1,
         base: str = "",
         predicted: Mapping[str, Row] | None = None,
@@ -86,8 +86,8 @@ class Part:
           base: row that ratios refer to; "" for no ratios.
           predicted: figures of the audit by row, written next to the measured figures.
         """
-        ready: dict[str, Prepared] = {}
-        last = time.perf_counter() + COMPILING * (self.until - time.perf_counter())
+        ready: dict[str, CompiledRow] = {}
+        last = time.perf_counter() + COMPILE_SHARE * (self.until - time.perf_counter())
         for name, made in rows.items():
             began = time.perf_counter()
             try:
@@ -98,22 +98,22 @@ class Part:
                     seconds(call)
             except Exception as error:
                 ready.pop(name, None)
-                self.write(name, {"error": _sentence(error)})
+                self.write(name, {"error": _error_text(error)})
             else:
                 self.write(name, {"first step s": round(time.perf_counter() - began, 2)} | ready[name].facts)
         times: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
-        with undisturbed():
+        with gc_disabled():
             for number in range(2 if self.is_small else 10):
                 for name, one in ready.items():
                     times[name].append({call: seconds(run, calls) for call, run in one.calls.items()})
-                    self.write(name, {"round": number, "us": _micro(times[name][-1])}, is_shown=False)
+                    self.write(name, {"round": number, "us": _microseconds(times[name][-1])}, is_shown=False)
                 if time.perf_counter() > self.until:
                     break
         sums = {name: [sum(each.values()) for each in rounds] for name, rounds in times.items()}
         for name, rounds in times.items():
             took = statistics.median(sums[name])
             medians = {call: statistics.median(each[call] for each in rounds) for call in rounds[0]}
-            figures: Row = {"us": _micro(medians), "sum us": round(1e6 * took, 1), "rounds": len(rounds)}
+            figures: Row = {"us": _microseconds(medians), "sum us": round(1e6 * took, 1), "rounds": len(rounds)}
             for fact, unit, scale in (("flops", "TFLOP/s", 1e12), ("bytes", "GB/s", 1e9)):
                 if fact in ready[name].facts:
                     figures[unit] = round(ready[name].facts[fact] / took / scale, 2)
@@ -122,11 +122,11 @@ class Part:
             self.write(name, figures | {f"predicted {k}": v for k, v in (predicted or {}).get(name, {}).items()})
 
 
-def _micro(times: Mapping[str, float]) -> dict[str, float]:
+def _microseconds(times: Mapping[str, float]) -> dict[str, float]:
     return {name: round(1e6 * value, 1) for name, value in times.items()}
 
 
-def _sentence(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -144,7 +144,7 @@ def dots(part: Part) -> None:
         keep = lambda x: with_layout_constraint(x, Layout(major_to_minor=(0, 1)))  # noqa: E731
         return keep(x) if axis else jax.lax.optimization_barrier(keep(keep(x).T))
 
-    def dot(dtype: Any, lhs: Any, rhs: Any, is_pinned: bool = False, precision: Any = None, **how: Any) -> Prepared:
+    def dot(dtype: Any, lhs: Any, rhs: Any, is_pinned: bool = False, precision: Any = None, **how: Any) -> CompiledRow:
         (left, own), (right, other) = lhs, rhs
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ def dots(part: Part) -> None:
         made.facts["flops"] = 2 * left[0] * left[1] * right[1 - other]
         return made
 
-    def copy() -> Prepared:
+    def copy() -> CompiledRow:
         made = prepare(lambda x: -x, [jax.ShapeDtypeStruct((copied,), jnp.bfloat16)])
         made.facts["bytes"] = 4 * copied
         return made
@@ -182,23 +182,23 @@ def mlp(part: Part) -> None:
     """Time the audit's MLP step by config string, with XLA's defaults, without Triton, and with XLA for all casts."""
     sizes = (64, 64, 128) if part.is_small else (4096, 4096, 8192)
     entries = [entry for entry in ENTRIES if entry.name in ("bf16", "flax fp8")]
-    entries += [Entry(string, {"quantization": string}) for string in published.STRINGS[: 1 if part.is_small else None]]
+    entries += [Setup(string, {"quantization": string}) for string in published.STRINGS[: 1 if part.is_small else None]]
 
-    def made(entry: Entry, options: Any = None) -> Prepared:
+    def made(entry: Setup, options: Any = None) -> CompiledRow:
         return prepare(*step(entry, *sizes), options)
 
     rows = {entry.name: functools.partial(made, entry) for entry in entries}
     for entry in entries[: 1 if part.is_small else None]:
         rows[f"{entry.name}, no Triton"] = functools.partial(made, entry, NO_TRITON)
     for name in () if part.is_small else ("fp8", "int8", "fp8_current", "fp8_block"):
-        entry = Entry(name, {"quantization": name, "quant_backend": "native", "implementation": "xla"})
+        entry = Setup(name, {"quantization": name, "quant_backend": "native", "implementation": "xla"})
         rows[f"{name}, implementation: xla"] = functools.partial(made, entry)
-    known = priced(part.kind)
+    known = read_predictions(part.kind)
     predicted = {name: known.get(name.removesuffix(", no Triton"), {}) for name in rows}
     part.time_in_turns(rows, calls=10, base="bf16", predicted=predicted)
 
 
-def by_name(contenders: Sequence[gemms.Contender], audits: Sequence[Row]) -> dict[str, Row]:
+def predictions_by_name(contenders: Sequence[gemms.Contender], audits: Sequence[Row]) -> dict[str, Row]:
     """Return predictions by contender, from audit rows with a config string, milliseconds and the ratio to bf16."""
     known = {each["string"]: {"us": 1000 * each["ms"], "× jax": each["× bf16"]} for each in audits}
     ours = [one for one in contenders if one.library in ("jax", "native") and not one.implementation]
@@ -212,22 +212,22 @@ def gemm_set(part: Part) -> None:
     made = functools.partial(gemms.prepare_gemms, shapes=shapes)
     inputs, grads = gemms.draw(tokens, shapes)
     rows = {one.name: functools.partial(made, one, inputs=inputs, grads=grads) for one in contenders}
-    audits = committed(f"audit-gemm-set-{target_of(part.kind)}.json")
-    part.time_in_turns(rows, base="jax", predicted=by_name(contenders, audits))
+    audits = read_results(f"audit-gemm-set-{chip_name(part.kind)}.json")
+    part.time_in_turns(rows, base="jax", predicted=predictions_by_name(contenders, audits))
 
 
 def layer_step(part: Part) -> None:
     """Time forward and backward of a decoder layer of Llama 3 8B with two sequences of 8192 tokens."""
     config, tokens = (TINY, 64) if part.is_small else (LLAMA, 16384)
-    here, mine = jax.default_backend(), ("Llama 3 8B", target_of(part.kind), tokens)
-    audits = [r for r in committed("layer-audits.json") if (r["layer"], r["chip"], r["tokens"]) == mine]
+    here, mine = jax.default_backend(), ("Llama 3 8B", chip_name(part.kind), tokens)
+    audits = [r for r in read_results("layer-audits.json") if (r["layer"], r["chip"], r["tokens"]) == mine]
 
-    def made(contender: gemms.Contender) -> Prepared:
+    def made(contender: gemms.Contender) -> CompiledRow:
         return prepare(*layer_audits.step(config, contender.config(), here, tokens))
 
     contenders = [one for one in gemms.CONTENDERS if one.library not in ("torch", "flax", "aqt")]
     rows = {one.name: functools.partial(made, one) for one in contenders[: 2 if part.is_small else None]}
-    part.time_in_turns(rows, base="jax", predicted=by_name(contenders, audits))
+    part.time_in_turns(rows, base="jax", predicted=predictions_by_name(contenders, audits))
 
 
 def kernels(part: Part) -> None:
@@ -293,7 +293,7 @@ def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[
                 try:
                     measure(part)
                 except Exception as error:
-                    part.write("part", {"error": _sentence(error)})
+                    part.write("part", {"error": _error_text(error)})
                     failed += 1
             part.write("end", {"s": round(time.perf_counter() - began, 1)})
         except KeyboardInterrupt:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.bench.schemes import Row
-from jaxquant.bench.timing import FAILURES, seconds, undisturbed
+from jaxquant.bench.timing import FAILURES, gc_disabled, seconds
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.block_matmul import gpu as blocks_gpu
@@ -82,7 +82,7 @@ def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[R
         row, runs = make[type(case)](case)
         cells: Row = {}
         if runs:
-            with undisturbed():
+            with gc_disabled():
                 times = [[seconds(call, calls=10) for call in runs] for _ in range(rounds)]
             ours, theirs = (1000 * statistics.median(taken) for taken in zip(*times, strict=True))
             cells = {"kernel ms": round(ours, 4), "xla ms": round(theirs, 4), "ratio": round(theirs / ours, 3)}

@@ -54,7 +54,7 @@ class Compiler:
 
     Args:
       target: name of the chip.
-      folder: folder of the dumps, set in the environment of this process (``schedules.tpu_dump``).
+      folder: folder of the dumps, set in the environment of this process (``schedules.dump_environment``).
     """
 
     def __init__(self, target: str, folder: Path) -> None:
@@ -89,7 +89,7 @@ def rows(target: str, folder: Path) -> list[Row]:
 
     Args:
       target: TPU, one of ``CHIPS``.
-      folder: folder of the dumps, set in the environment of this process (``schedules.tpu_dump``).
+      folder: folder of the dumps, set in the environment of this process (``schedules.dump_environment``).
     """
     compiler = Compiler(target, folder)
     found = [_product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
@@ -198,7 +198,7 @@ def _product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row
         "once a tile": once,
         "MXU": f"{made.mxu_share:.0%}",
         "fills / spills": "{} / {}".format(*made.fills_and_spills),
-        "kcycles": round((made.cycles - once * made.turns[0] * (depth - 1) / depth) / 1e3),
+        "kcycles": round((made.cycles - once * made.trip_counts[0] * (depth - 1) / depth) / 1e3),
         "XLA's bundles": round(theirs.cycles / 1e3),
         "XLA's MXU": f"{theirs.mxu_share:.0%}",
         "XLA's estimate": round(cycles / 1e3),

@@ -21,18 +21,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quantization_state
 from jaxquant.aot.chips import CHIPS, chip
-from jaxquant.aot.outcome import compare, layer
+from jaxquant.aot.outcome import compare, locate
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.program import HloStep, read_program
 from jaxquant.aot.report import table
 from jaxquant.aot.topology import devices
 from jaxquant.audit.coverage import of_trace
 from jaxquant.audit.rows import Row as Covered
-from jaxquant.bench.schemes import Row, tell
+from jaxquant.bench.schemes import Row, print_progress
 from jaxquant.core.sharding import on_device_of
 from jaxquant.inject.model import maybe_quantize_model
 from jaxquant.ops import implementation
-from jaxquant.training.attention import choose, visibility
+from jaxquant.training.attention import choose_attention, make_mask
 from jaxquant.training.model import DecoderConfig, DecoderLayer
 
 LLAMA = DecoderConfig(
@@ -64,10 +64,10 @@ def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tup
       tokens: tokens of one sequence, or of several with ``LONGEST`` each.
     """
     batch, length = max(tokens // LONGEST, 1), min(tokens, LONGEST)
-    kind = choose("auto", platform, config.head_dim, length, config.dtype)
+    kind = choose_attention("auto", platform, config.head_dim, length, config.dtype)
     x = jax.ShapeDtypeStruct((batch, length, config.emb_dim), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    inputs = x, visibility(kind, jnp.zeros((batch, length), jnp.int32), None), positions
+    inputs = x, make_mask(kind, jnp.zeros((batch, length), jnp.int32), None), positions
     model = maybe_quantize_model(DecoderLayer(dataclasses.replace(config, attention=kind)), options, *inputs)
     keys = {"params": jax.random.key(1), "quant": jax.random.key(2)}
     params, state = quantization_state.split(jax.eval_shape(model.init, keys, *inputs))
@@ -120,17 +120,17 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
         "moved MB": round(program.moved / 1e6),
         "unknown calls": ", ".join(program.unknown),
         "fell back": outcome.fell_back,
-        "matmuls": list(_ran(covered, program, dict(each.split(" → ") for each in outcome.merged), refused)),
+        "matmuls": list(_rows(covered, program, dict(each.split(" → ") for each in outcome.merged), refused)),
     }
-    tell(f"{name}, {string}, {target}: {time.perf_counter() - began:.0f} s")
+    print_progress(f"{name}, {string}, {target}: {time.perf_counter() - began:.0f} s")
     return found
 
 
-def _ran(covered: Sequence[Covered], program: Program, merged: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
+def _rows(covered: Sequence[Covered], program: HloStep, fused: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
     """Yield dtypes and operation of each matmul of a parameter, and the reason if an operand is wider than 8 bits."""
-    calls = [(*_place(each.path), f"{each.dtypes} by {each.kind}") for each in program.matmuls]
-    calls += [(*_place(each.path), f"{each.dtype} by {each.name}") for each in program.kernels if each.flops]
-    hosts = {_place(path): host for path, host in merged.items()}
+    calls = [(*_layer_and_matmul(each.path), f"{each.dtypes} by {each.kind}") for each in program.matmuls]
+    calls += [(*_layer_and_matmul(each.path), f"{each.dtype} by {each.name}") for each in program.kernels if each.flops]
+    hosts = {_layer_and_matmul(path): host for path, host in fused.items()}
     for row in covered:
         places = ((path, name) for path in (row.path, row.path.rpartition("/")[0]) for name in (row.matmul, "bwd"))
         on = next((found for place in places if (found := [what for *own, what in calls if tuple(own) == place])), None)
@@ -141,9 +141,9 @@ def _ran(covered: Sequence[Covered], program: Program, merged: dict[str, str], r
         yield {"weight": row.path, "matmul": row.matmul, "runs on": what, "why": "; ".join(why)}
 
 
-def _place(path: str) -> tuple[str, str]:
+def _layer_and_matmul(path: str) -> tuple[str, str]:
     """Return the layer and the matmul of a path in the compiled program."""
-    name, phase = layer(path)
+    name, phase = locate(path)
     name = name.removeprefix(f"{DecoderLayer.__name__}/")  # jax 0.12 keeps this prefix
     words = [word.removeprefix("aqt_") for word in path.split("/")]
     own = next((each for each in ("dlhs", "drhs") if each in words), "fwd" if phase == "forward" else "bwd")

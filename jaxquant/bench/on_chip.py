@@ -18,7 +18,7 @@ from jaxquant import state as quant_state
 from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.program import read_program
 from jaxquant.bench.compare_libraries import matmuls
-from jaxquant.bench.schemes import RESULTS, UNQUANTIZED, Row, Scheme, tell
+from jaxquant.bench.schemes import RESULTS, UNQUANTIZED, Row, Scheme, print_progress
 from jaxquant.bench.timing import FAILURES
 from jaxquant.inject.model import maybe_quantize_model
 
@@ -26,25 +26,25 @@ FAR = 0.01
 """Relative difference above which more than the order of sums must differ."""
 
 
-def priced(kind: str) -> dict[str, Row]:
+def read_predictions(kind: str) -> dict[str, Row]:
     """Return predictions of the MLP step for a kind of device by config string; {} if there is no prediction."""
-    rows = committed(f"audit-yardstick-{target_of(kind)}.json")
+    rows = read_results(f"audit-yardstick-{chip_name(kind)}.json")
     return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
 
 
-def committed(name: str) -> Any:
+def read_results(name: str) -> Any:
     """Return the contents of a JSON file of the results, or [] if the file does not exist."""
     path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def target_of(kind: str) -> str:
+def chip_name(kind: str) -> str:
     """Return the name of the chip for a kind of device, or "" if it is not in the table."""
     names = [name for name, chip in CHIPS.items() if f"{kind} ".startswith(f"{chip.name} ")]
     return max(names, key=lambda name: len(CHIPS[name].name), default="")
 
 
-def outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list[np.ndarray]] | str, str]:
+def layer_outputs(scheme: Scheme, forms: Sequence[bool] = (False,)) -> tuple[list[list[np.ndarray]] | str, str]:
     """Compute a dense layer with 512 input and 256 output features for 256 rows, and its gradients.
 
     Args:
@@ -85,10 +85,10 @@ def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> f
 
 def _pool(platform: str, workers: int) -> concurrent.futures.ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(workers, context, _compute_on, (platform,))
+    return concurrent.futures.ProcessPoolExecutor(workers, context, _set_platform, (platform,))
 
 
-def _compute_on(platform: str) -> None:
+def _set_platform(platform: str) -> None:
     jax.config.update("jax_platforms", platform)
 
 
@@ -109,8 +109,8 @@ def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
     with _pool(jax.default_backend().replace("gpu", "cuda"), workers) as here, _pool("cpu", workers) as cpu:
         pairs = zip(
             all_schemes,
-            here.map(functools.partial(outputs, forms=(True, False)), all_schemes),
-            cpu.map(outputs, all_schemes),
+            here.map(functools.partial(layer_outputs, forms=(True, False)), all_schemes),
+            cpu.map(layer_outputs, all_schemes),
             strict=True,
         )
         rows = []
@@ -123,6 +123,6 @@ def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
                 free, held = (difference(each, expected[0]) for each in found)
                 note = "" if held < FAR else "WRONG: not what a CPU computes"
                 row |= {"difference": float(f"{free:.2g}"), "as written": float(f"{held:.2g}"), "note": note}
-            tell(f"{' '.join(scheme.cells.values())}: {row['difference']} {row['as written']} {row['note']}")
+            print_progress(f"{' '.join(scheme.cells.values())}: {row['difference']} {row['as written']} {row['note']}")
             rows.append(row)
     return rows

@@ -1,8 +1,8 @@
 """Final schedules of TPU kernels: reader of the bundles that the compiler writes.
 
 A TPU runs one bundle per cycle. The final schedule of a kernel is one text with its bundles, loops and branches, and
-another with the slots that each bundle fills. Both are written to the folder that ``tpu_dump`` names before libtpu
-starts.
+another with the slots that each bundle fills. Both are written to the folder that ``dump_environment`` sets before
+libtpu starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIPELINE = 2
 """Iterations of a kernel's outer loop that skip its body: they load the first operands or store the last results."""
 
 
-def tpu_dump(folder: Path) -> dict[str, str]:
+def dump_environment(folder: Path) -> dict[str, str]:
     """Return the environment variables that make libtpu write schedules; they must be set before libtpu starts.
 
     Args:
@@ -60,7 +60,7 @@ class Schedule:
 
     bundles: tuple[Bundle, ...]
     mxu: int
-    turns: tuple[int, ...]
+    trip_counts: tuple[int, ...]
 
     def count(self, loops: int, guards: range = range(1000)) -> int:
         """Return the number of bundles at a loop depth and inside a number of branches.
@@ -74,7 +74,7 @@ class Schedule:
     @property
     def cycles(self) -> int:
         """Number of bundles, each multiplied by the iterations of its loops, as if no branch were taken."""
-        return sum(math.prod(self.turns[: each.loops]) for each in self.bundles)
+        return sum(math.prod(self.trip_counts[: each.loops]) for each in self.bundles)
 
     @property
     def mxu_share(self) -> float:
@@ -103,7 +103,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
       ValueError: the two texts do not have the same number of bundles, or two loops have the same depth.
     """
     text = _only(folder, f"*{kernel}*-final_bundles.txt").read_text()
-    bundles = list(_places(text))
+    bundles = list(_loops_and_guards(text))
     slots, capacity = _slots(_only(folder, f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt").read_text())
     if len(bundles) != len(slots):
         raise ValueError(f"{kernel}: the schedule has {len(bundles)} bundles, but its utilization {len(slots)}")
@@ -111,7 +111,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
         Bundle(*place, mxu=each["MXU"], fills=each["VLOAD:FILL"], spills=each["VSTORE:SPILL"])
         for place, each in zip(bundles, slots, strict=True)
     )
-    return Schedule(tuple(made), capacity["MXU"], _turns(text))
+    return Schedule(tuple(made), capacity["MXU"], _trip_counts(text))
 
 
 def _only(folder: Path, pattern: str) -> Path:
@@ -121,7 +121,7 @@ def _only(folder: Path, pattern: str) -> Path:
     return found[-1]
 
 
-def _places(text: str) -> Iterator[tuple[int, int]]:
+def _loops_and_guards(text: str) -> Iterator[tuple[int, int]]:
     """Yield the numbers of loops and branches around each bundle.
 
     A branch to a region that has not begun skips the bundles before its label, ``PF``. A branch to a region that has
@@ -138,17 +138,17 @@ def _places(text: str) -> Iterator[tuple[int, int]]:
         guards += sum(target not in begun for target in _BRANCH.findall(line))
 
 
-def _turns(text: str) -> tuple[int, ...]:
+def _trip_counts(text: str) -> tuple[int, ...]:
     """Return the iterations of the loops. Kernels of this package have at most one loop per depth."""
     found: dict[int, int] = {}
     for line in text.splitlines():
-        if turns := _EXIT.search(line):
+        if exit_test := _EXIT.search(line):
             place = _BUNDLE.match(line)
             assert place is not None
             depth = len(place[2])
             if depth in found:
                 raise ValueError(f"the schedule has two loops at depth {depth}")
-            found[depth] = int(turns[1]) - (PIPELINE if depth == 1 else 0)
+            found[depth] = int(exit_test[1]) - (PIPELINE if depth == 1 else 0)
     return tuple(found[depth] for depth in sorted(found))
 
 

@@ -67,6 +67,6 @@ def schemes(strings: Sequence[str], backends: Sequence[str]) -> list[Scheme]:
     return found
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print the progress of a measurement to stderr."""
     print(text, file=sys.stderr, flush=True)

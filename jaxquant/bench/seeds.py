@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxquant.bench.schemes import QUICKSTART, Row, tell
+from jaxquant.bench.schemes import QUICKSTART, Row, print_progress
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
 from jaxquant.training.config import TrainConfig
@@ -97,13 +97,13 @@ def read_record(record: Path, steps: int) -> dict[tuple[str, int], Row]:
 
 def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     """Train the quickstart model with some fields of its config changed; return the line of the record."""
-    tell(f"training {name}, seed {seed}")
+    print_progress(f"training {name}, seed {seed}")
     folder = runs / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{steps}"
     own = {"run_dir": str(folder), "steps": steps, "seed": seed, "data_seed": seed}
     quickstart = load_yaml(QUICKSTART) | {"health_every": 0, "tensorboard": False}
     config: TrainConfig = build(TrainConfig, quickstart | fields | own)
     start = time.perf_counter()
-    prepare(config, tell)()
+    prepare(config, print_progress)()
     seconds = time.perf_counter() - start
     jax.clear_caches()
     run = load_run(folder, folder.name)

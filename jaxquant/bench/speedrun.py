@@ -22,7 +22,7 @@ from flax.linen import fp8_ops
 from jaxquant import state as quantization_state
 from jaxquant.bench import here
 from jaxquant.bench.compare_libraries import by_qwix, int8_of_aqt
-from jaxquant.bench.schemes import Row, tell
+from jaxquant.bench.schemes import Row, print_progress
 from jaxquant.inject.model import maybe_quantize_model
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.data import make_iterators
@@ -134,14 +134,14 @@ def race(path: Path, is_small: bool, only: Sequence[str], steps: int | None) -> 
     with path.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
         for name in CONTENDERS:
             if name == "bf16" or not only or name in only:
-                tell(f"training {name}")
-                rows.append(_trained(name, fields, is_small))
+                print_progress(f"training {name}")
+                rows.append(_train_separately(name, fields, is_small))
                 print(json.dumps(rows[-1]), file=file, flush=True)
     path.with_suffix(".svg").write_text(plot(rows, is_small), encoding="utf-8")
     return table(rows, is_small)
 
 
-def _trained(name: str, fields: Row, is_small: bool) -> Row:
+def _train_separately(name: str, fields: Row, is_small: bool) -> Row:
     """Train a contender; on a GPU in a separate process, whose peak memory belongs to this contender only."""
     if is_small:
         try:

@@ -14,8 +14,8 @@ from pathlib import Path
 from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.price import estimate
 from jaxquant.aot.report import table
-from jaxquant.bench.compare_libraries import Entry, measure
-from jaxquant.bench.schemes import Row, tell
+from jaxquant.bench.compare_libraries import Setup, measure
+from jaxquant.bench.schemes import Row, print_progress
 from jaxquant.bench.strings import STRINGS
 from jaxquant.config import speeds
 from jaxquant.config.recipes import RECIPES
@@ -36,7 +36,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
 
     def seconds(string: str) -> float:
         config = {"quantization": string} if string else {}
-        return estimate(chip(target), measure(Entry(string, config), target)[0]).step
+        return estimate(chip(target), measure(Setup(string, config), target)[0]).step
 
     plain, found = seconds(""), {}
     for string in only or TRAINED:
@@ -44,11 +44,11 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
             found[string] = round(plain / seconds(string), 2)
         except NotImplementedError:
             found[string] = None
-        tell(f"{string} on {target}: {found[string]}")
+        print_progress(f"{string} on {target}: {found[string]}")
     return found
 
 
-def merged(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> list[Row]:
+def merge_speeds(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> list[Row]:
     """Return the rows of a table, with new speedups on a chip, in the order of the recipe table and of ``CHIPS``."""
     known = {row["quantization"]: row for row in rows}
     for string, speed in found.items():
@@ -69,7 +69,7 @@ def table_text(rows: Sequence[Row]) -> str:
     return "".join("  ".join(f"{cell:{width}}" for cell, width in line).rstrip() + "\n" for line in lines)
 
 
-def fill(rows: Sequence[Row]) -> None:
+def write_speeds(rows: Sequence[Row]) -> None:
     """Write the rows into ``jaxquant/config/speeds.py``."""
     file = Path(speeds.__file__)
     file.write_text(file.read_text().replace(f'"""\\\n{speeds.TABLE}"""', f'"""\\\n{table_text(rows)}"""'))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxquant.aot.report import table
-from jaxquant.bench.compare_libraries import Entry, matmuls, measure
+from jaxquant.bench.compare_libraries import Setup, matmuls, measure
 from jaxquant.config.recipes import RECIPES
 
 STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
@@ -30,7 +30,7 @@ def cell(string: str, target: str) -> str:
     config = {"quantization": string} if string else {}
     file = {"quant_cfg_path": "configs/intmp/int8_weight_only.json"} if string == "intmp" else {}
     try:
-        program, _ = measure(Entry(string, config | file), target, 256, 256, 512)
+        program, _ = measure(Setup(string, config | file), target, 256, 256, 512)
     except NotImplementedError as refused:
         return f"refused: {refused}"
     return matmuls(program)

@@ -22,7 +22,7 @@ FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeE
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable Python's garbage collection in a context."""
     gc.collect()
     gc.disable()
@@ -53,7 +53,7 @@ def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
 
 
 @dataclasses.dataclass
-class Prepared:
+class CompiledRow:
     """A compiled row that is ready to be timed.
 
     Attributes:
@@ -65,20 +65,20 @@ class Prepared:
     facts: Row = dataclasses.field(default_factory=dict)
 
 
-def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[str, Any] | None = None) -> Prepared:
+def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[str, Any] | None = None) -> CompiledRow:
     """Compile a function, with values for its arguments.
 
     Args:
       function: function to compile.
-      shapes: shapes of its arguments, see ``filled``.
+      shapes: shapes of its arguments, see ``random_arrays``.
       options: compiler options.
     """
-    args = filled(shapes)
-    program, facts = compiled(function, *args, options=options)
-    return Prepared({"step": lambda: program(*args)}, facts)
+    args = random_arrays(shapes)
+    program, facts = compile_program(function, *args, options=options)
+    return CompiledRow({"step": lambda: program(*args)}, facts)
 
 
-def filled(shapes: Any) -> Any:
+def random_arrays(shapes: Any) -> Any:
     """Return a tree of values for a tree of shapes: random matrices, and amax histories with entries.
 
     All random keys are equal. Binned observations, and integers of more than one byte, are zeros; vectors are ones.
@@ -98,7 +98,7 @@ def filled(shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(value, shapes)
 
 
-def compiled(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None) -> tuple[Any, Row]:
+def compile_program(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None) -> tuple[Any, Row]:
     """Compile a function for its arguments; return the program, and facts about it.
 
     Args:

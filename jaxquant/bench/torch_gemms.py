@@ -7,10 +7,10 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxquant.bench.timing import Prepared
+from jaxquant.bench.timing import CompiledRow
 
 
-def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: bool) -> Prepared:
+def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: bool) -> CompiledRow:
     """Return the forward and backward GEMMs in e4m3 with e5m2 gradients and per-tensor scales.
 
     cuBLASLt requires K-major operands, so each operand is stored in both layouts.
@@ -44,4 +44,4 @@ def prepare_torch(tokens: int, gemms: Sequence[tuple[int, int]], *, is_fast: boo
 
     for name in pairs:
         run(name)
-    return Prepared({name: functools.partial(run, name) for name in pairs})
+    return CompiledRow({name: functools.partial(run, name) for name in pairs})

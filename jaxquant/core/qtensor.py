@@ -75,8 +75,8 @@ class QTensor:
         contraction axis; the other contraction axes have size 1.
       input_scale: static scale of the activation that multiplies a converted weight, one for each stacked layer and
         batch element; None if the activation has its own scale.
-      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change this dtype, and
-        the dtype of the result is promoted from it.
+      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change this
+        dtype. The result of an op has the promoted dtype of the activation and this dtype.
       read_as: dtype name in which the op read the parameter when it was quantized, or None if that is not known.
     """
 

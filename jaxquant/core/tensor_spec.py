@@ -194,7 +194,7 @@ def keep_grid(spec: TensorSpec) -> TensorSpec:
 
 
 _SIZES = {"tile_size": ("per_tile", "per_block"), "free_size": ("per_block",)}
-"""Granularities that use each size."""
+"""Size field of ``TensorSpec`` -> granularities that require the field."""
 _SCALE_ROUNDINGS = {
     "float32": ("exact", "up", "nearest"),
     "float8_e8m0fnu": ("up", "nearest"),

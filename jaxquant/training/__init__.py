@@ -9,7 +9,7 @@ LIBRARIES = ("filelock", "grain", "plotly", "tensorboardX", "tokenizers")
 
 
 @contextlib.contextmanager
-def needed() -> Iterator[None]:
+def report_missing_library() -> Iterator[None]:
     """Convert the import error of a missing extra dependency to an error with the install command.
 
     Raises:

@@ -1,7 +1,7 @@
 """Causal attention by XLA, by cuDNN's kernel on NVIDIA GPUs, or by the splash attention kernel on TPUs.
 
 All compute grouped-query attention with separate packed documents. XLA stores the scores of every pair of tokens; the
-kernels do not. Each kind encodes the documents differently (``visibility``): XLA as a mask over pairs of tokens, cuDNN
+kernels do not. Each kind encodes the documents differently (``make_mask``): XLA as a mask over pairs of tokens, cuDNN
 as a bias over pairs, splash as segment ids.
 """
 
@@ -52,7 +52,7 @@ def _unsupported_reason(kind: str, platform: str, head_dim: int, length: int, dt
     return ""
 
 
-def choose(requested: str, platform: str, head_dim: int, length: int, dtype: str) -> Kind:
+def choose_attention(requested: str, platform: str, head_dim: int, length: int, dtype: str) -> Kind:
     """Choose the attention implementation.
 
     Args:
@@ -71,7 +71,7 @@ def choose(requested: str, platform: str, head_dim: int, length: int, dtype: str
     return requested  # type: ignore[return-value]
 
 
-def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | None:
+def make_mask(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | None:
     """Return the mask argument of ``attend``, computed once for all layers.
 
     Args:
@@ -105,7 +105,7 @@ def attend(
     Args:
       query: array [batch, sequence, query heads, head_dim].
       key, value: arrays [batch, key positions, key heads, head_dim].
-      visible: result of ``visibility``. XLA accepts any mask [batch or 1, 1, sequence, key positions]. For cuDNN,
+      visible: result of ``make_mask``. XLA accepts any mask [batch or 1, 1, sequence, key positions]. For cuDNN,
         ``visible`` is None if each row is one document.
       kind: attention implementation.
       sharding: sharding of the model's activations, or None on one device. A splash kernel runs on each device's shard.

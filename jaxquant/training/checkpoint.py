@@ -33,7 +33,7 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     write_atomically(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
-def finished(run_dir: Path, config: TrainConfig) -> float | None:
+def read_final_loss(run_dir: Path, config: TrainConfig) -> float | None:
     """Return the held-out loss of a run from its files, or None if the run is not complete.
 
     Args:
@@ -64,7 +64,7 @@ def finished(run_dir: Path, config: TrainConfig) -> float | None:
 
 def _compare(made_with: TrainConfig, config: TrainConfig, folder: Path, step: int) -> dict[str, tuple[Any, Any]]:
     message = f"checkpoint {step} in {folder} belongs to another run; choose another run_dir or undo these changes"
-    return sums.compare(made_with, config, message, "now")
+    return sums.compare_configs(made_with, config, message, "now")
 
 
 class Checkpoints:
@@ -114,8 +114,8 @@ class Checkpoints:
             raise OSError(f"{self._folder} is gone")
         self._saving, stored = step, state._asdict()
         # In chunks, so that `jaxquant.training.conversion` can read one layer of stacked layers without the others.
-        arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(save_args, stored))
-        position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
+        arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(make_save_args, stored))
+        position = ocp.args.JsonSave({"value": data_state} | sums.make_record(self._config))
         with _raise_os_errors():
             self._manager.save(step, args=ocp.args.Composite(state=arrays, data=position), force=True)
 
@@ -129,7 +129,7 @@ class Checkpoints:
             try:
                 self._manager.wait_until_finished()
                 if self._saving is not None and processes.is_main():
-                    sums.seal(self._folder / str(self._saving))
+                    sums.add_late_sums(self._folder / str(self._saving))
             finally:
                 self._saving = None
 
@@ -281,7 +281,7 @@ _CONTEXT = ts.Context(
 """Limits memory while reading: no cache, and one chunk at a time."""
 
 
-def save_args(array: Any) -> ocp.SaveArgs:
+def make_save_args(array: Any) -> ocp.SaveArgs:
     """Return orbax options that split an array into chunks of at most 64 MiB, preferably along leading axes.
 
     An array below the limit is one chunk, or one chunk per device. A larger array of stacked layers or experts is split

@@ -44,7 +44,7 @@ def compare(folders: Sequence[str], out: str) -> None:
 
 def convert(source: str, out: str, changes: Sequence[str], step: int | None) -> None:
     """Convert a training run to a quantized checkpoint for serving, layer by layer in bounded memory."""
-    with _timed() as cost:
+    with _measure_cost() as cost:
         made = conversion.convert_run(
             source, out, parse_overrides(changes), step=step, say=lambda text: print(text, flush=True)
         )
@@ -60,13 +60,13 @@ def convert(source: str, out: str, changes: Sequence[str], step: int | None) -> 
 def evaluate(run: str, converted: Sequence[str], batches: int | None) -> None:
     """Compare a run in float, as trained and as served: held-out loss and next-token agreement in one table."""
     check_devices()
-    rows = serving.evaluate(serving.contenders(run, converted), batches=batches)
+    rows = serving.evaluate(serving.open_contenders(run, converted), batches=batches)
     terminal.show_rows(rows, [*rows[0]][:3])
 
 
 def export(source: str, out: str, format: str, step: int | None, dtype: str) -> None:
     """Export a run, or a converted checkpoint, to a folder or file that vLLM, SGLang, MAX or llama.cpp loads."""
-    with _timed() as cost, _shown("exporting") as progress:
+    with _measure_cost() as cost, _show_rows("exporting") as progress:
         exporting.export_run(
             source,
             out,
@@ -82,11 +82,11 @@ def export(source: str, out: str, format: str, step: int | None, dtype: str) -> 
 def import_(source: str, out: str, changes: Sequence[str], serve: bool) -> None:
     """Import a Llama from a Hugging Face folder or a GGUF file: as a run to train, or a checkpoint to serve."""
     run = importing.import_to_serve if serve else importing.import_to_run
-    with _timed() as cost, _shown("importing") as progress:
-        run(source, out, parse_overrides(changes), progress)
+    with _measure_cost() as cost, _show_rows("importing") as progress:
+        config = run(source, out, parse_overrides(changes), progress)
+    fields = f"dataset={config.dataset} quantization={config.quantization}; to change a field, import again with it"
     print(f"{out}: {cost()}.")
-    if not serve:
-        print(f"train it with: jaxquant train {out}/config.yml run_dir={out}")
+    print(f"Next: jaxquant serve {out}" if serve else f"Next: jaxquant train {out}/config.yml run_dir={out}\n{fields}")
 
 
 def serve(
@@ -197,7 +197,7 @@ class Printer:
 
 
 @contextmanager
-def _shown(verb: str) -> Iterator[Any]:
+def _show_rows(verb: str) -> Iterator[Any]:
     """Yield a function to call with each row; print a table of all rows at the end.
 
     A terminal also shows the current tensor. In the table, tensors that differ only in their layer share one line, with
@@ -239,7 +239,7 @@ def return_large_blocks() -> None:
 
 
 @contextmanager
-def _timed() -> Iterator[Callable[[], str]]:
+def _measure_cost() -> Iterator[Callable[[], str]]:
     """Yield a function that describes the elapsed time and the peak memory. Also calls ``return_large_blocks``."""
     check_devices()
     began = time.perf_counter()

@@ -29,8 +29,8 @@ ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_thre
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes and numerics of the decoder; ``TrainConfig`` documents the fields."""
+class DecoderOptions:
+    """Shape and numerics of the decoder; ``TrainConfig`` documents the fields."""
 
     vocab_size: int = 0
     emb_dim: int = 512
@@ -57,8 +57,8 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(Shape, QuantConfig):
-    """Configuration of a training run.
+class TrainConfig(DecoderOptions, QuantConfig):
+    """One training run.
 
     Attributes:
       run_dir: folder of the run. "" means ``runs/NAME``, where NAME contains the name of the config file and the

@@ -178,7 +178,7 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     Raises:
       ValueError, TypeError: a name is not a field of ``QuantConfig``, or a value is invalid.
     """
-    fields = quantization_of(QuantConfig())
+    fields = quant_fields(QuantConfig())
     unknown = sorted(set(changes) - set(fields))
     if unknown:
         raise ValueError(f"{unknown[0]} is not a quantization field; a conversion can change {', '.join(fields)}")
@@ -188,16 +188,16 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     return build(TrainConfig, to_mapping(config) | (fields if "quantization" in changes else {}) | dict(changes))
 
 
-def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
+def layer_config(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Return a config with the fields reset that linear layers do not read, and with the given changes."""
     return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
-    return of_layers(config, checkpoint_is_quantized=False)
+    return layer_config(config, checkpoint_is_quantized=False)
 
 
-def quantization_of(config: QuantConfig) -> dict[str, Any]:
+def quant_fields(config: QuantConfig) -> dict[str, Any]:
     """Return the fields of ``QuantConfig`` in a training configuration, as a mapping."""
     every = to_mapping(config)
     return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
@@ -228,13 +228,13 @@ def convert_run(
       ValueError: the run is not quantized and ``changes`` has no quantization, no checkpoint opens, or the quantization
         is not valid for the model.
     """
-    out, stored = new_folder(out), open_parameters(run, step, say)
+    out, stored = require_new(out), open_parameters(run, step, say)
     trained = stored.config
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; pass a quantization, such as quantization=int8")
-    defaults, own, asked = quantization_of(QuantConfig()), quantization_of(trained), changes or {}
+    defaults, own, asked = quant_fields(QuantConfig()), quant_fields(trained), changes or {}
     if names := [name for name in own if "quantization" in asked and name not in asked and own[name] != defaults[name]]:
         replaced = f"quantization {config.quantization!r} replaces the run's options, including {', '.join(names)}"
         say(f"{replaced}; to keep a field, pass it as key=value")
@@ -253,14 +253,14 @@ def convert_run(
     count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
     note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
     found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
-    tree = unflatten({path: as_read(path, leaf, shape) for path, leaf in found})
+    tree = unflatten({path: cast_as_read(path, leaf, shape) for path, leaf in found})
     served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 2 * floats, tree_bytes(tree), recipes)
 
 
-def new_folder(path: str | Path) -> Path:
+def require_new(path: str | Path) -> Path:
     """Return the path of a folder to write, which must not exist.
 
     Raises:
@@ -277,7 +277,7 @@ def save_served(
     """Write converted parameters as a checkpoint with their step and configuration; returns the configuration."""
     config = dataclasses.replace(config, checkpoint_is_quantized=True)
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
-    serving.save(out, tree, quantization_of(config), extra=extra, files=files)
+    serving.save(out, tree, quant_fields(config), extra=extra, files=files)
     return config
 
 
@@ -311,7 +311,7 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
     def make() -> Any:
         variables = initial_variables(config, shape, tokens)
         found = serving.convert(Decoder(shape), variables, _as_trained(config), tokens)["params"]
-        return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, is_tensor)
+        return map_by_path(lambda path, leaf: cast_as_read(path, leaf, shape), found, is_tensor)
 
     return jax.eval_shape(make)
 
@@ -322,7 +322,7 @@ def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arr
     return quantization_state.merge(*model.init(jax.random.key(0)))
 
 
-def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
+def cast_as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     """Cast embeddings and float kernels to the dtype in which the decoder reads them; routers stay in float32."""
     is_router = path.endswith("gate/kernel")
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:

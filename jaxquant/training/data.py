@@ -169,7 +169,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     """Load the corpus of a config and create its batches.
 
     Every process packs the whole stream, so batches and position do not depend on the number of processes;
-    ``processes.place`` gives each device its rows.
+    ``processes.shard`` gives each device its rows.
 
     Args:
       config: configuration of the run. With ``packing``, a row has as many documents as fit, otherwise one document.

@@ -26,11 +26,11 @@ from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, read_tokenizer
 from jaxquant.state import rows_of
 from jaxquant.training.config import TrainConfig
-from jaxquant.training.conversion import calibrate_run, new_folder, open_parameters, quantization_of, trained_kernels
+from jaxquant.training.conversion import calibrate_run, open_parameters, quant_fields, require_new, trained_kernels
 from jaxquant.training.serving import open_served
 from jaxquant.training.step import decoder_of
 
-_LAYER = {
+_LAYER_TENSORS = {
     "pre_self_attention_layer_norm/scale": "input_layernorm",
     "self_attention/query/kernel": "self_attn.q_proj",
     "self_attention/key/kernel": "self_attn.k_proj",
@@ -41,7 +41,7 @@ _LAYER = {
     "mlp/wi_1/kernel": "mlp.up_proj",
     "mlp/wo/kernel": "mlp.down_proj",
 }
-_WHOLE = {
+_OTHER_TENSORS = {
     "token_embedder/embedding": "model.embed_tokens",
     "decoder_norm/scale": "model.norm",
     "logits_dense/kernel": "lm_head",
@@ -54,7 +54,7 @@ FIELDS = {
 """Name of a field of the decoder's shape -> name of the field of a Llama's shape."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Position of a tensor in the parameters: path of its array, and index of its layer if layers are stacked."""
 
     path: str
@@ -65,12 +65,12 @@ Read = Callable[[str, tuple[int, ...]], Any]
 """Function (path of a parameter, index of a layer) -> its array, or a ``QTensor``, or None."""
 
 
-def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
+def locate_tensors(config: TrainConfig, shape: LlamaShape) -> dict[str, Location]:
     """Return, for each module of a Llama, the position of its tensor in the parameters."""
-    found = {name: Place(path) for path, name in _WHOLE.items() if name != "lm_head" or not shape.tied}
+    found = {name: Location(path) for path, name in _OTHER_TENSORS.items() if name != "lm_head" or not shape.tied}
     for index in range(shape.layers):
-        for path, name in _LAYER.items():
-            place = Place(f"layers/{path}", (index,)) if config.scan_layers else Place(f"layers_{index}/{path}")
+        for path, name in _LAYER_TENSORS.items():
+            place = Location(f"layers/{path}", (index,)) if config.scan_layers else Location(f"layers_{index}/{path}")
             found[f"model.layers.{index}.{name}"] = place
     return found
 
@@ -127,7 +127,7 @@ def export_run(
       FileNotFoundError, FileExistsError: the folder does not exist, or ``out`` exists.
       ValueError, NotImplementedError: the format does not support the model or tokenizer.
     """
-    new_folder(out)
+    require_new(out)
     source = open_source(directory, step, format in STATIC_INPUTS, say)
     return export(source, out, format, **written)
 
@@ -164,13 +164,13 @@ def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str
     if not measures:
         return source
     # Measure the amax of each linear layer's input on held-out text, with the parameters in float.
-    plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
+    plain = quant_fields(QuantConfig(quantization="fp8", quant_backend="native"))
     fields = to_mapping(stored.config) | plain
     calibrated: TrainConfig = build(TrainConfig, fields)
     state = rows_of(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], say))
     inputs = {row.rsplit("/", 2)[0]: fields[HISTORY] for row, fields in state.items() if row.endswith("/input")}
     amax = {}
-    for module, place in places(stored.config, source.shape).items():
+    for module, place in locate_tensors(stored.config, source.shape).items():
         if (history := inputs.get(place.path.removesuffix("/kernel"))) is not None:
             amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
     return dataclasses.replace(source, input_amax=amax)
@@ -204,7 +204,7 @@ def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quanti
     tokenizer, decoder, _ = decoder_of(config)
     sizes = {theirs: getattr(decoder, ours) for ours, theirs in FIELDS.items()}
     shape = LlamaShape(**sizes, max_length=config.sequence_length)
-    found, tensors = places(config, shape), shape.tensors()
+    found, tensors = locate_tensors(config, shape), shape.tensors()
     if others := sorted(leaves.keys() ^ {place.path for place in found.values()}):
         why = f"parameter {others[0]}, which {'no Llama has' if others[0] in leaves else 'is missing'}"
         raise NotImplementedError(f"the model is not a Llama: {why}; serve it with `jaxquant serve`")

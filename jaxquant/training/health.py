@@ -144,7 +144,7 @@ class HealthLog:
     def write(self, step: int, measured: tuple[dict[str, jax.Array], dict[str, Any]]) -> None:
         """Write the result of ``Health.measure`` for a step, which blocks until it is computed."""
         table, moments = jax.tree.map(np.asarray, measured)
-        self._metrics.health(to_json(step, self._health, table, moments), worst(table, moments))
+        self._metrics.record_health(to_json(step, self._health, table, moments), worst_values(table, moments))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
         self._told.update(place for place, _ in found)
         for _, text in found[:_LINES]:
@@ -179,7 +179,7 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray], moments: di
     return found | ({"moments": ends} if ends else {})
 
 
-def worst(table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, float]:
+def worst_values(table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, float]:
     """Return the lowest SQNR and the largest shares over all quantized tensors and moments."""
     names = {"lowest_sqnr_db": "sqnr"} | {f"largest_{name}": name for name in ("saturated", "flushed", "nonfinite")}
     of = {"sqnr": np.nanmin}
@@ -231,7 +231,7 @@ class FiniteCheck:
         The path includes the layer if layers are stacked; parameters come first.
         """
         for part in ("params", "quant_state", "opt_state"):
-            for path, finite in jax.device_get(processes.in_order(self._are_finite(getattr(state, part)))).items():
+            for path, finite in jax.device_get(processes.sync_cpu(self._are_finite(getattr(state, part)))).items():
                 if not finite.all():
                     return f"{part}/{path}" + (f", layer {int(np.argmin(finite))}" if finite.ndim else "")
         return None
@@ -258,7 +258,7 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
     """
     monitor = health(program.model.module, program.loss, example_inputs(program.config))
     run = jax.jit(monitor, out_shardings=program.replicated)
-    found = jax.device_get(processes.in_order(run(state.params, state.quant_state, dict(batch), key)))
+    found = jax.device_get(processes.sync_cpu(run(state.params, state.quant_state, dict(batch), key)))
     # Search inputs and kernels in the order of the forward pass, output gradients in the order of the backward pass.
     for columns, order in (((0, 1), 1), ((2,), -1)):
         numbers = [*range(len(monitor.rows))][::order]

@@ -32,9 +32,9 @@ from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.training.checkpoint import Checkpoints, write_config
 from jaxquant.training.config import TrainConfig
-from jaxquant.training.conversion import as_read, initial_variables, new_folder, of_layers, save_served
+from jaxquant.training.conversion import cast_as_read, initial_variables, layer_config, require_new, save_served
 from jaxquant.training.data import make_iterators
-from jaxquant.training.exporting import FIELDS, from_hf, places
+from jaxquant.training.exporting import FIELDS, from_hf, locate_tensors
 from jaxquant.training.model import Decoder
 from jaxquant.training.step import build, decoder_of
 from jaxquant.training.tokenizer import open_tokenizer
@@ -112,7 +112,7 @@ def import_to_run(
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or the run exists.
       ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
     """
-    checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
+    checkpoint, run_dir, changes = Path(checkpoint), require_new(run_dir), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     is_quantized = any(map(source.quantized, source.shape.linears())) if folder is None else folder.quantization
     if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
@@ -166,7 +166,7 @@ def _write_tokenizer(files: Mapping[str, str], folder: str | Path) -> Path | Non
 def _each_parameter(source: Source, config: TrainConfig, make: Callable[[str, str], Any]) -> Iterator[tuple[str, Any]]:
     """Yield path and value of each parameter: the result of ``make(path, module)``, stacked if layers are stacked."""
     modules: dict[str, list[str]] = {}
-    for module, place in places(config, source.shape).items():
+    for module, place in locate_tensors(config, source.shape).items():
         modules.setdefault(place.path, []).append(module)
     for path, names in modules.items():
         parts = [make(path, module) for module in names]
@@ -177,7 +177,7 @@ def _is_stacked(path: str) -> bool:
     return path.startswith("layers/")
 
 
-def _read(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
+def _read_parameter(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
     """Return the float weight of a module in the layout of the parameter; ``leaf`` has the parameter's shape."""
     return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
 
@@ -196,7 +196,7 @@ def float_parameters(
     wanted = leaves_by_path(shapes)
 
     def make(path: str, module: str) -> np.ndarray:
-        value, name = _read(source, module, wanted[path], path), f"{module}.weight"
+        value, name = _read_parameter(source, module, wanted[path], path), f"{module}.weight"
         made = value.astype(wanted[path].dtype, copy=False)
         progress(Row(name, made.dtype.name, source.shape.tensors()[name], made.nbytes, sqnr(value, made, made.dtype)))
         return made
@@ -224,7 +224,7 @@ def import_to_serve(
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or ``out`` exists.
       ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
     """
-    checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
+    checkpoint, out, changes = Path(checkpoint), require_new(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
@@ -236,20 +236,20 @@ def import_to_serve(
     if files:
         config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
-    sites = serving.find_kernels(Decoder(decoder), shapes, of_layers(config), tokens)
+    sites = serving.find_kernels(Decoder(decoder), shapes, layer_config(config), tokens)
     leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
 
     def make(path: str, module: str) -> Any:
         layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
         scale = None if layer is None else _input_scale(source, module, layer)
         part = None if layer is None else _keep_weight(source, folder, module, layer)
-        array = None if part is not None and part.codec else _read(source, module, leaves[path], path)
+        array = None if part is not None and part.codec else _read_parameter(source, module, leaves[path], path)
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
         elif layer is not None:
             part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), None)), layer.recipe.name
         else:
-            part = as_read(path, array, decoder)
+            part = cast_as_read(path, array, decoder)
             kind = part.dtype.name
         ratio = math.inf  # codec bytes are copied
         if array is not None:
@@ -278,7 +278,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
     recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
-    if len(specs) == 1 and (spec := specs.pop()) is not None:
+    if len(specs) == 1 and (spec := next(iter(specs))) is not None:
         with contextlib.suppress(NotImplementedError):  # no matching recipe
             weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
             kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
@@ -287,7 +287,8 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
                 return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
-    raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
+    problem = "has a quantization that no config string computes" if specs - {None} else "is a float checkpoint"
+    raise ValueError(f"{checkpoint} {problem}; {keeping}{fix}")
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from jaxquant.core.paths import tree_bytes
 from jaxquant.export.sums import write_sums
 from jaxquant.ops.implementation import choices_made
 from jaxquant.training import processes
-from jaxquant.training.checkpoint import Checkpoints, finished, reason_of, write_config
+from jaxquant.training.checkpoint import Checkpoints, read_final_loss, reason_of, write_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.data import Data, make_iterators
 from jaxquant.training.health import FiniteCheck, Health, HealthLog, build_health, explain_non_finite
@@ -100,7 +100,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         stack.callback(lock.release)
         if jax.process_count() == 1 and run_dir.is_dir():  # with several processes, some may not see the folder yet
             _lock_or_raise(lambda: lock.acquire(say), run_dir)
-        loss = finished(run_dir, config)
+        loss = read_final_loss(run_dir, config)
         if processes.all_agree(loss is not None) and loss is not None:
             say(f"done: {config.steps} steps, held-out loss {loss:.4f}, in {run_dir}")
             return lambda: None
@@ -189,7 +189,7 @@ class _Run:
         config, first = self.program.config, int(self.state.step)
         with Metrics(self.run_dir, config, first) as self.metrics, self.stop:
             metrics = self.metrics
-            metrics.changed(first, self.checkpoints.changes)
+            metrics.record_changes(first, self.checkpoints.changes)
             held_out = self._run_steps(first)
             self.checkpoints.wait()
             if held_out is None:
@@ -197,7 +197,7 @@ class _Run:
                 metrics.say(f"stopped by {by} after step {step}, saved; run the same command again to resume")
                 return
             _check_held_out(held_out, config.steps, self.checkpoints)
-            summary = _summarize(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
+            summary = _summarize(self.program, self.data, self.state) | metrics.medians() | {"held_out_loss": held_out}
             if processes.is_main():
                 (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
                 write_sums(self.run_dir, ["summary.json"])
@@ -213,13 +213,13 @@ class _Run:
         held_out = _evaluate_held_out(program, self.data, self.state) if first >= config.steps else None
         for step in range(first + 1, config.steps + 1):
             before = self.data.train.get_state()
-            batch = processes.place(program.mesh, BATCH, next(self.data.train))
+            batch = processes.shard(program.mesh, BATCH, next(self.data.train))
             # Measured before the step, because the step donates the state.
             measures = self.health is not None and _is_due(step, config.health_every)
-            measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and measures else None
-            self.state, values = processes.in_order(program.step(self.state, batch, healthy))
+            measured = processes.sync_cpu(self.health.measure(self.state, batch)) if self.health and measures else None
+            self.state, values = processes.sync_cpu(program.step(self.state, batch, healthy))
             healthy = values["healthy"]
-            stop_answer = shared_stop_flag.ask(self._stop_reason is not None)
+            stop_answer = shared_stop_flag.any_process(self._stop_reason is not None)
             self._read_pending_metrics(health_log)
             self.pending = _PendingStep(step, values, batch, before, stop_answer, measured)
             if uses_warm_state and (step == first + 1 or _is_due(step, config.eval_every)):
@@ -239,7 +239,7 @@ class _Run:
                 raise Diverged(f"after step {step} {found} is not finite; {_resume_point(self.checkpoints)}")
             if evaluating:
                 held_out = _evaluate_held_out(program, self.data, self.state)
-                metrics.held_out(step, held_out)
+                metrics.record_held_out(step, held_out)
             if last:
                 _check_held_out(held_out, step, self.checkpoints)
             if saving:
@@ -272,7 +272,7 @@ class _Run:
         values = {name: float(value) for name, value in pending.metrics.items()}
         if not values["healthy"]:
             self._raise_diverged(pending, values)
-        self.metrics.step(pending.step, values)
+        self.metrics.record_step(pending.step, values)
         self.stop_agreed = self.stop_agreed or bool(pending.stop)
         self.pending = None
 
@@ -299,7 +299,7 @@ class _Run:
 
 def _initialize_state(program: Program) -> TrainState:
     try:
-        return processes.in_order(jax.block_until_ready(program.init()))
+        return processes.sync_cpu(jax.block_until_ready(program.init()))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -342,8 +342,8 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _evaluate_held_out(program: Program, data: Data, state: TrainState) -> float:
-    batches = (processes.place(program.mesh, BATCH, batch) for batch in data.held_out())
-    parts = [processes.in_order(program.evaluate(state, batch)) for batch in batches]
+    batches = (processes.shard(program.mesh, BATCH, batch) for batch in data.held_out())
+    parts = [processes.sync_cpu(program.evaluate(state, batch)) for batch in batches]
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 

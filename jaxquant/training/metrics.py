@@ -101,7 +101,7 @@ class Metrics:
         """Exclude the time since the last step (a held-out loss, a checkpoint) from the next step's time."""
         self._clock = time.perf_counter()
 
-    def step(self, step: int, values: dict[str, float]) -> None:
+    def record_step(self, step: int, values: dict[str, float]) -> None:
         """Record one training step; its time is the time since the last call."""
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
@@ -117,24 +117,24 @@ class Metrics:
                 line += f"  ETA {datetime.timedelta(seconds=int(left))}"
             self.say(line)
 
-    def held_out(self, step: int, loss: float) -> None:
+    def record_held_out(self, step: int, loss: float) -> None:
         """Record a held-out loss."""
         self._write(step, {"held_out_loss": loss})
         self.say(f"step {step}/{self._config.steps}  held-out loss {loss:.4f}")
 
-    def changed(self, step: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    def record_changes(self, step: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
         """Record the config fields of a resumed run whose values differ from the values up to ``step``."""
         if changes:
             self._line("metrics.jsonl", {"step": step, "changed": {name: list(pair) for name, pair in changes.items()}})
         for name, (before, after) in changes.items():
             self.say(f"{name} is {after:g} from step {step + 1} on (before: {before:g})")
 
-    def health(self, row: Mapping[str, Any], values: Mapping[str, float]) -> None:
+    def record_health(self, row: Mapping[str, Any], values: Mapping[str, float]) -> None:
         """Record a row of health.jsonl, and the worst values of the row in metrics.jsonl."""
         self._line("health.jsonl", row)
         self._write(row["step"], {f"health/{name}": value for name, value in values.items()})
 
-    def timing(self) -> dict[str, float | None]:
+    def medians(self) -> dict[str, float | None]:
         """Return median step time and speed of this process, without steps that compile; None before the first step."""
         return {"step_time_s": warm_median(self.step_times), "tokens_per_s": warm_median(self.tokens_per_s)}
 

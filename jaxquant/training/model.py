@@ -19,8 +19,8 @@ from flax.linen.dtypes import promote_dtype
 from jaxquant.ops.remat import compress_residuals, save_matmuls, save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
-from jaxquant.training.attention import Kind, attend, rotate, visibility
-from jaxquant.training.config import Shape
+from jaxquant.training.attention import Kind, attend, make_mask, rotate
+from jaxquant.training.config import DecoderOptions
 
 HEAD_ELEMENTS = 2**27
 """Maximum number of logits of one sequence in memory at a time: half a gigabyte of float32."""
@@ -41,7 +41,7 @@ SCANNED: Any = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig(Shape):
+class DecoderConfig(DecoderOptions):
     """Shape of a decoder, with its dtype, attention kind and activation sharding."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
@@ -72,7 +72,7 @@ class CompressedNorm(nn.RMSNorm):
         return compress_residuals(lambda x, scale: plain.apply({"params": {"scale": scale}}, x))(x, scale)
 
 
-class Cached(NamedTuple):
+class LayerCache(NamedTuple):
     """Cache state that is passed through the layers.
 
     Attributes:
@@ -85,7 +85,7 @@ class Cached(NamedTuple):
     valid: jax.Array | None
     layer: int | jax.Array
 
-    def update(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> tuple[Cached, jax.Array, jax.Array]:
+    def update(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> tuple[LayerCache, jax.Array, jax.Array]:
         """Write keys and values; return the updated state and all cached keys and values in their dtype."""
         cache = kv_cache.append(self.cache, key, value, positions, valid=self.valid, layer=self.layer)
         return (self._replace(cache=cache), *kv_cache.read(cache, key.dtype.name, layer=self.layer))
@@ -103,14 +103,14 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
     return kv_cache.empty(batch, length, c.num_kv_heads, c.head_dim, **sizes, **quantization)
 
 
-def masks(
+def make_masks(
     c: DecoderConfig,
     tokens: jax.Array,
     segment_ids: jax.Array | None,
     positions: jax.Array | None,
     cache: KVCache | None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-    """Return the attention mask (``visibility``), the positions and, with a cache, the mask of tokens to write.
+    """Return the attention mask (``make_mask``), the positions and, with a cache, the mask of tokens to write.
 
     Slot t of a cache holds the token at position t, and a query attends to its own slot and earlier ones. Later slots
     may hold stale tokens or padding.
@@ -125,7 +125,7 @@ def masks(
         return mask, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return visibility(c.attention, tokens, segment_ids), positions, None
+    return make_mask(c.attention, tokens, segment_ids), positions, None
 
 
 def head_chunks(c: DecoderConfig, length: int) -> int:
@@ -146,7 +146,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; ``mask`` selects the keys that a query attends to (``masks``)."""
+    """Grouped-query attention; ``mask`` selects the keys that a query attends to (``make_masks``)."""
 
     config: DecoderConfig
 
@@ -158,8 +158,8 @@ class SelfAttention(nn.Module):
         self.out = c.dense(c.emb_dim, axis=(-2, -1))
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
-    ) -> tuple[jax.Array, Cached | None]:
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: LayerCache | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         query, key, value = self.query(x), self.key(x), self.value(x)
         query, key = rotate(query, positions, c.rope_theta), rotate(key, positions, c.rope_theta)
@@ -191,18 +191,18 @@ class LatentAttention(nn.Module):
         self.out = c.dense(c.emb_dim, axis=(-2, -1))
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: LayerCache | None = None
     ) -> tuple[jax.Array, Any]:
         c = self.config
-        still = c.head_dim - c.rope_head_dim
+        num_unrotated = c.head_dim - c.rope_head_dim
         query = self.wq_b(self.q_norm(self.wq_a(x))) if c.q_lora_rank else self.query(x)
-        latent, turning = jnp.split(self.wkv_a(x), [c.kv_lora_rank], axis=-1)
-        key, value = jnp.split(self.wkv_b(self.kv_norm(latent)), [still], axis=-1)
-        turned = rotate(turning[:, :, None], positions, c.rope_theta)
-        turned = jnp.broadcast_to(turned, (*key.shape[:-1], c.rope_head_dim))
-        key = jnp.concatenate([key, turned], axis=-1)
-        turned = rotate(query[..., still:], positions, c.rope_theta)
-        query = jnp.concatenate([query[..., :still], turned], axis=-1)
+        latent, rope_key = jnp.split(self.wkv_a(x), [c.kv_lora_rank], axis=-1)
+        key, value = jnp.split(self.wkv_b(self.kv_norm(latent)), [num_unrotated], axis=-1)
+        rotated = rotate(rope_key[:, :, None], positions, c.rope_theta)
+        rotated = jnp.broadcast_to(rotated, (*key.shape[:-1], c.rope_head_dim))
+        key = jnp.concatenate([key, rotated], axis=-1)
+        rotated = rotate(query[..., num_unrotated:], positions, c.rope_theta)
+        query = jnp.concatenate([query[..., :num_unrotated], rotated], axis=-1)
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
         kind = c.attention if cached is None else "xla"
@@ -272,8 +272,8 @@ class DecoderLayer(nn.Module):
         self.shared_experts = Mlp(c, c.shared_experts) if c.shared_experts else None
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
-    ) -> tuple[jax.Array, Cached | None]:
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: LayerCache | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
         mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions, cached)
         x = x + mixed
         normal = self.post_self_attention_layer_norm(x)
@@ -318,11 +318,11 @@ class Decoder(nn.Module):
         targets: jax.Array | None = None,
     ) -> Any:
         c = self.config
-        mask, positions, valid = masks(c, tokens, segment_ids, positions, cache)
+        mask, positions, valid = make_masks(c, tokens, segment_ids, positions, cache)
 
         def layer(module: Any, carry: tuple[jax.Array, KVCache | None], index: Any) -> Any:
             x, cache = carry
-            x, cached = module(x, mask, positions, None if cache is None else Cached(cache, valid, index))
+            x, cached = module(x, mask, positions, None if cache is None else LayerCache(cache, valid, index))
             return x, None if cached is None else cached.cache
 
         x, cache = self.run_layers(layer, (constrain(self.token_embedder(tokens), c), cache))
@@ -339,9 +339,9 @@ class Decoder(nn.Module):
         if n == 1:
             return cross_entropy(logits(head, x), targets)
         # Compute the logits chunk by chunk, and again in the backward pass.
-        piece = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
-        cut = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
-        return self.run_pieces(piece, head, (cut(x), cut(targets))).swapaxes(0, 1).reshape(targets.shape)
+        compute_chunk = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
+        split = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+        return self.run_chunks(compute_chunk, head, (split(x), split(targets))).swapaxes(0, 1).reshape(targets.shape)
 
     @nn.nowrap  # otherwise the name of this method would be in the path of every layer
     def run_layers(self, layer: Any, carry: Any) -> Any:
@@ -359,10 +359,10 @@ class Decoder(nn.Module):
         return carry
 
     @nn.nowrap
-    def run_pieces(self, piece: Any, head: nn.Module, items: Any) -> jax.Array:
+    def run_chunks(self, compute_chunk: Any, head: nn.Module, items: Any) -> jax.Array:
         """Run ``piece(head, item)`` for all items in order; the backward pass recomputes each piece."""
         shared = ["params", "_overwrite_with_gradient", "intermediates"]
-        body = nn.remat(lambda head, carry, item: (carry, piece(head, item)), prevent_cse=False)
+        body = nn.remat(lambda head, carry, item: (carry, compute_chunk(head, item)), prevent_cse=False)
         scan = nn.scan(body, variable_broadcast=shared, split_rngs={"params": False, "quant": True})
         return scan(head, None, items)[1]
 

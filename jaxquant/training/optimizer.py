@@ -21,7 +21,7 @@ AXES: dict[str, int | Literal["rows"] | None] = {"auto": None, "last": -1, "rows
 
 _OF_HEADS = contrib.MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
 _OF_MATRICES = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-ORTHOGONAL = {
+MUON_DIMENSIONS = {
     **dict.fromkeys(("query", "key", "value", "wq_b", "wkv_b"), _OF_HEADS),
     "out": contrib.MuonDimensionNumbers(reduction_axis=(-3, -2), output_axis=-1),
     **dict.fromkeys(("wi_0", "wi_1", "wo", "wq_a", "wkv_a"), _OF_MATRICES),
@@ -55,32 +55,32 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
             weight_decay=decay,
             adam_b1=config.adam_b1,
             adam_b2=config.adam_b2,
-            muon_weight_dimension_numbers=_orthogonal,
+            muon_weight_dimension_numbers=_muon_dimensions,
             consistent_rms=0.2,  # RMS of AdamW's updates, so that its learning rates apply (arXiv 2502.16982)
         )
     else:
-        tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decayed)
+        tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decay_mask)
     if config.optimizer_state != "float32":
         axis = AXES[config.optimizer_state_axis]
-        tx = quantize_state(tx, config.optimizer_state, shards=_devices_along, axis=axis, shardings=sharding)
+        tx = quantize_state(tx, config.optimizer_state, shards=_shards_along, axis=axis, shardings=sharding)
     rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
     threshold = config.gradient_clipping_threshold
     return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), tx, *rounding)
 
 
-def _decayed(params: optax.Params) -> optax.Params:
+def _decay_mask(params: optax.Params) -> optax.Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", None) in DECAYED, params)
 
 
-def _orthogonal(params: optax.Params) -> optax.Params:
+def _muon_dimensions(params: optax.Params) -> optax.Params:
     def axes_of(path: tuple[Any, ...], _: Any) -> contrib.MuonDimensionNumbers | None:
         names = {getattr(key, "key", None) for key in path[-2:]}
-        return next((axes for name, axes in ORTHOGONAL.items() if name in names), None)
+        return next((axes for name, axes in MUON_DIMENSIONS.items() if name in names), None)
 
     return jax.tree_util.tree_map_with_path(axes_of, params)
 
 
-def _devices_along(path: str, axis: int) -> int:
+def _shards_along(path: str, axis: int) -> int:
     """Return the number of shards for which the groups of moments are made; it is the same on every mesh."""
     return 8 if parameter_spec(*_names(path), 3 - axis)[axis] else 1
 

@@ -60,7 +60,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
+def shard(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
     """Create arrays that span all processes from equal arrays in each process; with one process, jit does this."""
     if jax.process_count() == 1:
         return arrays
@@ -68,7 +68,7 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
     return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in arrays.items()}
 
 
-def in_order(result: T) -> T:
+def sync_cpu(result: T) -> T:
     """Call a jitted function and return its result; with several CPU processes, block until the result is computed.
 
     CPUs run independent programs concurrently, so two programs can reach their collectives in a different order in each
@@ -82,20 +82,20 @@ def in_order(result: T) -> T:
 class Flag:
     """A flag that becomes true in all processes once it is true in one. With a single process it does not block.
 
-    ``ask`` dispatches a collective after the current step. Reading its answer together with the metrics of the step
-    adds no further wait.
+    ``any_process`` dispatches a collective after the current step. Reading its answer together with the metrics of the
+    step adds no further wait.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def ask(self, condition: bool) -> Any:
+    def any_process(self, condition: bool) -> Any:
         """Dispatch the collective in every process; ``bool()`` of the result is the answer."""
         if jax.process_count() == 1:
             return condition
-        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
-        return in_order(self._any(placed["flags"]))
+        placed = shard(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})
+        return sync_cpu(self._any(placed["flags"]))
 
 
 def all_agree(condition: bool) -> bool:

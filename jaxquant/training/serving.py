@@ -18,7 +18,7 @@ from jaxquant.core.paths import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
 from jaxquant.training.config import TrainConfig
-from jaxquant.training.conversion import converted_shapes, of_layers, open_parameters, quantization_of
+from jaxquant.training.conversion import converted_shapes, layer_config, open_parameters, quant_fields
 from jaxquant.training.data import make_iterators
 from jaxquant.training.generate import Engine, Prompt, Sampling
 from jaxquant.training.model import DecoderConfig
@@ -79,7 +79,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted checkpoint")
+        raise FileNotFoundError(f"{directory} is not a folder; pass the folder of a run or a converted checkpoint")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})
@@ -87,7 +87,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     config: TrainConfig = build(TrainConfig, to_mapping(stored.config) | dict(overrides or {}))
     tokenizer, shape, example = decoder_of(config)
-    model = make_model(of_layers(config), shape, example)
+    model = make_model(layer_config(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
 
     def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -121,13 +121,13 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     config: TrainConfig = build(TrainConfig, {**train, **overrides})
     check_files(folder, train, manifest.extra.get("files", {}))
     tokenizer, shape, example = decoder_of(config)
-    plain = of_layers(config)
+    plain = layer_config(config)
     found = serving.load(folder, like=converted_shapes(plain, shape, example))
     model = make_model(plain, shape, example)
     return Served(model, found.params, {}, tokenizer, config, shape, step)
 
 
-def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Served]:
+def open_contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Served]:
     """Open a run's checkpoint in float and as trained, and checkpoints that were converted from runs.
 
     Args:
@@ -140,7 +140,7 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Se
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
         raise ValueError(f"{run} is a converted checkpoint; pass its run first, then the checkpoint")
-    found = {"float": open_served(run, quantization_of(QuantConfig()))}
+    found = {"float": open_served(run, quant_fields(QuantConfig()))}
     if trained.config.strings:
         found["trained"] = trained
     return found | {f"served: {folder}": open_served(folder) for folder in converted}
@@ -167,7 +167,7 @@ def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> lis
         raise ValueError(f"the models have different vocabularies: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
     config = dataclasses.replace(config, eval_batches=batches or config.eval_batches)
     totals = [np.zeros(5) for _ in models]  # loss, tokens, positions in agreement, largest differences
-    runs = [_program(each) for each in models.values()]
+    runs = [_jit_forward(each) for each in models.values()]
     for batch in make_iterators(config, config.batch_size).held_out():
         first = before = None
         for total, run, each in zip(totals, runs, models.values(), strict=True):
@@ -198,7 +198,7 @@ def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> lis
     ]
 
 
-def _program(served: Served) -> Any:
+def _jit_forward(served: Served) -> Any:
     @jax.jit
     def run(params: Any, quant_state: Any, batch: Any) -> Any:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxquant.config.loader import check_ordinary
-from jaxquant.training.tokenizer import unreadable
+from jaxquant.training.tokenizer import raise_unreadable
 
 # Folders left out of "stdlib": installed packages, tests, tables and generated files.
 _SKIPPED_FOLDERS = frozenset(
@@ -57,7 +57,7 @@ class Source:
                 check_ordinary(file)
                 yield from self.read(file)
             except OSError as error:
-                unreadable(file, error)
+                raise_unreadable(file, error)
 
 
 def open_source(dataset: str, path: str, field: str) -> Source:
@@ -79,10 +79,10 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} needs dataset_path; set it to a file or a folder")
-    read = _parts if Path(path).is_file() else _whole
+    read = _split_file if Path(path).is_file() else _read_whole
     if dataset != "text":
         read = functools.partial(_json_lines if dataset == "jsonl" else _parquet_rows, field=field)
-    return Source(f"{dataset} at {Path(path)}", _files(Path(path), dataset), read)
+    return Source(f"{dataset} at {Path(path)}", _list_files(Path(path), dataset), read)
 
 
 def _stdlib() -> Source:
@@ -95,11 +95,11 @@ def _stdlib() -> Source:
     return Source(f"stdlib at {root}", files, lambda file: iter([(_read_text(file), name_of(file))]))
 
 
-def _whole(file: Path) -> Documents:
+def _read_whole(file: Path) -> Documents:
     yield _read_text(file), None
 
 
-def _parts(file: Path) -> Documents:
+def _split_file(file: Path) -> Documents:
     text = _read_text(file)
     size = min(_PART_CHARS, len(text) // _PARTS)
     start = end = 0
@@ -126,7 +126,7 @@ def _json_lines(file: Path, field: str) -> Documents:
             if not isinstance(record, dict):
                 raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
             _check_field(field, [*record], place, "key")
-            yield _text(record[field], f"{place} key {field!r}"), None
+            yield _check_text(record[field], f"{place} key {field!r}"), None
 
 
 def _check_field(field: str, names: Sequence[str], place: object, kind: str) -> None:
@@ -148,7 +148,7 @@ def _parquet_rows(file: Path, field: str) -> Documents:
             for batch in table.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
-                    yield _text(value, f"{file} row {row} column {field!r}"), None
+                    yield _check_text(value, f"{file} row {row} column {field!r}"), None
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{file} is not a Parquet file, or is damaged after row {row}: {reason}") from None
@@ -162,7 +162,7 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"{str(file)!r} is not UTF-8 text: {why}; convert it or remove it") from None
 
 
-def _text(value: object, place: str) -> str:
+def _check_text(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{place} must be text, got {type(value).__name__}; set dataset_text_field")
     try:
@@ -172,14 +172,14 @@ def _text(value: object, place: str) -> str:
     return value
 
 
-def _files(path: Path, dataset: str) -> list[Path]:
+def _list_files(path: Path, dataset: str) -> list[Path]:
     """Return the files of a path in an order that does not depend on the file system."""
     try:
         check_ordinary(path, "dataset_path")
         if not stat.S_ISDIR(path.stat().st_mode):
             return [path]
     except OSError as error:
-        unreadable(path, error, "dataset_path")
+        raise_unreadable(path, error, "dataset_path")
     suffix = "" if dataset == "text" else f".{dataset}"
     files = [file for file in _walk(path) if file.name.endswith(suffix)]
     if not files:
@@ -191,7 +191,7 @@ def _files(path: Path, dataset: str) -> list[Path]:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()  # links are followed; each folder is read once
-    refuse = lambda error: unreadable(Path(error.filename), error)  # noqa: E731
+    refuse = lambda error: raise_unreadable(Path(error.filename), error)  # noqa: E731
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()

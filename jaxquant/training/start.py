@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxquant import terminal
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
-from jaxquant.training import needed
+from jaxquant.training import report_missing_library
 from jaxquant.training.config import TrainConfig
 
 
@@ -76,7 +76,7 @@ def _run(path: str, overrides: Sequence[str], process: tuple[str | None, int | N
         processes.check_devices()
         from jaxquant.training.loop import Diverged, Halted, prepare
 
-        with needed():
+        with report_missing_library():
             run = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
     except BrokenPipeError:
         terminal.close_output()

@@ -21,8 +21,8 @@ from jaxquant.config.backends import BACKENDS
 from jaxquant.config.recipes import lookup
 from jaxquant.core.sharding import on_device_of
 from jaxquant.trace.report import Row
-from jaxquant.training.attention import Kind, choose
-from jaxquant.training.config import Shape, TrainConfig
+from jaxquant.training.attention import Kind, choose_attention
+from jaxquant.training.config import DecoderOptions, TrainConfig
 from jaxquant.training.model import Decoder, DecoderConfig, cross_entropy
 from jaxquant.training.optimizer import learning_rate_schedule, make_optimizer
 from jaxquant.training.sharding import BATCH, make_mesh, state_shardings
@@ -129,11 +129,11 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
         fix = "use 0 for a new model, or the tokenizer of the imported model"
         raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size} tokens; {fix}")
     sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Shape)}
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(DecoderOptions)}
     attention: Kind = "xla"
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
-        attention = choose(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
+        attention = choose_attention(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
     return DecoderConfig(**values | {"vocab_size": rows, "attention": attention}, activation_sharding=sharding)
 
 

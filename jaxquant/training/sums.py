@@ -18,22 +18,22 @@ from jaxquant.export import sums
 from jaxquant.export.sums import sha256_of
 from jaxquant.training.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 
-LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files that orbax writes while it renames a checkpoint; ``seal`` adds their checksums."""
+LATE_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files that orbax writes while it renames a checkpoint; ``add_late_sums`` adds their checksums."""
 DATA = Path("data", "metadata")
 """File of a checkpoint with its data position and the configuration that made it."""
-_FILES = ("quant_cfg_path", "tokenizer_path")
+_FILE_FIELDS = ("quant_cfg_path", "tokenizer_path")
 
 
 def write_checkpoint_sums(folder: Path) -> None:
     """Write the checksums of a checkpoint before it is renamed."""
-    sums.write_sums(folder, [name for name in sums.list_files(folder) if name not in LATE])
+    sums.write_sums(folder, [name for name in sums.list_files(folder) if name not in LATE_FILES])
 
 
-def seal(folder: Path) -> None:
+def add_late_sums(folder: Path) -> None:
     """Add the checksums of the files that orbax wrote during the rename."""
     if (folder / sums.NAME).is_file():
-        sums.write_sums(folder, [name for name in LATE if (folder / name).is_file()])
+        sums.write_sums(folder, [name for name in LATE_FILES if (folder / name).is_file()])
 
 
 def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, share: int = 0, shares: int = 1) -> None:
@@ -51,20 +51,20 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
     if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
         raise ValueError(f"{folder} has an earlier version's sums.json; read it with jaxquant at commit a87bb9a")
     some = sorted(sums.read_sums(folder) if names is None else names)[share::shares]
-    sums.check_sums(folder, some, late=LATE)
+    sums.check_sums(folder, some, late=LATE_FILES)
 
 
 # -- configuration of a checkpoint -------------------------------------------------------------------------------------
 
 
-def record(config: TrainConfig) -> dict[str, Any]:
+def make_record(config: TrainConfig) -> dict[str, Any]:
     """Return the record that is stored next to the data position of a checkpoint."""
     return {"config": to_mapping(config), "files": sums_of_files(config)}
 
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
     """Return the SHA-256 of each file that a configuration names and its model depends on."""
-    paths = {name: Path(getattr(config, name)) for name in _FILES if getattr(config, name)}
+    paths = {name: Path(getattr(config, name)) for name in _FILE_FIELDS if getattr(config, name)}
     return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 
 
@@ -79,7 +79,7 @@ def check_files(folder: Path, config: Mapping[str, Any], files: Any) -> None:
     Raises:
       ValueError: a file that the configuration names is missing or changed.
     """
-    if not isinstance(files, Mapping) or not set(files) <= set(_FILES):
+    if not isinstance(files, Mapping) or not set(files) <= set(_FILE_FIELDS):
         raise ValueError(f"{folder} has checksums of unknown files, {show(files)}; create the checkpoint again")
     for name, sum_ in files.items():
         path = Path(str(config.get(name)))
@@ -91,7 +91,7 @@ def check_files(folder: Path, config: Mapping[str, Any], files: Any) -> None:
             )
 
 
-def recorded(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
     """Return the record of a checkpoint, after checking its checksum.
 
     Raises:
@@ -106,10 +106,10 @@ def config_of(folder: Path) -> TrainConfig:
     """Return the configuration that made a checkpoint.
 
     Raises:
-      ValueError: see ``recorded``; the configuration has other fields than this version of jaxquant, or a file that it
-        names has changed.
+      ValueError: see ``read_record``; the configuration has other fields than this version of jaxquant, or a file that
+        the configuration names has changed.
     """
-    contents = recorded(folder)
+    contents = read_record(folder)
     check_files(folder, contents["config"], contents.get("files", {}))
     return build(TrainConfig, contents["config"], f"configuration of {folder}")
 
@@ -128,10 +128,10 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore the file") from None
     message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore one of the two"
-    compare(made_with, here, message, "in config.yml")
+    compare_configs(made_with, here, message, "in config.yml")
 
 
-def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
+def compare_configs(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
     """Return the allowed differences between a configuration and a checkpoint's, with both values of each field.
 
     Args:

@@ -130,10 +130,10 @@ def read_bytes(file: Path, option: str = "") -> bytes:
         check_ordinary(file, option)
         return file.read_bytes()
     except OSError as error:
-        unreadable(file, error, option)
+        raise_unreadable(file, error, option)
 
 
-def unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
+def raise_unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
     name = f"{option} {str(file)!r}".strip()
     if isinstance(error, FileNotFoundError):
         raise ValueError(f"{name} does not exist; check the path") from None

@@ -1,4 +1,4 @@
-"""MLC's block-scale presets, read for a checkpoint."""
+"""MLC's block-scale presets, parsed for a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compositions as users write them: mappings and text, in every place that takes a config string, and refusals."""
+"""Compositions as users write them: mappings and text, wherever a config string is accepted, and errors."""
 
 from __future__ import annotations
 

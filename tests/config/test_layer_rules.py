@@ -1,4 +1,4 @@
-"""Which layer gets which recipe, and the reason."""
+"""The recipe of each layer, and the reason for it."""
 
 import re
 
@@ -115,6 +115,6 @@ def test_a_rule_may_carry_a_recipe_of_ones_own():
     assert decide("mlp/wi", 8) == Decision(MINE, "rules[0].path 'mlp/.*'", "mlp/.*")
     assert decide("other", 8).recipe is None
     assert hash(config.rules) == hash(QuantConfig(rules=config.rules).rules)
-    backends = {"": "native", "int8": "native", "aqt_fp8": "aqt"}  # native honours every recipe
+    backends = {"": "native", "int8": "native", "aqt_fp8": "aqt"}  # native supports every recipe
     for string, backend in backends.items():
         assert QuantConfig(rules=(Rule(".*", MINE),), quantization=string).resolved_backend == backend

@@ -1,4 +1,4 @@
-"""QuantConfig: MaxText's names and defaults, what from_any takes, every refusal with its message."""
+"""QuantConfig: MaxText's names and defaults, the inputs of from_any, and the message of every error."""
 
 import dataclasses
 import enum
@@ -40,7 +40,7 @@ def test_fields_and_defaults():
 
 
 def maxtext(**fields):
-    """An attribute object as MaxText's config is: many other names, enums, None for no quantization."""
+    """Return an attribute object like MaxText's config: many other names, enums, None for no quantization."""
     rest = {"base_emb_dim": 64, "steps": 10, "use_manual_quantization": False, "te_comm_gemm_overlap": "disabled"}
     return types.SimpleNamespace(**{**MAXTEXT_DEFAULTS, **rest, "quantization": None, **fields})
 
@@ -80,7 +80,7 @@ ASKING = {
 
 @dataclasses.dataclass
 class Program:
-    """A program's config with defaults, a section, and fields about quantization that are not ours."""
+    """A program's config with defaults, a section, and quantization fields that jaxquant does not know."""
 
     quantization: str = "int8"
     te_check_every: int = 20
@@ -97,8 +97,8 @@ def test_a_field_about_quantization_that_is_not_read_is_named(kind):
             QuantConfig.from_any(kind(quantization="int8", **{name: value}))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            QuantConfig.from_any(Program())  # the default of the config's class does not ask
-            QuantConfig.from_any(kind(quantization="", **{name: value}))  # the program's own part
+            QuantConfig.from_any(Program())  # the default of the config's class quantizes nothing
+            QuantConfig.from_any(kind(quantization="", **{name: value}))  # a field of the program
             for inert in (False, None, 0, -1, "", [], "disabled", "te_no_quant"):
                 QuantConfig.from_any(kind(quantization="int8", **{name: inert}))
 
@@ -187,7 +187,7 @@ def test_an_option_is_read_or_refused():
         fields = {"quantization": name, option: value}
         if option in RECIPES[name].fields:
             config = QuantConfig(**fields)
-            # Placement of stored scales and a flag at its default change no numbers.
+            # The placement of stored scales and a flag with its default do not change numbers.
             if option not in ("replicate_quant_scale", "per_tensor_scales"):
                 assert config.recipe() != QuantConfig(quantization=name).recipe(), name
         else:

@@ -1,4 +1,4 @@
-"""The table of speeds is that of the benchmark, and a string that is slow on the device warns once."""
+"""The table of speeds equals the benchmark's table, and a string that is slow on the device warns once."""
 
 import json
 import re

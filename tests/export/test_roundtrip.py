@@ -1,4 +1,4 @@
-"""Every writer: write, parse its config, read; equal tensors and rules, against the packages that own the formats."""
+"""Every export format: write a model, parse its config, read it; compared with the format's own package."""
 
 import dataclasses
 import json
@@ -30,8 +30,8 @@ from tests.export.models import SHAPE, source, tensors
 from tests.numerics import LAST_BITS, SCALE_AGAIN
 
 FOLDERS = tuple(SCHEMES)
-# dB that a format keeps of normal weights, from the relative RMSEs of the formats, less 0.7 for one scale for several
-# layers: e4m3 .0265, int8 of 256 neighbours .0073, int4 of 128 .11, MXFP4 .1154, NVFP4 .0950.
+# SQNR in dB of normal weights in each format, from the relative RMSE of the format, less 0.7 dB because several layers
+# share a scale: e4m3 0.0265, int8 with 256 neighbours 0.0073, int4 with 128 0.11, MXFP4 0.1154, NVFP4 0.0950.
 FLOORS = {
     "hf": 50, "ct_fp8_dynamic": 31, "ct_fp8_static": 30, "ct_int8": 41, "ct_w4a16": 18.3, "ct_nvfp4": 19.7,
     "ct_mxfp4": 18.0, "fp8_block": 31, "fbgemm_fp8": 31, "modelopt_fp8": 30, "modelopt_nvfp4": 19.7,
@@ -94,7 +94,7 @@ def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(writt
         scales = {module: float(found[end].reshape(())) for module, found in layers.items()}
         for module in layers:
             assert {scales[other] for other in fused_with(module)} == {scales[module]}
-        assert len({*scales.values()}) == 8  # of both layers: q, k, v; gate, up; o; down
+        assert len({*scales.values()}) == 8  # in both layers: q, k, v; gate, up; o; down
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(writt
     [("fp8_blockw", "fp8_block", False), ("mxfp4w", "ct_mxfp4", False), ("nvfp4w", "modelopt_nvfp4", True)],
 )
 def test_strings_of_weights_are_what_is_written_and_read(written, string, format, is_alone):
-    """A float model exported has the numbers of the string, and its config means them; fused layers share a scale."""
+    """An exported float model has the string's numbers, and its config describes them; fused layers share a scale."""
     folder, spec = HfFolder(written[0] / format), RECIPES[string].recipe.fwd.rhs
     for module in SHAPE.linears():
         assert to_recipe(dataclasses.replace(folder.spec(module), input=None), "").fwd.rhs == spec
@@ -113,13 +113,13 @@ def test_strings_of_weights_are_what_is_written_and_read(written, string, format
         np.testing.assert_array_equal(stored.scale, np.asarray(tensor.full_scale()))
         differs = stored.elements.view(np.uint8) != np.asarray(tensor.qvalue).view(np.uint8)
         middle = (stored.decode() + np.asarray(dequantize(tensor))) / 2
-        # A quotient within a last bit of half way goes either way: XLA may multiply by the reciprocal.
+        # A quotient near a rounding boundary may round either way, because XLA may multiply by the reciprocal.
         np.testing.assert_allclose(tensors()[f"{module}.weight"][differs], middle[differs], rtol=LAST_BITS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
-    """Of decoded float values alone; docs/guide/exchange.md has the table. Inputs are not part of it."""
+    """Only decoded float values are compared, not inputs; docs/guide/exchange.md has the table."""
     opened = []
     for given in (source(), None):
         read = given or dataclasses.replace(opened[0], input_amax=source().input_amax, quantized=lambda module: None)
@@ -139,7 +139,7 @@ def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
     ("name", "dtype"), [("ct_int8", "int8"), ("ct_w4a16", "int4"), ("ct_fp8_dynamic", "float8_e4m3fn")]
 )
 def test_a_converted_kernel_keeps_its_elements_and_scales(tmp_path, name, dtype):
-    """A scale of a row stands for each group of the format, in bfloat16 where that has it."""
+    """Each group of the format gets the scale of its row, in bfloat16 if the format stores bfloat16 scales."""
     once = jax.jit(lambda x: quantize(x, keep_grid(TensorSpec(dtype)), (1,)))
     kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in SHAPE.linears()}
     export(source(quantized=kernels.__getitem__), tmp_path / "out", name)
@@ -190,7 +190,7 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
         found = sqnr(weight, back.read(name)) if not name.endswith("norm.weight") else np.inf
         assert found == pytest.approx(rows[name].sqnr, abs=1e-3)
     if kind != "F16":
-        # What is read and written again keeps its bytes: no second rounding.
+        # Reading and writing again keeps all bytes: there is no second rounding.
         export(back, tmp_path / "again.gguf", f"gguf_{kind.lower()}")
         assert back.quantized(Q).shape == (256, 256)
         np.testing.assert_array_equal(np.asarray(dequantize(back.quantized(Q))), back.weight(Q))
@@ -225,7 +225,7 @@ def test_rows_of_heads_turn_and_turn_back():
 
 
 def test_parts_of_a_large_array_are_encoded_alike():
-    x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # more than one part, the last one short
+    x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # several parts, the last one smaller
     whole = np.asarray(codec("q8_0").encode(x)["blocks"])
     np.testing.assert_array_equal(encode_blocks("q8_0", x)["blocks"], whole)
     np.testing.assert_array_equal(decode_blocks("q8_0", whole), np.asarray(codec("q8_0").decode({"blocks": whole})))

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: each form means the same tokens after it was read, and after it was written again."""
+"""Tokenizers of checkpoints: each form has the same tokens after reading, and after writing it again."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SPECIAL = ["<s>", "</s>"]
 
 
 def made(cut):
-    """Return a byte-level BPE that was trained behind a pre-tokenizer of llama.cpp."""
+    """Return a byte-level BPE that was trained with a pre-tokenizer of llama.cpp."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=cut == "llama-bpe"))
     parts = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[cut]}
     data = json.loads(tokenizer.to_str()) | {"pre_tokenizer": parts, "decoder": PRE_TOKENIZERS["gpt-2"][0]}
@@ -49,7 +49,7 @@ def sentencepiece(has_prefix, kind=2, collapses=0):
 
 
 def as_sentencepiece(text, has_prefix):
-    """Return the tokens of a text: the pair whose piece has the highest score is joined, the leftmost first."""
+    """Return the tokens of a text: repeatedly join the pair whose piece has the highest score, leftmost first."""
     numbers = {piece: index for index, (piece, *_) in enumerate(PIECES)}
     scores, found = {piece: score for piece, score, kind in PIECES if kind == 1}, []
     for number, part in enumerate(re.split(r"(<\|x\|>|</s>)", text)):
@@ -136,6 +136,6 @@ def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     assert HfFolder(folder).vocabulary().origin == "tokenizer.model"
     (folder / "tokenizer.json").write_text(json.dumps(byte_vocabulary(320).tokenizer_json))
     assert HfFolder(folder).vocabulary().origin == "tokenizer.json"
-    # Next to a GGUF file, where its own is not read.
+    # Next to a GGUF file, whose own tokenizer is not read.
     export(Source(SHAPE, HfFolder(folder).read), folder / "m.gguf", "gguf_f16")
     assert open_gguf(folder / "m.gguf").vocabulary.origin == "tokenizer.json"

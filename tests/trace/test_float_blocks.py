@@ -1,4 +1,4 @@
-"""First and last blocks in float: counted by numbered path parts, for every recipe; refused without any."""
+"""First and last blocks in float: counted by numbered path parts, for every recipe; an error without such parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOWERS = [f"{tower}/layers_{n}/w" for tower, count in (("encoder", 2), ("decoder
     [
         ([*LAYERS, "lm_head"], 1, 1, {path for path in LAYERS if "_0/" in path or "_10/" in path}),
         ([f"blocks/{n}/q" for n in range(12)], 2, 0, {"blocks/0/q", "blocks/1/q"}),
-        (NESTED, 1, 0, set(NESTED[:4])),  # the outermost number of several is the block's
+        (NESTED, 1, 0, set(NESTED[:4])),  # of several numbers, the outermost is the number of the block
         (TOWERS, 0, 1, {"encoder/layers_1/w", "decoder/layers_3/w"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Attention by other code than XLA's, and a head that never holds all logits: the same numbers."""
+"""Attention kernels other than XLA's, and a head that never stores all logits: the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant.aot.compile import audit_program
-from jaxquant.training.attention import attend, choose, visibility
+from jaxquant.training.attention import attend, choose_attention, make_mask
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.model import head_chunks
 from tests.lowering import equations
@@ -37,7 +37,7 @@ def test_attention_is_the_platforms_own_where_it_takes_the_shapes():
     for *asked, chosen in CHOICES:
         is_error = chosen not in ("xla", "cudnn", "splash")
         with pytest.raises(ValueError, match=chosen) if is_error else contextlib.nullcontext():
-            assert choose(*asked) == chosen
+            assert choose_attention(*asked) == chosen
 
 
 def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradients():
@@ -48,7 +48,7 @@ def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradien
     segments = jnp.asarray([[1] * 50 + [2] * 70 + [0] * 8])
 
     def loss(kind, *arrays):
-        visible = visibility(kind, segments, segments)
+        visible = make_mask(kind, segments, segments)
         mixed = attend(*arrays, visible, kind, interpret=kind == "splash")
         return jnp.sum(mixed * weight), mixed
 
@@ -57,7 +57,7 @@ def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradien
     }
     for theirs, ours in zip(*(jax.tree.leaves(found[kind]) for kind in ("xla", "splash")), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)  # float32 sums of 128 in another order
-    # What a document holds does not change the others.
+    # The contents of a document do not change other documents.
     for kind in ("xla", "splash"):
         other = loss(kind, query, key.at[:, :50].add(1.0), value.at[:, :50].add(1.0))[1]
         np.testing.assert_array_equal(other[:, 50:120], found[kind][0][1][:, 50:120])
@@ -65,11 +65,11 @@ def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradien
 
 def test_cudnns_bias_hides_what_xlas_mask_hides_and_one_document_needs_none():
     segments = jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
-    bias, mask = (visibility(kind, segments, segments) for kind in ("cudnn", "xla"))
+    bias, mask = (make_mask(kind, segments, segments) for kind in ("cudnn", "xla"))
     np.testing.assert_array_equal(bias == 0, mask)
     assert bias.dtype == jnp.bfloat16
     assert set(np.unique(np.asarray(bias, np.float32))) == {0.0, -(2.0**41)}
-    assert visibility("cudnn", segments, None) is None
+    assert make_mask("cudnn", segments, None) is None
 
 
 @pytest.mark.parametrize("tied", [True, False])

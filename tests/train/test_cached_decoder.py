@@ -1,4 +1,4 @@
-"""The decoder with a cache: prefill at once, in chunks and token by token give what the whole text at once gives."""
+"""The decoder with a cache: prefill at once, in chunks or token by token computes the same as the full text."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SCHEMES = [
 IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unscanned'}" for fields, shape in SCHEMES]
 
 
-class Cached:
+class LayerCache:
     """A decoder, its parameters, and a jitted step through its cache."""
 
     def __init__(self, fields, shape):
         self.shape = dataclasses.replace(SHAPE, **shape)
         self.model = made(self.shape, **fields)
         self.params, self.quant_state = jax.jit(self.model.init)(jax.random.key(0))
-        if fields["quantization"] == "fp8":  # without a history a scale is that of the call's own tokens
+        if fields["quantization"] == "fp8":  # without a history, scales depend on the tokens of the call
             self.quant_state = jaxquant.state.update(self.quant_state, self._seen())
         self.cache = empty_cache(self.shape, len(TOKENS), LENGTH)
         self._step = jax.jit(
@@ -50,7 +50,7 @@ class Cached:
         return jax.jit(lambda tokens: self.model.apply(self.params, self.quant_state, tokens, rngs=RNGS))(tokens)
 
     def run(self, cuts, tokens=TOKENS):
-        """Feed the tokens in pieces that end at ``cuts`` and return logits and cache."""
+        """Pass the tokens in chunks that end at ``cuts``; return logits and cache."""
         cache, logits, start = self.cache, [], 0
         for end in cuts:
             positions = jnp.broadcast_to(jnp.arange(start, end), (len(tokens), end - start))
@@ -65,7 +65,7 @@ ONCE, CHUNKED, DECODED = (12,), (4, 8, 12), (4, *range(5, 13))
 
 @pytest.mark.parametrize(("fields", "shape"), SCHEMES, ids=IDS)
 def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
-    decoder = Cached(fields, shape)
+    decoder = LayerCache(fields, shape)
     whole = decoder.whole()
     bound = CACHED_LOGITS[fields["quantization"]] * jnp.abs(whole).max()
     for cuts in (ONCE, CHUNKED, DECODED):

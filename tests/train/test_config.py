@@ -1,4 +1,4 @@
-"""The run's configuration: what the shipped files say, and what is refused."""
+"""Configuration of a run: values of the shipped files, and errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_remat_policies_need_what_they_keep():
 
 
 def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, capsys):
-    """The plug-in of a machine without GPUs ends in an assertion without a word."""
+    """On a machine without GPUs, the plug-in raises an assertion without a message."""
     for error in (RuntimeError("Unable to initialize backend 'cuda': no driver\nmore"), AssertionError()):
         monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
         assert main(["serve", "x", "--prompt", "a"]) == 2

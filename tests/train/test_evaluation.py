@@ -1,4 +1,4 @@
-"""Evaluation: one table of the float model, the trained one and what serves, the last two the same to the last bit."""
+"""Evaluation: one table of the float, the trained and the served model; the last two have the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from jaxquant.cli import main
 from jaxquant.training.conversion import convert_run
 from jaxquant.training.data import make_iterators
-from jaxquant.training.serving import contenders, evaluate, open_served
+from jaxquant.training.serving import evaluate, open_contenders, open_served
 from tests.numerics import EVALUATION_DIFFERENCE_RTOL, EVALUATION_LOSS_ATOL
 
 
@@ -26,7 +26,7 @@ def run(finished: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders of the run as it was trained, and in weight-only int4."""
+    """Return the folders of the run converted as trained, and converted to weight-only int4."""
     folder = tmp_path_factory.mktemp("converted")
     convert_run(run, folder / "fp8", say=lambda text: None)
     convert_run(run, folder / "int4w", {"quantization": "int4w"}, say=lambda text: None)
@@ -35,11 +35,11 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def rows(run: Path, served: list[Path]) -> dict[str, dict[str, Any]]:
-    return {row["model"].rpartition("/")[2]: row for row in evaluate(contenders(run, served))}
+    return {row["model"].rpartition("/")[2]: row for row in evaluate(open_contenders(run, served))}
 
 
 def test_what_serves_is_what_was_trained(run: Path, rows: Any, finished: Any):
-    assert list(contenders(finished(""), [])) == ["float"]
+    assert list(open_contenders(finished(""), [])) == ["float"]
     wrote = json.loads((run / "summary.json").read_text())["held_out_loss"]
     assert rows["trained"]["held-out loss"] == pytest.approx(wrote, abs=EVALUATION_LOSS_ATOL)
     assert list(rows) == ["float", "trained", "fp8", "int4w"]
@@ -53,7 +53,7 @@ def test_what_serves_is_what_was_trained(run: Path, rows: Any, finished: Any):
 
 def test_numbers_are_those_of_a_plain_loop(run: Path, served: list[Path]):
     """Loss, agreement and the largest difference from whole arrays of float64, padding left out."""
-    models = {"float": contenders(run, [])["float"], "int4w": open_served(served[1])}
+    models = {"float": open_contenders(run, [])["float"], "int4w": open_served(served[1])}
     config = dataclasses.replace(models["float"].config, eval_batches=2)
     losses, counts, agreed, largest = np.zeros(2), 0, 0, 0.0
     for batch in make_iterators(config, config.batch_size).held_out():
@@ -92,7 +92,7 @@ def test_what_does_not_compare_is_refused(
     for words, message in (
         ([str(run), "--batches", "0"], "Invalid value for '--batches': 0 is not in the range x>=1; see "),
         ([str(served[0])], "is a converted checkpoint; pass its run first"),
-        ([str(run), str(tmp_path / "absent")], "absent does not exist; pass the folder of a run"),
+        ([str(run), str(tmp_path / "absent")], "absent is not a folder; pass the folder of a run"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()

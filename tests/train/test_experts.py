@@ -1,4 +1,4 @@
-"""Experts and latent attention of the training program: against loops, and served as they were trained."""
+"""Experts and latent attention of the training program: compared with loops, and served as trained."""
 
 from __future__ import annotations
 

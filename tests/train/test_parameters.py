@@ -1,4 +1,4 @@
-"""Parameters of a run read one at a time, a layer at a time, without the optimizer state."""
+"""Parameters of a run, read one at a time or one layer at a time, without the optimizer state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxquant.core.paths import leaves_by_path
-from jaxquant.training.checkpoint import CHUNK_BYTES, Checkpoints, save_args
+from jaxquant.training.checkpoint import CHUNK_BYTES, Checkpoints, make_save_args
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import open_parameters
 from jaxquant.training.step import build
@@ -38,7 +38,7 @@ def test_reading_a_part_changes_nothing_and_a_leaf_that_cannot_be_read_is_named(
         np.testing.assert_array_equal(parameters.read(path, *index), parameters.read(path)[index])
     assert sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*")) == before
     for file in (copy / f"checkpoints/{STEPS}/state").glob("ocdbt.process_*/d/*"):
-        if file.stat().st_size > 8192:  # arrays, parameters and optimizer state; the index is smaller
+        if file.stat().st_size > 8192:  # files of arrays: parameters and optimizer state; the index is smaller
             os.truncate(file, file.stat().st_size // 10)
     for path in parameters.stores:
         try:
@@ -51,5 +51,5 @@ def test_reading_a_part_changes_nothing_and_a_leaf_that_cannot_be_read_is_named(
 
 def test_large_arrays_are_cut_along_leading_axes():
     for shape, axes in (((32, 256, 512), ()), ((32, 4096, 14336), (0,)), ((32, 8, 4096, 14336), (0, 1))):
-        args = save_args(jax.ShapeDtypeStruct(shape, np.dtype("float32")))
+        args = make_save_args(jax.ShapeDtypeStruct(shape, np.dtype("float32")))
         assert (args.shard_axes, args.chunk_byte_size) == (axes, CHUNK_BYTES)
