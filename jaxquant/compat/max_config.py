@@ -14,7 +14,7 @@ from jaxquant.export.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularit
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 
 
-def _is(*formats: QuantFormat) -> property:
+def _has_format(*formats: QuantFormat) -> property:
     return property(lambda self: self.format in formats)
 
 
@@ -57,13 +57,13 @@ class QuantConfig:
 
     mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="Older name of the layers.")
     attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="Older name of the layers.")
-    is_nvfp4 = _is(QuantFormat.NVFP4)
-    is_mxfp4 = _is(QuantFormat.MXFP4)
-    is_fp4 = _is(QuantFormat.NVFP4, QuantFormat.MXFP4)
-    is_mxfp8 = _is(QuantFormat.MXFP8)
-    is_mxfp6 = _is(QuantFormat.MXFP6)
-    is_mx = _is(QuantFormat.MXFP4, QuantFormat.MXFP6, QuantFormat.MXFP8)
-    is_int8_w8a8 = _is(QuantFormat.INT8_W8A8)
+    is_nvfp4 = _has_format(QuantFormat.NVFP4)
+    is_mxfp4 = _has_format(QuantFormat.MXFP4)
+    is_fp4 = _has_format(QuantFormat.NVFP4, QuantFormat.MXFP4)
+    is_mxfp8 = _has_format(QuantFormat.MXFP8)
+    is_mxfp6 = _has_format(QuantFormat.MXFP6)
+    is_mx = _has_format(QuantFormat.MXFP4, QuantFormat.MXFP6, QuantFormat.MXFP8)
+    is_int8_w8a8 = _has_format(QuantFormat.INT8_W8A8)
 
     @property
     def quant_method(self) -> str:

@@ -57,7 +57,7 @@ def parse_quant_config(
     """
     config = huggingface_config if isinstance(huggingface_config, Mapping) else _as_dict(huggingface_config)
     tensors, name = read_tensors(state_dict), dtype_name(dtype, "dtype")
-    sidecar = _sidecar(config)
+    sidecar = _read_sidecar(config)
     found = find_section(config, sidecar, tensors)
     if found is None:
         if name in _FP8:
@@ -77,12 +77,12 @@ def parse_quant_config(
                 f"method: '{method}'. Supported methods are {', '.join(METHODS)}"
             )
         return None
-    _check_as_max(section, method, tensors)
+    _check_max_limits(section, method, tensors)
     quantization = read_quantization(config, tensors, sidecar)
     if quantization is None:
         return None
-    view = _ConfigBuilder(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
-    return view.config(_layers(config), name)
+    builder = _ConfigBuilder(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
+    return builder.build(_read_layers(config), name)
 
 
 parse_float8_config = parse_quant_config
@@ -103,7 +103,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-def _sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _read_sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     place = config.get("_name_or_path")
     path = pathlib.Path(place) / SIDECAR if isinstance(place, str) and place else None
     return None if path is None or not path.exists() else read_json(path)
@@ -116,7 +116,7 @@ def _is_mxfp4(section: Section, method: str) -> bool:
     return method == "mxfp4" or (method == "compressed-tensors" and "mxfp4" in section.text("format", ""))
 
 
-def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
+def _check_max_limits(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise for configs that jaxquant can read but MAX's kernels do not support."""
     if method == "fp8" and section.has("weight_block_size"):
         if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
@@ -138,7 +138,7 @@ def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInf
         raise ValueError("could not find weight scale dtype for FP8 quantized weights")
 
 
-def _layers(config: Mapping[str, Any]) -> int:
+def _read_layers(config: Mapping[str, Any]) -> int:
     for section in (Section(config, ""), Section(config, "").section("text_config")):
         if section.has("num_hidden_layers"):
             return section.integer("num_hidden_layers", most=MAX_LAYERS)
@@ -152,16 +152,16 @@ class _ConfigBuilder:
     prefix: str
     ignored_prefix: str
 
-    def config(self, layers: int, dtype: str) -> QuantConfig:
-        spec = self._spec(dtype)
-        format, weight = self._format(spec), self._weight_scale(spec)
+    def build(self, layers: int, dtype: str) -> QuantConfig:
+        spec = self._select_spec(dtype)
+        format, weight = self._select_format(spec), self._weight_scale(spec)
         inputs = self._input_scale(spec, format)
         mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
         attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
         for index in mlp:  # raises if experts have another scheme
-            self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
+            self._is_quantized(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
-            mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
+            mlp = frozenset(i for i in range(layers) if self._is_quantized(spec, f"layers.{i}.mlp.experts"))
         widened = inputs is not None and inputs.origin.is_dynamic and weight.is_tensor
         return QuantConfig(
             inputs,
@@ -175,18 +175,18 @@ class _ConfigBuilder:
             shared_experts_weight_dtype=self._shared_experts_dtype(),
         )
 
-    def _spec(self, dtype: str) -> LayerSpec:
-        fits = self.quantization.specs
-        if not fits:
+    def _select_spec(self, dtype: str) -> LayerSpec:
+        specs = self.quantization.specs
+        if not specs:
             raise ValueError(f"the {self.quantization.method} config quantizes no layer; load it in float")
-        if len(fits) > 1:  # a QuantConfig has one scheme: select by dtype
-            fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
-        if len(fits) != 1:
+        if len(specs) > 1:  # a QuantConfig has one scheme: select by dtype
+            specs = [spec for spec in specs if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
+        if len(specs) != 1:
             count = len(self.quantization.specs)
             raise ValueError(f"the {self.quantization.method} config has {count} schemes; {_ONE_SCHEME}")
-        return fits[0]
+        return specs[0]
 
-    def _format(self, spec: LayerSpec) -> QuantFormat:
+    def _select_format(self, spec: LayerSpec) -> QuantFormat:
         weight, method = spec.weight, self.quantization.method
         if weight.dtype == "float4_e2m1fn":
             return QuantFormat.NVFP4 if weight.outer_scale else QuantFormat.MXFP4
@@ -218,26 +218,26 @@ class _ConfigBuilder:
         return WeightScaleSpec(weight.granularity, dtype, weight.block_size)
 
     def _input_scale(self, spec: LayerSpec, format: QuantFormat) -> InputScaleSpec | None:
-        facts = spec.input
-        if facts is None and format is QuantFormat.MXFP4:
+        operand = spec.input
+        if operand is None and format is QuantFormat.MXFP4:
             # MAX's kernels quantize the inputs of MXFP4 experts even if the checkpoint specifies float inputs.
             return InputScaleSpec(ScaleGranularity.BLOCK, ScaleOrigin.DYNAMIC, "float32", block_size=(1, 32))
-        if facts is None:
+        if operand is None:
             return None
         dtype = self._scale_dtype("input_scale")
-        per_token = facts.granularity is ScaleGranularity.COLWISE and facts.origin is ScaleOrigin.DYNAMIC
+        per_token = operand.granularity is ScaleGranularity.COLWISE and operand.origin is ScaleOrigin.DYNAMIC
         if format in (QuantFormat.NVFP4, QuantFormat.MXFP4):
             dtype = "float32"
-        elif facts.scale_dtype != "float32":
-            dtype = facts.scale_dtype
+        elif operand.scale_dtype != "float32":
+            dtype = operand.scale_dtype
         elif per_token and format in (QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.FBGEMM_FP8):
-            dtype = dtype or facts.dtype  # MAX has this placeholder
+            dtype = dtype or operand.dtype  # MAX has this placeholder
         return InputScaleSpec(
-            facts.granularity,
-            facts.origin,
+            operand.granularity,
+            operand.origin,
             dtype or self._scale_dtype("weight_scale") or "float32",
-            facts.scale_bound,
-            facts.block_size,
+            operand.scale_bound,
+            operand.block_size,
         )
 
     def _scale_dtype(self, kind: str) -> str | None:
@@ -249,7 +249,7 @@ class _ConfigBuilder:
         ]
         return found[-1] if found else None
 
-    def _has(self, spec: LayerSpec, name: str) -> bool:
+    def _is_quantized(self, spec: LayerSpec, name: str) -> bool:
         """Return whether a layer is quantized by a scheme.
 
         Raises:
@@ -263,7 +263,7 @@ class _ConfigBuilder:
     def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
         chosen: set[int] = set()
         for index in range(layers):
-            floats = [part for part in parts if not self._has(spec, f"layers.{index}.{part}")]
+            floats = [part for part in parts if not self._is_quantized(spec, f"layers.{index}.{part}")]
             if floats and len(floats) < len(parts):
                 raise ValueError(
                     f"float8 quantization currently assumes uniform quantization for {word}; "

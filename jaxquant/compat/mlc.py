@@ -30,7 +30,7 @@ from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
 from jaxquant.export.hf import ScaleOrigin, to_recipe
-from jaxquant.export.hf.fp8 import blocks
+from jaxquant.export.hf.fp8 import block_layer
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
@@ -53,7 +53,6 @@ __all__ = [
     "Absorbed",
     "BlockScaleQuantize",
     "ScaleLayout",
-    "absorb",
     "block_scale_bmm",
     "block_scale_experts",
     "block_scale_linear",
@@ -63,6 +62,7 @@ __all__ = [
     "read_mlc_quantization",
     "rowwise_group_quant_fp8",
     "skip_reason",
+    "split_kv_b_proj",
     "static_activation_group_quant_fp8",
 ]
 
@@ -99,7 +99,7 @@ def rowwise_group_quant_fp8(
     Source: ``rowwise_group_quant_fp8`` of MLC's ``op/fp8_quantization``.
     """
     check_float("rowwise_group_quant_fp8", x=x)
-    spec, axes = _tiles(dtype, group_size), (x.ndim - 1,)
+    spec, axes = _tile_spec(dtype, group_size), (x.ndim - 1,)
     if eps is None:
         tensor = quantize(x, spec, axes)
         qvalue, scale = tensor.qvalue, tensor.scale
@@ -121,7 +121,7 @@ def static_activation_group_quant_fp8(
       TypeError: the activations are not float, or the dtype is not supported.
     """
     check_float("static_activation_group_quant_fp8", x=x)
-    block = block_shape(x.shape, _tiles(dtype, group_size), (x.ndim - 1,))
+    block = block_shape(x.shape, _tile_spec(dtype, group_size), (x.ndim - 1,))
     scale = broadcast_activation_scale(x, activation_scale)
     if scale.shape[-1] != scale_shape(x.shape, block)[-1]:
         raise ValueError(f"activation_scale has {activation_scale.size} scales; x {x.shape} has groups of {group_size}")
@@ -178,7 +178,7 @@ def block_scale_linear(
         raise TypeError(f"out_dtype must be float, got {out_dtype}")
     rows = x.size // max(1, x.shape[-1])
     how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
-    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
+    kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
     read = x
     if rows == 1 and how != "float":  # padding keeps the order of sums: one row would use another
         read = jnp.pad(x.reshape(1, -1), ((0, _ROWS - 1), (0, 0)))
@@ -227,13 +227,13 @@ def block_scale_experts(
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is one token; x needs 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
-        kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+        kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))
         batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())
         how = "dynamic" if quantizes_row else "float"
         out = _multiply("block_scale_experts", how, x, kernel, (((1,), (2,)), batch), block_size)
         return out.reshape(chosen.size, -1)
-    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
+    kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
     record_choice("block_scale_experts", Choice("dynamic", "rows are quantized by their own amax, one grouped matmul"))
     recipe = _recipe("dynamic", weight.dtype.name, tuple(block_size))
     return ragged_dot(x, kernel, group_sizes(indptr, weight.shape[0]), recipe=recipe)
@@ -272,7 +272,7 @@ class Absorbed(NamedTuple):
     w_uv_scale_inv: Float[Array, "H w c"]
 
 
-def absorb(
+def split_kv_b_proj(
     weight: Shaped[Array, "rows C"],
     weight_scale_inv: Float[Array, "r c"],
     num_heads: int,
@@ -307,13 +307,13 @@ def absorb(
                 f"{name} {size} is not a multiple of {step} (kv_b_proj has blocks of {block_size}), so w_uk and w_uv "
                 "would share scales; multiply by kv_b_proj without splitting it"
             )
-    tensor = _kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
+    tensor = _make_kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
 
-    def cut(part: Array, step: int) -> tuple[Array, Array]:
+    def split(part: Array, step: int) -> tuple[Array, Array]:
         heads = part.reshape(num_heads, head // step, -1)
         return heads[:, : qk_nope_head_dim // step].swapaxes(1, 2), heads[:, qk_nope_head_dim // step :]
 
-    (w_uk, w_uv), (uk_scale, uv_scale) = cut(tensor.qvalue, 1), cut(tensor.scale, block_size[0])
+    (w_uk, w_uv), (uk_scale, uv_scale) = split(tensor.qvalue, 1), split(tensor.scale, block_size[0])
     return Absorbed(w_uk, uk_scale, w_uv, uv_scale)
 
 
@@ -327,7 +327,7 @@ def block_scale_bmm(
 
     Args:
       x: activations, with the heads first.
-      weight, weight_scale_inv: weights and scales of all heads, for example from ``absorb``.
+      weight, weight_scale_inv: weights and scales of all heads, for example from ``split_kv_b_proj``.
       block_size: number of rows and columns of a weight that share a scale.
 
     Raises:
@@ -337,14 +337,14 @@ def block_scale_bmm(
     _check_shapes(x, weight, "[H, N, K]")
     if x.ndim != 3 or x.shape[0] != weight.shape[0]:
         raise ValueError(f"x {x.shape} must be [H, M, K] with as many heads as weight {weight.shape}")
-    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+    kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name)
     return _multiply("block_scale_bmm", "dynamic", x, kernel, (((2,), (2,)), ((0,), (0,))), block_size)
 
 
 # -- shared code ------------------------------------------------------------------------------------------------------
 
 
-def _tiles(dtype: str, group_size: int) -> TensorSpec:
+def _tile_spec(dtype: str, group_size: int) -> TensorSpec:
     if dtype not in _ELEMENTS:
         raise TypeError(f"dtype must be {' or '.join(_ELEMENTS)}, got {dtype!r}")
     return TensorSpec(dtype, "per_tile", tile_size=group_size)
@@ -368,12 +368,12 @@ def _check_block(block_size: Block) -> None:
 @functools.cache
 def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
     """Return the recipe of a scheme, converted like the config of a checkpoint."""
-    layer = blocks(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
+    layer = block_layer(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
     recipe = to_recipe(layer, f"block scale, {how} activations")
     return recipe if how != "float" else to_recipe(dataclasses.replace(layer, input=None), recipe.name)
 
 
-def _kernel(
+def _make_kernel(
     weight: Array, scale: Array, block_size: Block, dtype: str, activation_scale: Array | None = None
 ) -> QTensor:
     """Return a weight and its scales as a converted kernel, after checking dtypes and shapes."""
@@ -398,12 +398,12 @@ def _multiply(
     out_dtype: str | None = None,
 ) -> Array:
     dims = Dimensions.of(numbers, x.ndim, kernel.ndim)
-    record_choice(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
+    record_choice(name, Choice(how, _describe_choice(how, x, kernel, dims, out_dtype or x.dtype.name)))
     recipe = _recipe(how, kernel.qvalue.dtype.name, tuple(block_size))
     return dot_general(x, kernel, numbers, preferred_element_type=out_dtype, recipe=recipe)
 
 
-def _reason(how: Activation, x: Array, kernel: QTensor, dims: Dimensions, out_dtype: str) -> str:
+def _describe_choice(how: Activation, x: Array, kernel: QTensor, dims: Dimensions, out_dtype: str) -> str:
     """Describe how the activation is quantized, or how the weight is dequantized, for ``choices_made``."""
     if how != "float":
         return f"rows are quantized by {'static scales' if how == 'static' else 'their own amax'}"

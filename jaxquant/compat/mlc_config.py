@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxquant.compat.mlc_presets import (
-    FINAL,
-    GATE,
-    GATES,
-    HEADS,
-    WIDEST_GATE,
+    HEAD_NAMES,
+    HEAD_ORIGIN,
+    MAX_ROUTER_OUTPUTS,
+    ROUTER_ORIGIN,
+    ROUTER_SUFFIX,
     BlockScaleQuantize,
     read_mlc_quantization,
 )
@@ -38,9 +38,9 @@ def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = (
     marked = [module for module in no_quantization if f"{name}.".startswith(f"{module}.")]
     if marked:
         return f"below {marked[0]!r}, which has no_quantization"
-    if name in FINAL:
+    if name in HEAD_NAMES:
         return "output head"
-    return GATES if name.endswith(GATE) and out_features <= WIDEST_GATE else ""
+    return ROUTER_ORIGIN if name.endswith(ROUTER_SUFFIX) and out_features <= MAX_ROUTER_OUTPUTS else ""
 
 
 def quant_config(
@@ -57,7 +57,7 @@ def quant_config(
       ValueError, TypeError: raised by ``read_mlc_quantization``.
     """
     read = read_mlc_quantization(config, huggingface_config)
-    listed = (rule for rule in read.rules if rule.origin not in (GATES, HEADS))  # excluded by default
+    listed = (rule for rule in read.rules if rule.origin not in (ROUTER_ORIGIN, HEAD_ORIGIN))  # excluded by default
     rules = tuple(Rule(rule.path, None) for rule in listed if rule.spec is None)
     if not read.specs:
         return QuantConfig(rules=rules)

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from jaxquant.core.typed import build, check_fields
 from jaxquant.export.hf import fp8
 from jaxquant.export.hf.exclusions import transformers_pattern
-from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, listed
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, read_lists
 from jaxquant.export.hf.read import NO_VALUES, find_section
 
-FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
+HEAD_NAMES = ("head", "lm_head", "lm_head.linear", "embed_out")
 """Full names of output heads, which MLC does not quantize."""
-GATE, WIDEST_GATE = "gate", 256
+ROUTER_SUFFIX, MAX_ROUTER_OUTPUTS = "gate", 256
 """Last part of the names of routers, which MLC leaves in float up to this number of experts."""
-GATES, HEADS = "MoE gate", "output head"
+ROUTER_ORIGIN, HEAD_ORIGIN = "MoE gate", "output head"
 """Origins of the rules for routers and output heads."""
 _DEFAULT_BLOCK = (128, 128)
 
@@ -97,7 +97,7 @@ def read_mlc_quantization(
         got = "none" if found is None else repr(found[1])
         raise ValueError(f"MLC quantization {scheme.name!r} requires a checkpoint with quant_method 'fp8', got {got}")
     section = found[0]
-    origin = fp8.origin_of(section, "dynamic")
+    origin = fp8.read_origin(section, "dynamic")
     if origin.is_static != scheme.use_activation_scale:
         raise ValueError(
             f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r} and "
@@ -111,15 +111,15 @@ def read_mlc_quantization(
         raise ValueError(
             f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size}, but the checkpoint has {size}"
         )
-    dtype, ue8m0 = fp8.formats(section)
+    dtype, ue8m0 = fp8.read_formats(section)
     if section.has("fmt") and dtype != scheme.weight_dtype:
         raise ValueError(
             f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype}, but {section.where('fmt')} is {dtype}"
         )
-    spec = fp8.blocks(scheme.weight_dtype, size, origin, ue8m0)
-    rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
-    heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"
-    rules += [LayerRule(heads, None, HEADS), LayerRule(f".*{GATE}", None, GATES)]
+    spec = fp8.block_layer(scheme.weight_dtype, size, origin, ue8m0)
+    rules = read_lists(section, ["modules_to_not_convert"], transformers_pattern)
+    heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, HEAD_NAMES))})"
+    rules += [LayerRule(heads, None, HEAD_ORIGIN), LayerRule(f".*{ROUTER_SUFFIX}", None, ROUTER_ORIGIN)]
     if scheme.quantize_linear:
         rules.append(LayerRule(".*", spec, scheme.name))
     section.pass_over(*NO_VALUES)

@@ -28,7 +28,7 @@ def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
         )
     _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
-    dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
+    dlhs, drhs = _compose_backward(name, forward, parts[1], "dlhs"), _compose_backward(name, forward, parts[2], "drhs")
     shares = any(part.shares_experts for part in quantized)
     composed = dataclasses.replace(forward, name=name, dlhs=dlhs, drhs=drhs, delayed=None, shares_experts=shares)
     if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
@@ -53,7 +53,7 @@ def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
             )
 
 
-def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
+def _compose_backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
     """Return a backward matmul; an operand is quantized again if the forward matmul quantizes it differently."""
     if part is None:
         return MatmulSpec()

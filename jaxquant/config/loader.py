@@ -73,7 +73,7 @@ for _tag, _pattern, _firsts in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def parse(text: str, place: str) -> Any:
+def parse_yaml(text: str, place: str) -> Any:
     """Read a YAML text as plain data.
 
     Args:
@@ -175,7 +175,7 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
     text = read_text(path, label)
     if os.fspath(path).lower().endswith(".json"):
         text = text.replace("\t", " ")  # JSON can be indented with tabs; its strings cannot contain any
-    content = parse(text, os.fspath(path))
+    content = parse_yaml(text, os.fspath(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -203,5 +203,5 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise ValueError(f"override {show(item)} sets a key below {show(parent)}, which already has a value")
-        place[last] = parse(text, f"override {show(item)}") if text.strip() else ""
+        place[last] = parse_yaml(text, f"override {show(item)}") if text.strip() else ""
     return result

@@ -68,16 +68,16 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
     if os.path.splitext(path)[1].lower() not in (".json", ".yml", ".yaml"):
         raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
     content = load_yaml(path, "quant_cfg_path")
-    default = _entry(content.get(DEFAULT, {}), MixedPrecisionEntry(), f"{path}: {DEFAULT!r}")
+    default = _read_entry(content.get(DEFAULT, {}), MixedPrecisionEntry(), f"{path}: {DEFAULT!r}")
     entries = [
-        (pattern, _recipe(_entry(value, default, f"{path}: {pattern!r}")))
+        (pattern, _make_recipe(_read_entry(value, default, f"{path}: {pattern!r}")))
         for pattern, value in content.items()
         if pattern != DEFAULT
     ]
-    return MixedPrecision(tuple(reversed(entries)), _recipe(default))
+    return MixedPrecision(tuple(reversed(entries)), _make_recipe(default))
 
 
-def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
+def _read_entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
     build(MixedPrecisionEntry, value, place)  # reports unknown keys and wrong types before the defaults are merged in
     entry = build(MixedPrecisionEntry, {**dataclasses.asdict(default), **value}, place)
     for side in ("w", "a"):
@@ -93,7 +93,7 @@ def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisi
     return entry
 
 
-def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | None:
+def _make_spec(bits: int | None, scale: float, tile_size: int) -> TensorSpec | None:
     if bits is None:
         return None
     tiled = tile_size != -1
@@ -107,9 +107,9 @@ def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | Non
     )
 
 
-def _recipe(entry: MixedPrecisionEntry) -> Recipe | None:
-    lhs = _operand(entry.a_bits, entry.a_scale, entry.tile_size)
-    rhs = _operand(entry.w_bits, entry.w_scale, entry.tile_size)
+def _make_recipe(entry: MixedPrecisionEntry) -> Recipe | None:
+    lhs = _make_spec(entry.a_bits, entry.a_scale, entry.tile_size)
+    rhs = _make_spec(entry.w_bits, entry.w_scale, entry.tile_size)
     if lhs is None and rhs is None:
         return None
     return Recipe("intmp", fwd=MatmulSpec(lhs, rhs and keep_grid(rhs), "int32" if lhs and rhs else None))

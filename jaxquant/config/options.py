@@ -18,7 +18,7 @@ OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs"
 In AQT the output gradient is the lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
 ``drhs.rhs`` here, and AQT's drhs_rhs is ``drhs.lhs``.
 """
-_OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
+_RECIPE_OPERANDS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
 
 
 def _option(group: str, default: Any, least: float | None = None, most: float = math.inf, condition: str = "") -> Any:
@@ -128,7 +128,7 @@ def check(options: Options) -> None:
             group.check(options)
 
 
-def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
+def apply_groups(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
     """Return a recipe with the options applied that its row reads.
 
     Args:
@@ -166,21 +166,21 @@ _CALIBRATED = {
 """Operands that each calibration field changes; an operand that reuses the forward operand has no own calibration."""
 
 
-def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
+def _set_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
     if calibration.method == "fixed":  # one scale per tensor
         spec = dataclasses.replace(spec, granularity="per_tensor", tile_size=None, free_size=None)
     return dataclasses.replace(spec, calibration=calibration)
 
 
-def _calibration(field: str) -> OptionGroup:
-    def calibrated(recipe: Recipe, options: Options) -> Recipe:
-        change = functools.partial(_with_calibration, calibration=read_calibration(options, field))
+def _calibration_group(field: str) -> OptionGroup:
+    def change_calibration(recipe: Recipe, options: Options) -> Recipe:
+        change = functools.partial(_set_calibration, calibration=read_calibration(options, field))
         try:
-            return _changed(recipe, _CALIBRATED[field], change)
+            return _change(recipe, _CALIBRATED[field], change)
         except ValueError as error:  # an asymmetric range on a float dtype
             raise ValueError(f"{field}: {error}") from None
 
-    return OptionGroup(calibrated, functools.partial(read_calibration, field=field))
+    return OptionGroup(change_calibration, functools.partial(read_calibration, field=field))
 
 
 # -- constant bounds ---------------------------------------------------------------------------------------------------
@@ -194,18 +194,18 @@ def _check_bounds(options: Options) -> None:
         raise ValueError("per_tensor_scales has no effect together with constant_bound_config; remove one of them")
 
 
-def _bounded(recipe: Recipe, options: Options) -> Recipe:
+def _apply_bounds(recipe: Recipe, options: Options) -> Recipe:
     bounds, per_tensor = read_bounds(options.constant_bound_config), options.per_tensor_scales
-    for place, bound in zip(_OURS, bounds, strict=False):
+    for place, bound in zip(_RECIPE_OPERANDS, bounds, strict=False):
         fixed = Calibration("fixed", 1.0, -bound, bound)
-        recipe = _changed(recipe, [place], functools.partial(_with_calibration, calibration=fixed))
+        recipe = _change(recipe, [place], functools.partial(_set_calibration, calibration=fixed))
     if bounds:
         return recipe
-    places = [place for place, is_whole in zip(_OURS, per_tensor, strict=False) if not is_whole]
-    return _changed(recipe, places, lambda spec: dataclasses.replace(spec, granularity="per_channel"))
+    places = [place for place, is_whole in zip(_RECIPE_OPERANDS, per_tensor, strict=False) if not is_whole]
+    return _change(recipe, places, lambda spec: dataclasses.replace(spec, granularity="per_channel"))
 
 
-def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
+def _change(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
     """Return the recipe after changing the spec of each listed operand; operands without their own spec stay."""
     for matmul, side in places:
         spec = getattr(getattr(recipe, matmul), side)
@@ -218,7 +218,7 @@ def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable
 # -- delayed scaling, sparsity -----------------------------------------------------------------------------------------
 
 
-def _delayed(recipe: Recipe, options: Options) -> Recipe:
+def _apply_delayed(recipe: Recipe, options: Options) -> Recipe:
     delayed = DelayedSpec(options.amax_history_length, options.amax_margin, options.amax_init)
     return dataclasses.replace(recipe, delayed=delayed)
 
@@ -235,7 +235,7 @@ def _check_sparsity(options: Options) -> None:
             raise ValueError(f"{field} {value} has no effect without weight_sparsity_n and weight_sparsity_m")
 
 
-def _sparse(recipe: Recipe, options: Options) -> Recipe:
+def _apply_sparsity(recipe: Recipe, options: Options) -> Recipe:
     n, m = options.weight_sparsity_n, options.weight_sparsity_m
     if n is None or m is None:
         return recipe
@@ -246,14 +246,14 @@ def _sparse(recipe: Recipe, options: Options) -> Recipe:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _shared(recipe: Recipe, options: Options) -> Recipe:
+def _apply_experts(recipe: Recipe, options: Options) -> Recipe:
     return dataclasses.replace(recipe, shares_experts=options.quantization_share_expert_scales)
 
 
 # -- FP4 ---------------------------------------------------------------------------------------------------------------
 
 
-def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
+def _apply_four_over_six(recipe: Recipe, options: Options) -> Recipe:
     """Map the amax of each block to 4 or 6, for operands that are rounded to nearest."""
 
     def change(spec: TensorSpec) -> TensorSpec:
@@ -261,19 +261,19 @@ def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
             return spec
         return dataclasses.replace(spec, micro=dataclasses.replace(spec.micro, four_over_six=True, scale_bound=256.0))
 
-    return _changed(recipe, _OURS, change) if options.four_over_six else recipe
+    return _change(recipe, _RECIPE_OPERANDS, change) if options.four_over_six else recipe
 
 
 # -- tiles and blocks --------------------------------------------------------------------------------------------------
 
 
-def _powers_of_two(recipe: Recipe, options: Options) -> Recipe:
+def _apply_scale_format(recipe: Recipe, options: Options) -> Recipe:
     """Round every scale up to a power of two."""
-    places = _OURS if options.scale_fmt == "ue8m0" else ()
-    return _changed(recipe, places, lambda spec: dataclasses.replace(spec, scale_rounding="up"))
+    places = _RECIPE_OPERANDS if options.scale_fmt == "ue8m0" else ()
+    return _change(recipe, places, lambda spec: dataclasses.replace(spec, scale_rounding="up"))
 
 
-def _activations_bounded(recipe: Recipe, options: Options) -> Recipe:
+def _apply_activation_bound(recipe: Recipe, options: Options) -> Recipe:
     """Clip the amax from which the activation's scales are computed, in both matmuls that read the activation."""
     bound, method = options.activation_scale_ub, "act_quantization_calibration_method"
     if bound is not None and read_calibration(options, method).method == "fixed":
@@ -281,34 +281,34 @@ def _activations_bounded(recipe: Recipe, options: Options) -> Recipe:
             f"activation_scale_ub {bound:g} has no effect together with {method} {getattr(options, method)!r}, which "
             "does not use an amax; remove one of them"
         )
-    return _changed(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
+    return _change(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
 
 
-def _square(recipe: Recipe, options: Options) -> Recipe:
+def _apply_square_blocks(recipe: Recipe, options: Options) -> Recipe:
     """Return the recipe with square weight blocks, so that forward and dlhs share one quantized weight."""
     if not options.square_weight_blocks:
         return recipe
-    recipe = _changed(
+    recipe = _change(
         recipe,
         [("fwd", "rhs")],
         lambda spec: dataclasses.replace(spec, granularity="per_block", free_size=spec.tile_size),
     )
-    return _changed(recipe, [("dlhs", "rhs")], lambda spec: FORWARD)
+    return _change(recipe, [("dlhs", "rhs")], lambda spec: FORWARD)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 GROUPS: dict[str, OptionGroup] = {
-    **{field: _calibration(field) for field in _CALIBRATED},
-    "bounds": OptionGroup(_bounded, _check_bounds),
+    **{field: _calibration_group(field) for field in _CALIBRATED},
+    "bounds": OptionGroup(_apply_bounds, _check_bounds),
     "shards": OptionGroup(_apply_shard_count),
-    "delayed": OptionGroup(_delayed),
-    "sparsity": OptionGroup(_sparse, _check_sparsity),
-    "experts": OptionGroup(_shared),
-    "four over six": OptionGroup(_four_over_six),
-    "scale format": OptionGroup(_powers_of_two),
-    "activation bound": OptionGroup(_activations_bounded),
-    "square blocks": OptionGroup(_square),
+    "delayed": OptionGroup(_apply_delayed),
+    "sparsity": OptionGroup(_apply_sparsity, _check_sparsity),
+    "experts": OptionGroup(_apply_experts),
+    "four over six": OptionGroup(_apply_four_over_six),
+    "scale format": OptionGroup(_apply_scale_format),
+    "activation bound": OptionGroup(_apply_activation_bound),
+    "square blocks": OptionGroup(_apply_square_blocks),
     "stored scales": OptionGroup(),
     "file": OptionGroup(),
 }

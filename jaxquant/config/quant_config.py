@@ -16,7 +16,7 @@ from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_library_implementation
 from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell
-from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
+from jaxquant.config.rules import SWITCHES, Decision, PathEntry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
@@ -140,12 +140,12 @@ class QuantConfig(options.Options):
                 f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; remove one of them"
             )
         for name in ("float_first_blocks", "float_last_blocks", *SWITCHES):
-            if (value := getattr(self, name)) and (value < 0 or not self._quantizes):
+            if (value := getattr(self, name)) and (value < 0 or not self._is_quantized):
                 why = "must not be negative" if value < 0 else "has no effect if nothing is quantized"
                 raise ValueError(f"{name} {value} {why}; set it to {getattr(QuantConfig, name)}")
         self._check_pairs()
         self._check_options_are_read()
-        self._resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
+        self._make_resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
 
     # -- meaning of the config ----------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class QuantConfig(options.Options):
           ValueError: ``auto`` is ambiguous, because the config strings of the rules have different backends.
         """
         strings = self.strings
-        if not self._quantizes:
+        if not self._is_quantized:
             return None
         if self.use_qwix_quantization:
             return "qwix"
@@ -181,32 +181,32 @@ class QuantConfig(options.Options):
     @property
     def strings(self) -> list[str]:
         """Every config string in use: the base string, if it is not empty, and the strings of the rules."""
-        return [name for name, _ in self._named_rows()]
+        return [name for name, _ in self._strings_in_use()]
 
     def recipe(self) -> Recipe | None:
         """Return the base recipe with the options applied, or None; for ``intmp`` the recipe of ``__default__``."""
-        return self._resolver().base.recipe
+        return self._make_resolver().base.recipe
 
     def resolver(self) -> Resolver | None:
         """Return the function that selects the recipe of each layer, or None if the config quantizes nothing."""
-        return self._resolver() if self._quantizes else None
+        return self._make_resolver() if self._is_quantized else None
 
-    def _resolver(self) -> Resolver:
+    def _make_resolver(self) -> Resolver:
         entries = [
-            Entry(rule.path, self._recipe_of(rule.recipe), f"rules[{index}].path", True)
+            PathEntry(rule.path, self._make_recipe(rule.recipe), f"rules[{index}].path", True)
             for index, rule in enumerate(self.rules)
         ]
-        recipe, reason = self._recipe_of(self.quantization), f"quantization {self.quantization!r}"
+        recipe, reason = self._make_recipe(self.quantization), f"quantization {self.quantization!r}"
         if self.quantization == "intmp":
             path, (listed, recipe) = self.quant_cfg_path, load_mixed_precision(self.quant_cfg_path)
             reason = f"default of {path}"
-            entries += [Entry(pattern, each, f"{path}: entry", False) for pattern, each in listed]
+            entries += [PathEntry(pattern, each, f"{path}: entry", False) for pattern, each in listed]
         base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
         ends = self.float_first_blocks, self.float_last_blocks
         switches = tuple(name for name in SWITCHES if getattr(self, name))
         return Resolver(tuple(entries), base, self.implementation, ends, switches)
 
-    def _recipe_of(self, recipe: str | Recipe | None) -> Recipe | None:
+    def _make_recipe(self, recipe: str | Recipe | None) -> Recipe | None:
         """Return the recipe of a config string with the options applied; return a ``Recipe`` unchanged."""
         return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").apply_options(self)
 
@@ -240,10 +240,10 @@ class QuantConfig(options.Options):
                 f"or an object with an attribute 'quantization', got {type(obj).__name__}"
             )
         for name, disabled in _NOT_IMPLEMENTED.items():
-            value = _plain(_attribute(obj, name))
+            value = _unwrap(_attribute(obj, name))
             if value is not _MISSING and value not in disabled:
                 raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {disabled[0]!r}")
-        values = {field.name: _plain(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
+        values = {field.name: _unwrap(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
         fields = {name: value for name, value in values.items() if value is not _MISSING}
         string = fields.get("quantization")
         if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
@@ -276,25 +276,25 @@ class QuantConfig(options.Options):
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
         """Normalize MaxText's spellings: enums to their values, null to "" in text fields, compositions to text."""
-        plain = {key: _plain(value) for key, value in mapping.items()}
+        plain = {key: _unwrap(value) for key, value in mapping.items()}
         if "quantization" in plain:
             plain["quantization"] = spell(plain["quantization"])
         return {key: _NULLS.get(key) if value is None else value for key, value in plain.items()}
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _named_rows(self) -> list[tuple[str, str]]:
+    def _strings_in_use(self) -> list[tuple[str, str]]:
         """Return the config strings in use, each with the config field that contains the string."""
         named = [(self.quantization, "quantization")]
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
 
     @property
-    def _quantizes(self) -> bool:
+    def _is_quantized(self) -> bool:
         return bool(self.quantization) or any(rule.recipe for rule in self.rules)
 
     def _check_pairs(self) -> None:
-        named = self._named_rows()
+        named = self._strings_in_use()
         for name, place in named:
             lookup(name, place)
             if name == "intmp" and place != "quantization":
@@ -370,11 +370,11 @@ def _unread_fields(program: Any) -> dict[str, Any]:
     for section in [each for each in fields.values() if isinstance(each, Mapping)]:
         fields |= section
     kind, unread = type(program if model is _MISSING else model), {}
-    for name, value in ((str(name), _plain(value)) for name, value in fields.items()):
+    for name, value in ((str(name), _unwrap(value)) for name, value in fields.items()):
         is_read = name in (*_NOT_IMPLEMENTED, _LOGITS_CALIBRATION) or hasattr(QuantConfig, name)
         concerns_quantization = _QUANT_FIELD.search(name) or ("dtype" in name and _LOW_DTYPE.search(str(value)))
         default = getattr(getattr(kind, "model_fields", {}).get(name), "default", getattr(kind, name, None))
-        if concerns_quantization and not is_read and str(value) not in (*_UNSET, str(_plain(default))):
+        if concerns_quantization and not is_read and str(value) not in (*_UNSET, str(_unwrap(default))):
             unread[name] = value
     return unread
 
@@ -386,7 +386,7 @@ def _attribute(obj: Any, name: str) -> Any:
         return _MISSING
 
 
-def _plain(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 

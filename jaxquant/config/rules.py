@@ -108,7 +108,7 @@ def default_exclusion(path: str, out_features: int, switches: Collection[str] = 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class PathEntry:
     """Regex on layer paths with the recipe of the matching layers, from a user's rule or an ``intmp`` file.
 
     Attributes:
@@ -145,7 +145,7 @@ class Resolver:
       switches: fields of ``SWITCHES`` that are on.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PathEntry, ...]
     base: Decision
     implementation: str | None = None
     float_ends: tuple[int, int] = (0, 0)
@@ -169,7 +169,7 @@ class Resolver:
           path: "/"-joined module path, spelled as in the model.
           out_features: number of outputs.
         """
-        entry = self._first(path)
+        entry = self._find_entry(path)
         if entry is not None:
             verb = "left in float by " if entry.recipe is None else ""
             reason = f"{verb}{entry.place} {entry.pattern!r}"
@@ -212,7 +212,7 @@ class Resolver:
             known = sorted(numbers[name])
             if first + last >= len(known):
                 raise ValueError(f"{setting} leave all {len(known)} blocks {name}* in float; lower one of them")
-            if self._first(path) is None and number in known[:first] + known[len(known) - last :]:
+            if self._find_entry(path) is None and number in known[:first] + known[len(known) - last :]:
                 floats[path] = f"block {name}{number}, left in float by {setting}"
         return floats
 
@@ -229,7 +229,7 @@ class Resolver:
                 "jaxquant.maybe_quantize_model(model, config, *inputs)"
             )
 
-    def _first(self, path: str) -> Entry | None:
+    def _find_entry(self, path: str) -> PathEntry | None:
         return next((entry for entry in self.entries if entry.matches(path)), None)
 
     def check_used(self, paths: Iterable[str]) -> None:
@@ -242,7 +242,7 @@ class Resolver:
           ValueError: the regex of a rule or ``intmp`` entry matches no path, or earlier rules match all its layers.
         """
         paths = list(paths)
-        first = {path: self._first(path) for path in paths}
+        first = {path: self._find_entry(path) for path in paths}
         for entry in self.entries:
             matched = [path for path in paths if entry.matches(path)]
             if not matched:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from jaxquant.core.qtensor import QTensor, check
-from jaxquant.export.safetensors import NAMES
+from jaxquant.export.safetensors import TYPE_NAMES
 from jaxquant.formats.packing import PACKED_DTYPES
 
 _AS_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -181,8 +181,8 @@ def _dtype_name(path: str, array: Any) -> str:
     name = array.dtype.name
     if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(f"{path} is {name}, which JAX would load in 32 bits; cast it or set jax_enable_x64")
-    if name not in PACKED_DTYPES and array.dtype not in NAMES:
-        supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
+    if name not in PACKED_DTYPES and array.dtype not in TYPE_NAMES:
+        supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in TYPE_NAMES)))
         raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {supported}")
     return name
 

@@ -19,7 +19,7 @@ from jaxquant.core.recipe import TensorSpec
 from tests import numerics
 from tests.models import chain
 
-linear = mlc.block_scale_linear
+linear, split = mlc.block_scale_linear, mlc.split_kv_b_proj
 BLOCK = (128, 128)
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 F32 = np.float32
@@ -213,11 +213,11 @@ REFUSED = [
     (lambda x, w, s: mlc.block_scale_experts(x[None], w, s, [1, 4]), r"x must be \[tokens, K\]"),
     (lambda x, w, s: mlc.block_scale_experts(x[:2], w, s, np.array([[0, 1, 0]])), "x needs 1 or 3 rows, got 2"),
     (lambda x, w, s: mlc.group_sizes(np.array([1, 2, 3, 4]), 5), r"\(4,\); for 5 experts it must be \(5,\) or \(6,\)"),
-    (lambda x, w, s: mlc.absorb(w[0, 0], s[0], 2, 128, 128), r"weight must be \[rows, C\], got"),
-    (lambda x, w, s: mlc.absorb(*weight(1152, 192), 3, 128, 256), "kv_lora_rank 192 is not a multiple of 128 "),
-    (lambda x, w, s: mlc.absorb(*weight(1152, 256), 3, 192, 192), "qk_nope_head_dim 192 is not a multiple of 128"),
-    (lambda x, w, s: mlc.absorb(*weight(960, 256), 3, 256, 64), "v_head_dim 64 is not a multiple of 128"),
-    (lambda x, w, s: mlc.absorb(*weight(1152, 256), 3, 128, 257), "rows, not num_heads 3 times qk_nope_head_dim 128"),
+    (lambda x, w, s: split(w[0, 0], s[0], 2, 128, 128), r"weight must be \[rows, C\], got"),
+    (lambda x, w, s: split(*weight(1152, 192), 3, 128, 256), "kv_lora_rank 192 is not a multiple of 128 "),
+    (lambda x, w, s: split(*weight(1152, 256), 3, 192, 192), "qk_nope_head_dim 192 is not a multiple of 128"),
+    (lambda x, w, s: split(*weight(960, 256), 3, 256, 64), "v_head_dim 64 is not a multiple of 128"),
+    (lambda x, w, s: split(*weight(1152, 256), 3, 128, 257), "rows, not num_heads 3 times qk_nope_head_dim 128"),
     (lambda x, w, s: mlc.skip_reason("mlp.up", 8, "mlp"), "must be a list of modules, got 'mlp'"),
     (lambda x, w, s: mlc.block_scale_bmm(x[None], w, s), r"\(1, 4, 96\) must be \[H, M, K\] with as"),
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x, 32, "int8"), "dtype must be float8_e4m3fn or"),
@@ -276,13 +276,13 @@ HEADS, NOPE, VALUE, RANK = 3, 128, 256, 256
 
 def test_the_absorbed_projections_are_those_of_kv_b_proj():
     w, scale = weight(HEADS * (NOPE + VALUE), RANK)
-    found = mlc.absorb(w, scale, HEADS, NOPE, VALUE)
+    found = split(w, scale, HEADS, NOPE, VALUE)
     dense = values(w, scale, BLOCK).reshape(HEADS, NOPE + VALUE, RANK)
     assert (found.w_uk.shape, found.w_uk_scale_inv.shape) == ((HEADS, RANK, NOPE), (HEADS, RANK // 128, 1))
     np.testing.assert_array_equal(values(found.w_uk, found.w_uk_scale_inv, BLOCK), dense[:, :NOPE].swapaxes(1, 2))
     np.testing.assert_array_equal(values(found.w_uv, found.w_uv_scale_inv, BLOCK), dense[:, NOPE:])
     oblong = weight(HEADS * (NOPE + VALUE), RANK, block=(128, 64))
-    w_uk, uk_scale, *_ = mlc.absorb(*oblong, HEADS, NOPE, VALUE, (128, 64))  # its blocks are transposed, too
+    w_uk, uk_scale, *_ = split(*oblong, HEADS, NOPE, VALUE, (128, 64))  # its blocks are transposed, too
     want = values(*oblong, (128, 64)).reshape(dense.shape)[:, :NOPE].swapaxes(1, 2)
     np.testing.assert_array_equal(values(w_uk, uk_scale, (64, 128)), want)
     bmm = jax.jit(mlc.block_scale_bmm)

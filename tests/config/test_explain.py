@@ -20,7 +20,7 @@ def test_every_string_is_explained_by_its_recipe():
         for spec in row.recipe.specs.values() if row.recipe else ():
             if isinstance(spec, TensorSpec):
                 assert explain.describe_operand(spec) in text
-        assert (explain.LEAN in text) == bool(row.recipe and row.recipe.is_lean)
+        assert (explain.LEAN_ARITHMETIC in text) == bool(row.recipe and row.recipe.is_lean)
 
 
 def test_options_change_what_is_said():

@@ -18,7 +18,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
-from jaxquant.export.gguf import gguf_name, to_halves, to_neighbours
+from jaxquant.export.gguf import gguf_name, rows_to_gguf, rows_to_hf
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
@@ -159,14 +159,14 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
         return QTensor(rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn), scale, block=block)
 
     for given in (tensor((300, 260), (1, 1)), tensor((300, 260), (2, 2), (256, 256)), tensor((256, 512), (2, 1))):
-        elements, scale, outer = ScaledElements.of(given, fp8)
+        elements, scale, outer = ScaledElements.from_qtensor(given, fp8)
         assert (elements.shape, outer.tolist()) == (given.shape, 1)
         rows, columns = given.shape
         expected = np.kron(given.scale, np.ones(given.blocks))[:rows, :columns]
         np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[:rows, :columns], expected)
-        assert ScaledElements.of(given, nvfp4) is None
+        assert ScaledElements.from_qtensor(given, nvfp4) is None
     for given in (tensor((256, 256), (4, 4)), tensor((384, 256), (4, 2), (96, 128))):
-        assert ScaledElements.of(given, fp8) is None
+        assert ScaledElements.from_qtensor(given, fp8) is None
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])
@@ -185,7 +185,7 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
     decoded = gguf.quants.dequantize(attention.data, attention.tensor_type)
     back = open_gguf(tmp_path / "m.gguf")
     assert back.shape == SHAPE
-    np.testing.assert_array_equal(decoded, to_neighbours(back.weight(Q), 4))
+    np.testing.assert_array_equal(decoded, rows_to_gguf(back.weight(Q), 4))
     for name, weight in tensors().items():
         found = sqnr(weight, back.read(name)) if not name.endswith("norm.weight") else np.inf
         assert found == pytest.approx(rows[name].sqnr, abs=1e-3)
@@ -219,9 +219,9 @@ def test_rows_that_no_block_divides_are_written_as_llama_cpp_writes_them(tmp_pat
 
 def test_rows_of_heads_turn_and_turn_back():
     weight = np.arange(16 * 3).reshape(16, 3)
-    turned = to_neighbours(weight, 2)
+    turned = rows_to_gguf(weight, 2)
     assert turned[:8, 0].tolist() == [3 * row for row in (0, 4, 1, 5, 2, 6, 3, 7)]
-    np.testing.assert_array_equal(to_halves(turned, 2), weight)
+    np.testing.assert_array_equal(rows_to_hf(turned, 2), weight)
 
 
 def test_parts_of_a_large_array_are_encoded_alike():

@@ -15,7 +15,7 @@ import jax
 
 from jaxquant.backends import load
 from jaxquant.compat.maxtext.layer_op import LayerOp
-from jaxquant.compat.maxtext.stored import Op, einsum_holds, forward_config, op_name
+from jaxquant.compat.maxtext.stored import Op, forward_config, inner_op_name, op_name
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.mixed_precision import DEFAULT
 from jaxquant.config.quant_config import QuantConfig, is_program_config
@@ -80,8 +80,8 @@ class Quantization:
     replicate_scale: bool
     resolver: Resolver
     base: Recipe | None = None
-    asked: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
-    building: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
+    layer_paths: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
+    init_operands: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "quant_mode":
@@ -118,7 +118,7 @@ class Quantization:
         Raises:
           ValueError: see ``Resolver.check_used``.
         """
-        self.resolver.check_used(sorted(self.asked))
+        self.resolver.check_used(sorted(self.layer_paths))
 
     def dot_general_cls(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[[], nn.Module]:
         """Return the argument ``dot_general_cls`` of a Linen layer; its module uses the recipe of the layer's path.
@@ -126,14 +126,14 @@ class Quantization:
         Args:
           mesh_axes: logical axis names of the kernel, which the stored qvalue and scale get in serve mode.
         """
-        kind = self._named("dot_general", _DotGeneral)
+        kind = self._op_class("dot_general", _DotGeneral)
         return lambda: kind(self, tuple(mesh_axes))
 
     def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[..., jax.Array]:
         """Return an einsum module, called as ``module(equation, activation, weight)``. Call this inside a layer."""
         if self.is_left_to_the_trace:
             return jax.numpy.einsum
-        return self._named("einsum", _Einsum)(self, tuple(mesh_axes))
+        return self._op_class("einsum", _Einsum)(self, tuple(mesh_axes))
 
     @property
     def is_left_to_the_trace(self) -> bool:
@@ -143,36 +143,36 @@ class Quantization:
         engine = None if traced_face.value is None else traced_face.value.engine
         return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
 
-    def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
+    def _op_class(self, op: Op, kind: type[_PathOp]) -> type[_PathOp]:
         """Return a class with the name of the backend's op, because Linen names modules and state after the class."""
-        return _renamed(kind, op_name(self.backend, op, self.base))
+        return _rename_class(kind, op_name(self.backend, op, self.base))
 
 
 @functools.cache
-def _renamed(kind: type, name: str) -> Any:
+def _rename_class(kind: type, name: str) -> Any:
     """Return a Linen class under another name. The class is cached, because jit's cache is keyed by class."""
     return types.new_class(name, (kind,), {}, lambda body: body.update(__module__=__name__, __doc__=kind.__doc__))
 
 
-class _ByPath(nn.Module):
+class _PathOp(nn.Module):
     """Op that runs the resolver's recipe for the path of its layer, or stays in float."""
 
     quantization: Quantization
     mesh_axes: tuple[str | None, ...] = ()
 
-    def _op(self, out_features: int, *operands: jax.Array, name: str = "") -> LayerOp | None:
+    def _make_op(self, out_features: int, *operands: jax.Array, name: str = "") -> LayerOp | None:
         if self.quantization.is_left_to_the_trace:
             return None
         path = join_path(self.path[:-1])
         if not self.path and self.quantization.resolver.patterns:
-            if self._is_built(operands):
+            if self._is_constructing(operands):
                 return None  # the rules may be applied when the model is traced
             raise NotImplementedError(  # the op is in an NNX layer, which Linen cannot see
                 f"rule {self.quantization.resolver.patterns[0][0]!r} is not supported by the op of "
                 "jaxquant.compat.maxtext.configure_quantization in an NNX layer, because the op has no layer path; "
                 "call jaxquant.maybe_quantize_model(model, config) instead"
             )
-        self.quantization.asked.add(path)
+        self.quantization.layer_paths.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
             return None
@@ -187,34 +187,34 @@ class _ByPath(nn.Module):
             nn.share_scope(self, op)  # stores the op's variables in this module's scope
         return op
 
-    def _is_built(self, operands: tuple[jax.Array, ...]) -> bool:
+    def _is_constructing(self, operands: tuple[jax.Array, ...]) -> bool:
         """Return whether the layer is being constructed.
 
         The constructor of MaxText's ``DenseGeneral`` initializes the op, and then calls it once with the same arrays.
         """
-        building = self.quantization.building
+        init_operands = self.quantization.init_operands
         if self.is_initializing():
-            building[:] = operands
+            init_operands[:] = operands
             return True
-        is_same = bool(building) and all(a is b for a, b in zip(building, operands, strict=True))
-        building.clear()
+        is_same = bool(init_operands) and all(a is b for a, b in zip(init_operands, operands, strict=True))
+        init_operands.clear()
         return is_same
 
-    def _watch(self, op: LayerOp | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def _guard_state(self, op: LayerOp | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Return the operands unchanged; raise in training if the quant state of the op would never be updated."""
         is_training = self.quantization.quant_mode is QuantMode.TRAIN
         is_hidden = is_training and not self.path and op is not None and op.recipe.is_stateful
-        return require_manual(_STANDS_STILL, operands) if is_hidden else operands
+        return require_manual(_NOT_UPDATED, operands) if is_hidden else operands
 
 
-_STANDS_STILL = (
+_NOT_UPDATED = (
     "an NNX layer has the quant state of an op of jaxquant.compat.maxtext.configure_quantization, but only the "
     f"pre-training of MaxText 0.2.5 or later updates this state; {STATELESS}, or use jaxquant.maybe_quantize_model and "
     "value_and_grad"
 )
 
 
-class _DotGeneral(_ByPath):
+class _DotGeneral(_PathOp):
     """``dot_general`` with the recipe of the layer's path."""
 
     @nn.compact
@@ -223,21 +223,21 @@ class _DotGeneral(_ByPath):
     ) -> jax.Array:
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-        op = self._op(math.prod(kept), lhs, rhs)
+        op = self._make_op(math.prod(kept), lhs, rhs)
         compute: Any = op or jax.lax.dot_general
-        return compute(*self._watch(op, lhs, rhs), dimension_numbers, precision, *args, **kwargs)
+        return compute(*self._guard_state(op, lhs, rhs), dimension_numbers, precision, *args, **kwargs)
 
 
-class _Einsum(_ByPath):
+class _Einsum(_PathOp):
     """Einsum with the recipe of the layer's path."""
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         out_features = _einsum_out_features(equation, rhs.shape)
-        op = self._op(out_features, lhs, rhs, name=einsum_holds(self.quantization.backend))
+        op = self._make_op(out_features, lhs, rhs, name=inner_op_name(self.quantization.backend))
         if op is None:
             return jax.numpy.einsum(equation, lhs, rhs, **options)
-        lhs, rhs = self._watch(op, lhs, rhs)
+        lhs, rhs = self._guard_state(op, lhs, rhs)
         dot = lambda lhs, rhs, numbers, _: op(lhs, rhs, numbers, **options)  # noqa: E731
         is_converted = self.quantization.quant_mode is not QuantMode.TRAIN
         return contract_einsum(equation, (lhs, rhs), dot, is_converted=is_converted, **options)

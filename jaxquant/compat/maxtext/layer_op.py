@@ -68,7 +68,7 @@ class LayerOp(nn.Module):
         else:
             state = self._quant_state(rhs, dims)
             if recipe.sparsity is not None:
-                masks = self._watched((rhs,), state[SPARSITY])
+                masks = self._guard_state((rhs,), state[SPARSITY])
                 weight = sparsity.sparsify(recipe.sparsity, dims.rhs_contract, rhs, masks)
         # Without a random stream, the op derives the noise from the values that it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
@@ -78,7 +78,7 @@ class LayerOp(nn.Module):
             numbers=dims.numbers,
             precision=precision,
             dtype=preferred_element_type,
-            state=self._watched((lhs, weight), amaxes),
+            state=self._guard_state((lhs, weight), amaxes),
             key=key,
             implementation=self.quantization.resolver.implementation,
         )
@@ -104,7 +104,7 @@ class LayerOp(nn.Module):
         refuse_trained(state)
         return layers_of(state)[""]
 
-    def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
+    def _guard_state(self, operands: tuple[Array, ...], state: Any) -> Any:
         """Return the state; a gradient that does not include the state will raise an error."""
         return watch.LINEN(self.layer, operands, state) if state else state
 
@@ -137,7 +137,7 @@ class LayerOp(nn.Module):
         if self.is_initializing() and self.is_mutable_collection(COLLECTION):
             zeros = wanted.replace(lambda _, part: jnp.zeros(part.shape, part.dtype))
             frozen, names = freeze(self.backend.name, self.recipe, zeros, axes, self.mesh_axes)
-            frozen = _named(frozen, names, self.quantization.replicate_scale) if names else frozen
+            frozen = _set_axis_names(frozen, names, self.quantization.replicate_scale) if names else frozen
             self.put_variable(COLLECTION, STORED, {"frozen": frozen})
         stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
         if "frozen" not in stored:
@@ -155,7 +155,7 @@ def _describe(tensor: QTensor) -> str:
     return f"{tensor.description}{'' if tensor.input_scale is None else ', with an input_scale'}"
 
 
-def _named(tensor: Any, names: Any, replicate_scale: bool) -> Any:
+def _set_axis_names(tensor: Any, names: Any, replicate_scale: bool) -> Any:
     """Set the axis names of the float kernel on the stored kernel; an axis of size 1 of a scale gets no name."""
 
     def name(part: Array) -> nn.LogicallyPartitioned:

@@ -54,9 +54,9 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     if not is_program_config(config):
         return quantize_any(model, config, *example_inputs, **example_kwargs)
     if not (example_inputs or example_kwargs):
-        example_inputs, example_kwargs = example_of(model, config)
+        example_inputs, example_kwargs = make_example_inputs(model, config)
     program, config = config, QuantConfig.from_any(config)
-    handle = handle_of(model) if isinstance(model, (nn.Module, nnx.Module)) else None
+    handle = find_handle(model) if isinstance(model, (nn.Module, nnx.Module)) else None
     if handle is not None:
         if handle.quant_mode is not QuantMode.TRAIN:
             return model
@@ -68,7 +68,7 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     return quantize_model(model, config, *example_inputs, **example_kwargs)
 
 
-def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_example_inputs(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return example inputs for the model of a MaxText config: tokens, positions, segment ids, and MTP inputs.
 
     Args:
@@ -90,7 +90,7 @@ def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return (ids, ids, ids), options
 
 
-def handle_of(model: Any) -> Quantization | None:
+def find_handle(model: Any) -> Quantization | None:
     """Return the handle of ``configure_quantization`` in a model, or None."""
     if isinstance(model, nnx.Module):
         nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
@@ -100,7 +100,7 @@ def handle_of(model: Any) -> Quantization | None:
         values = list(model.values())
     else:
         values = [getattr(model, field.name, None) for field in dataclasses.fields(model)]
-    found = (handle_of(value) if _may_hold(value) else value for value in values)
+    found = (find_handle(value) if _may_contain_handle(value) else value for value in values)
     return next((value for value in found if isinstance(value, Quantization)), None)
 
 
@@ -111,7 +111,7 @@ def without_op_state(model: nnx.Module) -> nnx.Module:
     return copy
 
 
-def _may_hold(value: Any) -> bool:
+def _may_contain_handle(value: Any) -> bool:
     """Return whether a value is a Linen module, or a mapping such as the arguments of a submodule."""
     is_linen = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "init_with_output")
     return is_linen or isinstance(value, Mapping)

@@ -25,7 +25,7 @@ def op_name(backend: str, op: Op, recipe: Recipe | None) -> str:
     return _AQT_NAMES[op] if backend == "aqt" else native.op_name(op, recipe)
 
 
-def einsum_holds(backend: str) -> str:
+def inner_op_name(backend: str) -> str:
     """Return the name of the ``dot_general`` module inside a layer's einsum, or "" if there is no inner module."""
     return f"{_AQT_NAMES['dot_general']}_0" if backend == "aqt" else ""
 
