@@ -1,8 +1,6 @@
 """``python -m jaxquant``: the same as the command ``jaxquant``."""
 
-import sys
-
-from jaxquant.cli import main
+from jaxquant.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -7,6 +7,7 @@ imported inside the function, so that ``jaxquant --help`` does not import JAX.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -164,6 +165,8 @@ def train(**options: Any) -> int:
         dataset_path: my_texts
         quantization: fp8
 
+    The run is written to run_dir (default: runs/CONFIG-QUANTIZATION-BACKEND). The same command resumes it.
+
     In a run on several hosts, each host runs the same command with all three options below, which have the meaning of
     jax.distributed.initialize; run_dir is a folder that all hosts see.
 
@@ -202,8 +205,9 @@ def compare(runs: Sequence[str], out: str) -> None:
 def convert(**options: Any) -> None:
     """Convert a run to a quantized checkpoint for serving.
 
-    SOURCE is the folder of a run. KEY=VALUE words set fields of the quantization, for example quantization=int8. Layers
-    are converted one at a time, in bounded memory.
+    SOURCE is the folder of a run. KEY=VALUE words change fields of the quantization, for example quantization=int8;
+    without them, the run's quantization is used. Recipes with static scales are calibrated on held-out text. Layers are
+    converted one at a time, in bounded memory.
 
     Exit codes: 0 on success, 2 on an error, 130 after Ctrl-C.
     """
@@ -218,8 +222,9 @@ def convert(**options: Any) -> None:
 def evaluate(**options: Any) -> None:
     """Compare a run in float, as trained and as served.
 
-    RUN is the folder of a run, and DIR a folder that `jaxquant convert` wrote from it. The table has held-out loss and
-    next-token agreement.
+    RUN is the folder of a run. Each DIR is a folder that `jaxquant convert` wrote; without DIR, the run is compared
+    with its float model only. The table has the held-out loss, and the share of positions with the same most likely
+    next token.
 
     Exit codes: 0 on success, 2 on an error, 130 after Ctrl-C.
     """
@@ -263,7 +268,9 @@ def serve(prompt: Sequence[str], prompts_file: str | None, **options: Any) -> in
 def export(**options: Any) -> None:
     """Export a run for vLLM, SGLang, MAX or llama.cpp.
 
-    SOURCE is the folder of a run, or a folder that `jaxquant convert` wrote.
+    SOURCE is the folder of a run, or a folder that `jaxquant convert` wrote. The formats ct_*, fp8_block and fbgemm_fp8
+    are Hugging Face folders for vLLM and SGLang, modelopt_* also for TensorRT-LLM, hf is a float folder, and gguf_* is
+    a file for llama.cpp. Formats with static scales of inputs are calibrated on held-out text.
 
     Exit codes: 0 on success, 2 on an error, 130 after Ctrl-C.
     """
@@ -279,12 +286,19 @@ def export(**options: Any) -> None:
 def import_(**options: Any) -> None:
     """Import a Llama from Hugging Face or a GGUF file.
 
-    SOURCE is a Hugging Face folder or a GGUF file. The result is a run to train or, with --serve, a checkpoint to
-    serve. KEY=VALUE words set fields of the run's config.
+    SOURCE is a Hugging Face folder or a GGUF file. The result is a run, which `jaxquant train` continues, or with
+    --serve a checkpoint for `jaxquant serve`. KEY=VALUE words set fields of the run's config, such as dataset and
+    quantization; a float checkpoint needs quantization=... to be served.
 
     Exit codes: 0 on success, 2 on an error, 130 after Ctrl-C.
     """
     _commands().import_(**options)
+
+
+def run(words: Sequence[str] | None = None) -> None:
+    """Run a command and exit. After Ctrl-C the process ends at once, because XLA may still compile in a thread."""
+    code = main(words)
+    (os._exit if code == terminal.INTERRUPTED else sys.exit)(code)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How the tests compile, what is compiled once for all of them, and what this environment cannot run."""
+"""Compiler options of the tests, functions that are compiled once for all tests, and skips for this environment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 ROOT = Path(__file__).parent
 COMPILERS = ("jax_cuda12_plugin", "libtpu", "flatbuffers")
 UNCACHED = ("audit", "aot")
-"""Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
+"""Folders whose programs do not use the compilation cache: they are for chips that are not attached, and do not run."""
 LITTLE = ("audit", "backends", "docs", "inject", "must_hold", "serving", "state", "trace", "train")
-"""Folders that compile with little optimization: what they are about is not what a compiler makes of a program."""
+"""Folders that compile with little optimization: their tests do not depend on the compiled program."""
 FLAGS = os.environ.get("XLA_FLAGS", "")
 _FAST = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 FAST_TO_COMPILE: dict[str, Any] = _FAST if jax.__version_info__ < (0, 11) else {}
@@ -32,18 +32,19 @@ LONGEST = (
     *("inject/test_reach.py", "train/test_health.py", "backends/test_bands.py", "backends/test_handle.py"),
     *("audit/test_coverage.py", "audit/test_health.py", "train/test_step.py", "inject/test_nnx.py"),
 )
-"""Files that take long, longest first: workers take whole files, in this order, so that they end together."""
+"""Slow files, slowest first. Workers take whole files in this order, so that they end at about the same time."""
 
-# xdist gives its workers the terminal's width; tables are to be as they are in a pipe, wherever the tests run.
+# xdist passes the terminal's width to its workers. Without it, tables always look as in a pipe.
 os.environ.pop("COLUMNS", None)
 
-# Tracing makes millions of objects and few cycles; at Python's thresholds a tenth of the time goes to looking for them.
+# Tracing makes millions of objects and few cycles. With Python's thresholds, garbage collection takes a tenth of the
+# time.
 gc.set_threshold(200_000, 20, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile each program once for all tests, workers and subprocesses of a session: most of their time is that."""
+    """Share compiled programs among all tests, workers and subprocesses of a session, because compilation is slow."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -62,27 +63,27 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module", autouse=True)
 def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> None:
-    """Compile with little optimization where the bits of optimized programs are not what a module is about.
+    """Compile with little optimization if a module does not test the bits of optimized programs.
 
-    Programs and subprocesses alike. That is so in the folders of ``LITTLE`` and where a module says ``OPTIMIZED =
-    False``; ``OPTIMIZED = None`` leaves ``FAST_TO_COMPILE`` out. All other tests compile as users do.
+    This applies to the folders of ``LITTLE`` and to modules with ``OPTIMIZED = False``, also in their subprocesses.
+    ``OPTIMIZED = None`` does not use ``FAST_TO_COMPILE``. All other tests compile as users do.
     """
     folder = request.path.relative_to(ROOT).parts[0]
     is_cached = folder not in UNCACHED
     if jax.config.values["jax_enable_compilation_cache"] != is_cached:
         jax.config.update("jax_enable_compilation_cache", is_cached)
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
-        reset_cache()  # it remembers whether it is on
+        reset_cache()  # the cache remembers whether it is enabled
     is_optimized = getattr(request.module, "OPTIMIZED", folder not in LITTLE)
     compile_options.added = {} if is_optimized is None else FAST_TO_COMPILE
     optimize_little(not is_optimized)
 
 
 def optimize_little(is_little: bool) -> bool:
-    """Choose how programs are compiled from here on, in subprocesses too, and return the previous choice."""
+    """Set the optimization of programs that are compiled later, also in subprocesses; return the previous setting."""
     before = jax.config.values["jax_disable_most_optimizations"]
     if before != is_little:
-        jax.devices()  # this process has read XLA_FLAGS
+        jax.devices()  # this process has already read XLA_FLAGS
         flags = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST_TO_COMPILE.items())
         os.environ["XLA_FLAGS"] = f"{FLAGS} {flags}" if is_little else FLAGS
         jax.config.update("jax_disable_most_optimizations", is_little)
@@ -113,7 +114,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out slow tests, and two of every three cases of one")
 
 
-@pytest.hookimpl(trylast=True)  # cases are counted of what -k and -m leave
+@pytest.hookimpl(trylast=True)  # -k and -m have already removed cases
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("quick"):
         kept = quick(items)
@@ -128,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one case in three of every test that is not slow, the first one among them."""
+    """Return every third case of each test that is not slow, beginning with the first case."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("aot"):

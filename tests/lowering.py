@@ -1,4 +1,4 @@
-"""What a program does: the equations of a traced one, the element types of the matmuls of a lowered one."""
+"""Contents of a program: equations of a traced program, element types of the matmuls of a lowered program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FUNCTION = re.compile(r"func\.func (?:public |private )?@([\w.]+)\(")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield every equation of a jaxpr, those of the programs in it too."""
+    """Yield every equation of a jaxpr and of the programs nested in it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
@@ -23,12 +23,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def dot_operand_types(lowered_text: str) -> list[tuple[str, str, str]]:
-    """Give (lhs, rhs, result) element types of every ``dot_general`` of a StableHLO text, such as ("i8", "i8", "i32").
+    """Return (lhs, rhs, result) element types of every ``dot_general`` in StableHLO text, such as ("i8", "i8", "i32").
 
     A function that is called n times counts n times; the body of a loop counts once.
 
     Args:
-      lowered_text: of ``jax.jit(f).lower(...).as_text()``.
+      lowered_text: result of ``jax.jit(f).lower(...).as_text()``.
     """
     dots: dict[str, list[tuple[str, str, str]]] = {}
     calls: dict[str, Counter[str]] = {}

@@ -1,4 +1,4 @@
-"""Models that many tests share: layers one after another, and a residual block, alone or scanned."""
+"""Models that many tests share: a sequence of layers, and a residual block, with or without scan."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Chain(nn.Module):
 
 
 def chain(name: str | None = None, **widths: int) -> Chain:
-    """Return dense layers by name and width; ``name`` is that of the module in another one."""
+    """Return dense layers by name and width; ``name`` is the name of the module in its parent."""
     return Chain(tuple(widths.items()), name=name)
 
 
 class NnxChain(nnx.Module):
-    """The same in NNX, for inputs of ``width`` features."""
+    """``Chain`` in NNX, for inputs of ``width`` features."""
 
     def __init__(self, width: int, **widths: int):
         rngs, self.names = nnx.Rngs(0), tuple(widths)
@@ -42,7 +42,7 @@ class NnxChain(nnx.Module):
 
 
 class Block(nn.Module):
-    """Two layers around a SiLU, added to their input, as ``nn.scan`` takes them."""
+    """Two layers with a SiLU between them, and a residual connection; has the signature for ``nn.scan``."""
 
     inner: int
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Scanned(nn.Module):
-    """Blocks ``layers`` in a scan, their parameters stacked along an axis; rematerialized or not."""
+    """Scan over blocks, with the name ``layers`` and parameters stacked along an axis; rematerialized or not."""
 
     inner: int
     length: int = 2

@@ -1,4 +1,4 @@
-"""The meaning of a recipe in plain numpy, for ``[M, K] · [K, N]``, written apart from the package's own code."""
+"""The definition of a recipe in numpy, for ``[M, K] · [K, N]``, independent of the package's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUNDS = {
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Saturating round-to-nearest-even to a dtype, back in float32."""
+    """Round to a dtype (nearest even, saturating) and return float32."""
     x = np.asarray(x, np.float32)
     if dtype.startswith("int"):
         top = np.floor(BOUNDS[dtype])
@@ -31,13 +31,13 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def absmax_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
-    """Scale shared along ``axis`` (None: by all)."""
+    """Return the scale that elements along ``axis`` share (None: all elements)."""
     scale = np.max(np.abs(x), axis=axis, keepdims=True).astype(np.float32) * np.float32(1 / BOUNDS[dtype])
     return np.where(scale < np.sqrt(np.finfo(np.float32).tiny), np.float32(1), scale).astype(np.float32)
 
 
 def grid_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
-    """Scale of a float32 weight of integers, from which decoded values compute it again."""
+    """Return the scale of a float32 weight with integer codes; the decoded values have the same scale."""
     x, top = np.asarray(x, np.float32), np.float32(np.floor(BOUNDS[dtype]))
     statistic = np.max(np.maximum(x, -x * (top / (top + 1))), axis=axis, keepdims=True)
     coarse, fine = (significant(statistic * (1 / top), bits) for bits in (8, 11))
@@ -46,7 +46,7 @@ def grid_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
 
 
 def significant(x: np.ndarray, bits: int) -> np.ndarray:
-    """Round to so many significant bits, ties to even."""
+    """Round to a number of significant bits, ties to even."""
     fraction, exponent = np.frexp(np.asarray(x, np.float32))
     return np.ldexp(np.rint(fraction * 2.0**bits) / 2.0**bits, exponent).astype(np.float32)
 
@@ -61,7 +61,7 @@ def quantize(x: np.ndarray, dtype: str, axis: int | None, reciprocal: bool = Fal
 
 
 def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of_two: bool):
-    """Return qvalue and the scale of each element, block by block in a plain loop."""
+    """Return qvalue and the scale of each element, computed block by block in a loop."""
     qvalue, scales = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
     for i in range(0, x.shape[0], block[0]):
         for j in range(0, x.shape[1], block[1]):
@@ -76,7 +76,7 @@ def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of
 
 
 def through_gguf(x: np.ndarray, codec: str, axis: int) -> np.ndarray:
-    """Return what llama.cpp's own decoder makes of an array's blocks along an axis, a last one filled with zeros."""
+    """Encode an array in blocks along an axis and decode it with llama.cpp; the last block is padded with zeros."""
     kind = gguf.GGMLQuantizationType[codec.upper()]
     size = gguf.GGML_QUANT_SIZES[kind][0]
     rows = np.moveaxis(x, axis, -1).astype(np.float32)

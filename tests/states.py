@@ -1,4 +1,4 @@
-"""Quant state by names, for tests: read as nested dicts, edited row by row, and compared."""
+"""Quant state by names, for tests: read as nested dicts, edited by row, and compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nested(quant_state: Any) -> dict[str, Any]:
 
 
 def only(quant_state: Any) -> dict[str, Any]:
-    """Return the nested variables of the one op in a quant state."""
+    """Return the nested variables of a quant state that has only one op."""
     tree = nested(quant_state)
     while "input_scale" not in tree:
         (tree,) = tree.values()
@@ -50,7 +50,7 @@ def edited(quant_state: Any, change: Callable[[str, Fields], Fields]) -> Any:
 
 
 def recorded(amax: Any) -> Any:
-    """Return what a history holds of amaxes: the largest float32 with their exponent and three mantissa bits."""
+    """Return amaxes as a history stores them: rounded up to the largest float32 with the same three mantissa bits."""
     bits = np.asarray(amax, np.float32).view(np.int32)
     return np.where(bits >> 20 > 0, (bits | 0xFFFFF).view(np.float32), np.float32(0))
 
@@ -61,6 +61,6 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
     others = state.rows_of(theirs)
     for name, fields in state.rows_of(ours).items():
         for field, value in fields.items():
-            # a mean of equal scales may differ from them in its last bit
+            # a mean of equal scales may differ from the scales in the last bit
             rtol = 1e-6 if field == "scale" else 0
             np.testing.assert_allclose(value, others[name][field], rtol=rtol, err_msg=f"{name}/{field}")

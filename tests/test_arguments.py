@@ -26,7 +26,7 @@ MODEL: Any = jaxquant.maybe_quantize_model(PLAIN, FP8, X)
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every argument of the mistakes below, by the name that they use."""
+    """Return every argument of the mistakes below, by name."""
     variables = MODEL.init(jax.random.key(1), X)
     params, quant_state = state.split(variables)
     observation = jax.grad(loss, argnums=1)(params, quant_state)
@@ -90,11 +90,11 @@ MISTAKES = {
     "jaxquant.describe_layers(loss, '', X)": r"got function; for a function use jaxquant\.quantize\(...\)\.report",
     "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is already quantized, with 'fp8'; pass the float model",
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is already quantized",
-    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear is called with inputs; pass .* 'fp8' gets its quant state",
+    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear requires inputs; pass .* 'fp8' gets its quant state",
     "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
     "jaxquant.convert(PLAIN, spoiled, {'quantization': 'fp8_current'}, X)": "has NaN or infinity in its kernel '",
     **{f"jaxquant.{f}({each})": FIRST.format(f) for f in ("convert", "calibrate") for each in WRONG_ORDER},
-    "jaxquant.convert(nnx_model, INT8)": "Linear is called with inputs; pass example inputs$",
+    "jaxquant.convert(nnx_model, INT8)": "Linear requires inputs; pass example inputs$",
     "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "Linear itself raised this error, in float, called with the",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [])": "calibrate got no batch",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [X] * 5)": "more than 4 batches for amax_history_length 4",

@@ -1,4 +1,4 @@
-"""What ``import jaxquant`` loads and names, each question in a fresh process: modules stay loaded in this one."""
+"""Modules and names that ``import jaxquant`` loads. Each test runs a new process, because modules stay loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_import_loads_nothing_training_no_checkpoint_library_and_no_public_n
     assert {"jax", "flax"} <= set(training)
     assert not {"orbax", "tensorstore", "aqt", "qwix"} & set(training)
     assert is_listed
-    assert called == []  # a package is no function
+    assert called == []  # a package is not a function
 
 
 def test_a_public_name_is_a_function_a_class_or_a_subpackage():
@@ -61,7 +61,7 @@ DISTRIBUTIONS = {"aqt": "aqtp", "google": "protobuf", "orbax": "orbax-checkpoint
 
 
 def imported_packages() -> set[str]:
-    """Return the packages of others that the library imports; its programs have extras."""
+    """Return the third-party packages that the library imports; the programs have extras for theirs."""
     found: set[str] = set()
     for path in set(ROOT.glob("jaxquant/**/*.py")) - {
         *ROOT.glob("jaxquant/training/*"),

@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: the budget of every room, and where some things are known."""
+"""Rules of the repository that a program can check: line budgets of folders, and modules that may know a fact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts import lines, prose
 
 ROOT = Path(__file__).parents[1]
 SLACK = 60
-"""Lines by which a budget may be above what is there; a room that shrinks more lowers its budget."""
+"""Number of lines by which a budget may exceed the actual count; a room that shrinks more must lower its budget."""
 
 
 def test_no_room_is_above_its_budget():
@@ -33,9 +33,9 @@ def test_the_library_knows_no_layer_classes():
 
 
 def test_every_option_has_a_caller():
-    """An argument with a default is passed by the package, a program or an example, or stands in the docs.
+    """An argument with a default must be passed by the package, a program or an example, or appear in the docs.
 
-    Kernels are called by a table, and ``compat`` has the signatures of other libraries.
+    Kernels are exempt, because a table calls them, and so is ``compat``, which has other libraries' signatures.
     """
     trees = {path: ast.parse(path.read_text()) for room in CALLERS for path in sorted((ROOT / room).rglob("*.py"))}
     trees = {path: tree for path, tree in trees.items() if not path.is_relative_to(ROOT / "jaxquant/bench")}
@@ -50,7 +50,7 @@ def test_every_option_has_a_caller():
     for path, tree in trees.items():
         if path.is_relative_to(ROOT / "jaxquant") and path.relative_to(ROOT).parts[1] not in EXEMPT:
             for name, option, place in options(tree):
-                # A class is also called by the ``__init__`` of those that inherit from it.
+                # The ``__init__`` of a subclass also calls a class.
                 count = max(counts[name], counts["__init__"] if name[:1].isupper() else 0)
                 is_passed = option in passed[name] or count > place or EVERYTHING in passed[name]
                 if not is_passed and not re.search(rf"\b{option}=|`{option}`", docs):
@@ -64,7 +64,7 @@ EVERYTHING = "**"
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, int, set[str]]]:
-    """Yield the last name of what each call calls, its number of arguments by position, and the names of others."""
+    """Yield, for each call, the last part of the name, the number of positional arguments, and the keyword names."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         function, args = call.func, call.args
         if last_name(function) == "partial" and args:
@@ -78,7 +78,7 @@ def last_name(node: ast.AST) -> str:
 
 
 def options(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, str, float]]:
-    """Yield the name of what is called, an argument with a default, and its place; infinite for those by name alone."""
+    """Yield a function's name, an argument with a default, and its position (infinite if it is keyword-only)."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("__")):
             given = [*node.args.posonlyargs, *node.args.args]

@@ -1,4 +1,4 @@
-"""Hypothesis: each reader of a file or config of others reads a mutated one, or refuses it with a documented error."""
+"""Hypothesis tests: each reader of files or configs reads a mutated file, or raises a documented error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALUES = st.recursive(
 
 
 def is_read(call: Callable[[], Any]) -> bool:
-    """Return whether an input is read; fail if it is refused with an error that is not documented or says nothing."""
+    """Return whether an input is read; fail if the error is undocumented or has no message."""
     try:
         call()
     except DOCUMENTED as refused:
@@ -57,7 +57,7 @@ def is_read(call: Callable[[], Any]) -> bool:
 
 
 def mutate(data: bytes, edits: list[tuple[float, int, bytes]], upto: float = 1.0) -> bytes:
-    """Replace bytes at places, which are fractions of the data."""
+    """Replace bytes at positions, which are fractions of the data's length."""
     for where, count, new in edits:
         place = int(where * upto * len(data))
         data = data[:place] + new + data[place + count :]
@@ -105,7 +105,7 @@ def test_quantizations_of_checkpoints(published: Any, where: float, new: Any):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in fp8 blocks and a GGUF file, both of one small model."""
+    """Write one small model as a folder with fp8 blocks and as a GGUF file."""
     shape, rng = LlamaShape(320, 32, 32, 1, 2, 1, 16, max_length=16), np.random.default_rng(0)
     tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in shape.tensors().items()}
     folder = tmp_path_factory.mktemp("checkpoints")

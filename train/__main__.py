@@ -2,8 +2,8 @@
 
 import sys
 
-from jaxquant.cli import main, program
+from jaxquant.cli import program, run
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    sys.exit(main(words if words and words[0] in program.commands else ["train", *words]))
+    run(words if words and words[0] in program.commands else ["train", *words])

@@ -36,7 +36,7 @@ from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_mini
 from jaxquant.training import report_missing_library
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.data import make_iterators
-from jaxquant.training.exporting import open_source, places
+from jaxquant.training.exporting import locate_tensors, open_source
 from jaxquant.training.importing import float_parameters, imported_config
 from jaxquant.training.model import Decoder
 from jaxquant.training.step import model_config
@@ -67,8 +67,8 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
     shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
     params = float_parameters(source, config, placed)
-    modules = {place.path.removesuffix("/kernel"): module for module, place in places(config, source.shape).items()}
-    linears = source.shape.linears()
+    located, linears = locate_tensors(config, source.shape).items(), source.shape.linears()
+    modules = {each.path.removesuffix("/kernel"): module for module, each in located}
 
     def intercept(call: Any, args: tuple[jax.Array, ...], kwargs: Any, context: Any) -> Any:
         module = modules.get("/".join(context.module.path))

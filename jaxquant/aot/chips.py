@@ -88,7 +88,7 @@ class Chip:
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
+def _rates(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
     """Return operations per second by kind of matmul, from TFLOP/s; the fp4 rate defaults to the bf16 rate."""
     rates = {"bf16": bf16, "fp8": fp8, "fp4": fp4 or bf16, "int8": int8, "f32": f32}
     return {kind: rate * 1e12 for kind, rate in rates.items()}
@@ -101,18 +101,18 @@ def _gpu(name: str, peak: dict[str, float], bandwidth: float, memory: float, lin
     return Chip("cuda", name, peak, bandwidth, memory, link, network=50e9, shares=GPU_SHARES, **fields)
 
 
-_HOPPER, _H200 = _peak(989, 1979, 1979, 494), (132, 62914560, 1.98, 9)
-_H200_NVL, _B200 = _peak(835, 1671, 1671, 417), _peak(2250, 4500, 4500, 1125, 9000)
+_HOPPER, _H200 = _rates(989, 1979, 1979, 494), (132, 62914560, 1.98, 9)
+_H200_NVL, _B200 = _rates(835, 1671, 1671, 417), _rates(2250, 4500, 4500, 1125, 9000)
 
 CHIPS: dict[str, Chip] = {
     "h100": _gpu("NVIDIA H100", _HOPPER, 3.35e12, 80e9, 900e9, gpu=(132, 52428800, 1.98, 9), domain=8),
     "h200": _gpu("NVIDIA H200", _HOPPER, 4.8e12, 141e9, 900e9, gpu=_H200, domain=8),
     "h200-nvl": _gpu("NVIDIA H200 NVL", _H200_NVL, 4.8e12, 141e9, 900e9, gpu=_H200, domain=4),
     "b200": _gpu("NVIDIA B200", _B200, 8.0e12, 180e9, 1800e9, gpu=(148, 132644864, 1.965, 10), domain=8),
-    "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197), 0.819e12, 16e9, 200e9, clock=1.5e9),
-    "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459), 2.765e12, 95e9, 600e9, clock=1.75e9),
-    "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9, clock=1.75e9),
-    "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2, clock=2.2e9),
+    "v5e": Chip("tpu", "v5e", _rates(197, 197, 394, 197), 0.819e12, 16e9, 200e9, clock=1.5e9),
+    "v5p": Chip("tpu", "v5p", _rates(459, 459, 918, 459), 2.765e12, 95e9, 600e9, clock=1.75e9),
+    "v6e": Chip("tpu", "v6e", _rates(918, 918, 1836, 918), 1.64e12, 32e9, 448e9, clock=1.75e9),
+    "v7x": Chip("tpu", "tpu7x", _rates(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2, clock=2.2e9),
 }
 """Chips by the name of the target in commands."""
 

@@ -50,7 +50,7 @@ class Request:
     step: str
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         return f"{self.target}-{self.topology}" if self.topology else self.target
 
 
@@ -76,6 +76,7 @@ def print_coverage(config: str, overrides: Sequence[str], step: str, check: bool
     try:
         if check:
             found.check()
+            print("check passed", file=sys.stderr)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -104,11 +105,11 @@ def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
     """Yield the audits of the quantized steps; the unquantized step is compiled once and comes first."""
     plain, is_compiled, stem = None, False, Path(request.config).stem
     for name, overrides in _steps(request, strings):
-        audit = _compiled(request, overrides, name)
+        audit = _compile(request, overrides, name)
         if audit.outcome.asked and not is_compiled:
             is_compiled = True
             try:
-                plain = _compiled(request, [*request.overrides, *UNQUANTIZED], f"{stem} unquantized")
+                plain = _compile(request, [*request.overrides, *UNQUANTIZED], f"{stem} unquantized")
             except (ValueError, TypeError, NotImplementedError) as error:
                 print(f"no unquantized step to compare with: {error}", file=sys.stderr)
             else:
@@ -127,24 +128,24 @@ def _steps(request: Request, strings: Sequence[str]) -> list[tuple[str, list[str
     ]
 
 
-def _compiled(request: Request, overrides: Sequence[str], name: str) -> report.Audit:
+def _compile(request: Request, overrides: Sequence[str], name: str) -> report.Audit:
     chips = {"target": request.target, "topology": request.topology}
     return audit_program(request.step, request.config, overrides, name=name, **chips)
 
 
 def _print_largest(name: str, overrides: list[str], request: Request, unit: int) -> int:
-    size, rows = largest_batch(lambda n: _compiled(request, [*overrides, f"batch_size={n}"], name), unit)
+    size, rows = largest_batch(lambda n: _compile(request, [*overrides, f"batch_size={n}"], name), unit)
     told = f"The largest batch_size that fits is {size}." if size else f"batch_size {unit} does not fit."
     sizes = ("arguments", "outputs", "temporaries", "peak", "capacity")
     shown = [row | {key: f"{row[key] / 1e9:,.2f} GB" if key in row else "–" for key in sizes} for row in rows]
-    lines = [f"# {name} on {request.place}", "", told, "", *report.table(shown), ""]
-    stem = f"batch-{name.replace(' ', '-')}-{request.place}"
+    lines = [f"# {name} on {request.label}", "", told, "", *report.table(shown), ""]
+    stem = f"batch-{name.replace(' ', '-')}-{request.label}"
     print_and_write("\n".join(lines), json.dumps(rows, indent=1) + "\n", request.out, stem)
     return 0 if size else 1
 
 
 def _print_audit(audit: report.Audit, request: Request) -> int:
-    stem = f"audit-{audit.name.replace(' ', '-')}-{request.place}"
+    stem = f"audit-{audit.name.replace(' ', '-')}-{request.label}"
     print_and_write(audit.to_markdown(), audit.to_json(), request.out, stem)
     return 0 if audit.fits and not audit.outcome.fell_back else 1
 

@@ -49,7 +49,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
-        leaves = [_placed(leaf, described) for leaf in leaves]
+        leaves = [_on_one_device(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
     names = part_names(jitted, shapes)
     with collect_choices() as choices:
@@ -82,7 +82,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
 _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstraint", BLOCK_CALLS[0])
 
 
-def _placed(leaf: Any, on: Chip) -> Any:
+def _on_one_device(leaf: Any, on: Chip) -> Any:
     """Return a shape on one abstract device of a chip, so that its type has the kind and platform of the device."""
     cores, platform = (on.gpu[0], "gpu") if on.gpu else (1, on.platform)
     device = AbstractDevice(device_kind=on.name, num_cores=cores, platform=platform)

@@ -122,20 +122,20 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in _whole_lines(text):
+    for line in _join_lines(text):
         if found := _COMPUTATION.match(line):
             current = computations.setdefault(found[2], {})
             entry = found[2] if found[1] else entry
         elif line.startswith("}"):
             current = None
         elif current is not None and (found := _INSTRUCTION.match(line)):
-            current[found[1]] = _instruction(found[1], found[2], line.lstrip().startswith("ROOT "))
+            current[found[1]] = _parse_instruction(found[1], found[2], line.lstrip().startswith("ROOT "))
     if not entry:
         raise ValueError("HLO text has no ENTRY computation")
     return Module(computations, entry)
 
 
-def _whole_lines(text: str) -> Iterator[str]:
+def _join_lines(text: str) -> Iterator[str]:
     """Yield the lines of a text, with the lines of one instruction joined: kernel attributes may contain line ends."""
     waiting = ""
     for line in text.splitlines():
@@ -149,7 +149,7 @@ def _whole_lines(text: str) -> Iterator[str]:
     yield waiting
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_bracket(text: str, start: int) -> int:
     """Return the position of the bracket that closes the bracket at ``start``."""
     depth = 0
     for index in range(start, len(text)):
@@ -159,14 +159,14 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"HLO line has an open bracket: {text[:80]!r}")
 
 
-def _instruction(name: str, text: str, is_root: bool) -> Instruction:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+def _parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
+    end = _closing_bracket(text, 0) + 1 if text.startswith("(") else text.index(" ")
     result, text = text[:end], text[end:].lstrip()
     opening = text.index("(")
-    opcode, closing = text[:opening], _closing(text, opening)
+    opcode, closing = text[:opening], _closing_bracket(text, opening)
     arguments = text[opening + 1 : closing]
     operands = tuple(_NAME.findall(arguments)) if "%" in arguments else _bare_names(opcode, arguments)
-    return Instruction(name, opcode, tuple(_arrays(result)), arguments, operands, text[closing + 1 :], is_root)
+    return Instruction(name, opcode, tuple(_parse_arrays(result)), arguments, operands, text[closing + 1 :], is_root)
 
 
 def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
     return tuple(part.split()[-1] for part in arguments.split(", ") if part.strip())
 
 
-def _arrays(text: str) -> Iterator[Array]:
+def _parse_arrays(text: str) -> Iterator[Array]:
     for dtype, dims, layout in _ARRAY.findall(text):
         shape = tuple(int(size.strip(" <=")) for size in dims.split(",") if size.strip())
         space = _SPACE.search(layout)

@@ -23,7 +23,7 @@ _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?
 
 MOVES = re.compile(r"__cub\$.*|TopK|PadToStatic|SliceToDynamic|__gpu\$.*")
 """Pattern of the targets of custom calls that only move or sort their operands."""
-NOTHING = re.compile("AllocateBuffer|ConcatBitcast|Sharding|SPMD.*|AssumeGatherIndicesInBound|annotate.*")
+NO_WORK = re.compile("AllocateBuffer|ConcatBitcast|Sharding|SPMD.*|AssumeGatherIndicesInBound|annotate.*")
 """Pattern of the targets of custom calls that only rename, annotate or allocate arrays."""
 
 
@@ -50,7 +50,7 @@ class Kernel:
     cycles: int = 0
 
 
-def product(target: str, path: str) -> str:
+def product_name(target: str, path: str) -> str:
     """Return the name of the matrix product that a custom call computes, or "" for another call.
 
     Args:
@@ -72,7 +72,7 @@ def contracts_last(name: str) -> bool:
     return name in BLOCK_CALLS or bool(_OWN.fullmatch(name))
 
 
-def kernel(instruction: Instruction, operands: list[Array], moved: int, path: str, times: int) -> Kernel | None:
+def find_kernel(instruction: Instruction, operands: list[Array], moved: int, path: str, times: int) -> Kernel | None:
     """Return the kernel of a custom call, or None if it is not in the registry.
 
     Args:
@@ -89,7 +89,7 @@ def kernel(instruction: Instruction, operands: list[Array], moved: int, path: st
     return None
 
 
-def _cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+def _describe_cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
     """Describe cuDNN attention: two matmuls over the scores forward, five backward; a causal mask halves the work."""
     found = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.rest)
     scores = math.prod(int(size.strip(' "')) for size in found[1].split(",")) if found else 0
@@ -104,7 +104,7 @@ _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 """Number of matmuls over the scores in each of splash attention's kernels."""
 
 
-def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+def _describe_splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
     """Describe splash attention, which skips masked blocks. The program has no mask; a causal mask is assumed."""
     found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", path)
     kind = found[1] if found else "fwd"
@@ -114,13 +114,13 @@ def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple
     return f"splash attention {kind}", query.dtype, flops
 
 
-def _einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+def _describe_einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
     """Describe our TPU matmul in any order of axes: the sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
     lhs, rhs, out = (math.prod(each.shape) for each in (*operands[:2], instruction.arrays[0]))
     return "jaxquant fp8_einsum", operands[0].dtype, 2 * math.isqrt(lhs * rhs * out // operands[0].shape[0])
 
 
-def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+def _describe_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
     """Describe our quantization kernel. It has no products; its bytes determine its time."""
     return "jaxquant quantize", operands[0].dtype, 0
 
@@ -129,7 +129,7 @@ _CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
 """Whether blocks are small -> cycles per quantized and per bf16 element of block quantization on v6e."""
 
 
-def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
+def _describe_block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
     """Describe our block quantization kernel; on TPUs its arithmetic determines its time, on GPUs its bytes do."""
     size = math.prod(operands[0].shape)
     found = _CYCLES_OF_RESULT["block_quantize_32" in path]
@@ -139,10 +139,10 @@ def _block_quantize(instruction: Instruction, operands: list[Array], path: str) 
 
 
 _REGISTRY = (
-    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize(_32)?\b", _block_quantize),
-    (r"^tpu_custom_call.*\bjaxquant_fp8_einsum\b", _einsum),
-    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _quantize),
-    (r"^__cudnn\$fmha", _cudnn),
-    (r"^tpu_custom_call .*splash_m[hq]a_(fwd|dkv|dq)", _splash),
+    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize(_32)?\b", _describe_block_quantize),
+    (r"^tpu_custom_call.*\bjaxquant_fp8_einsum\b", _describe_einsum),
+    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _describe_quantize),
+    (r"^__cudnn\$fmha", _describe_cudnn),
+    (r"^tpu_custom_call .*splash_m[hq]a_(fwd|dkv|dq)", _describe_splash),
 )
 """Pattern of a call's target and path -> function that returns the call's name, dtype and operations."""

@@ -21,7 +21,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
-def members(attributes: str) -> tuple[int, ...]:
+def first_group(attributes: str) -> tuple[int, ...]:
     """Return the devices of a collective's first group, or () if the attributes list no groups.
 
     For a permutation, return the first pair of devices with the largest distance.
@@ -41,7 +41,7 @@ def members(attributes: str) -> tuple[int, ...]:
     return ()
 
 
-def seconds(chip: Chip, collective: Any, devices: int) -> float:
+def duration(chip: Chip, collective: Any, devices: int) -> float:
     """Estimate the seconds of one run of a collective at the full rate of its links.
 
     Args:

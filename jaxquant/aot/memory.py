@@ -37,7 +37,7 @@ def part_names(step: Any, shapes: Sequence[Any]) -> list[str]:
     return found
 
 
-def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
+def part_rows(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
     """Return the bytes on one device by part and dtype; if there are parameters, also the bytes per parameter.
 
     Args:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jaxquant.aot.program import Matmul, Program
+from jaxquant.aot.program import HloStep, Matmul
 
 _NOISE = re.compile(
     r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"
@@ -16,7 +16,7 @@ _NOISE = re.compile(
 )
 
 
-def layer(path: str) -> tuple[str, str]:
+def locate(path: str) -> tuple[str, str]:
     """Return the layer of a matmul's path, and its pass: "forward", "recomputed" or "backward"."""
     words = [word for word in path.split("/") if not _NOISE.match(word)]
     backward = "recomputed" if "rematted_computation" in path else "backward"
@@ -45,7 +45,7 @@ TOLERANCE = 1.01
 """Ratio below which two amounts of work count as equal: compilers pad, and a device's share is rounded down."""
 
 
-def compare(requested: Program, emitted: Program, devices: int = 1) -> Outcome:
+def compare(requested: HloStep, emitted: HloStep, devices: int = 1) -> Outcome:
     """Compare a traced step with its compiled program.
 
     Matmuls are matched by path, which a compiler may lose. Each missing matmul is assigned to the first case that
@@ -80,11 +80,11 @@ def compare(requested: Program, emitted: Program, devices: int = 1) -> Outcome:
     merged, removed = [], []
     for path, works in wanted.items():
         for work in [] if path in lost else _missing_works(works, made.get(path, 0)):
-            host = next((p for p in spare if layer(p)[1] == layer(path)[1] and spare[p] * TOLERANCE >= work), None)
+            host = next((p for p in spare if locate(p)[1] == locate(path)[1] and spare[p] * TOLERANCE >= work), None)
             wider = next((each for each in unexplained if each[1] * TOLERANCE >= work), None)
             if host is not None:
                 spare[host] -= work
-                merged.append(f"{path} → {layer(host)[0]}")
+                merged.append(f"{path} → {locate(host)[0]}")
             elif wider is not None:
                 wider[1] -= work
                 fell_back.append(f"{path}: fell back or unexplained, {wider[0].dtypes}")
@@ -103,7 +103,7 @@ def _missing_works(works: list[int], made: int) -> list[int]:
     return gone or ([missing] if missing > 0 else [])
 
 
-def _unexplained(requested: Program, wide: list[Matmul], devices: int) -> list[list[Any]]:
+def _unexplained(requested: HloStep, wide: list[Matmul], devices: int) -> list[list[Any]]:
     """Return (matmul, work) for each wide matmul that no traced wide matmul explains, by path or by work."""
     traced = [matmul for matmul in requested.matmuls if matmul.bits > 8]
     known, kept = {matmul.path for matmul in traced}, {matmul.path for matmul in wide}

@@ -14,7 +14,7 @@ import dataclasses
 from jaxquant.aot import links
 from jaxquant.aot.chips import Chip
 from jaxquant.aot.hlo import bits
-from jaxquant.aot.program import Program
+from jaxquant.aot.program import HloStep
 
 
 def kind(dtype: str) -> str:
@@ -55,7 +55,7 @@ class Roofline:
         return max(self.matmul + self.moves, self.communication, self.memory)
 
 
-def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
+def estimate(chip: Chip, program: HloStep, devices: int = 1) -> Roofline:
     """Estimate the time of a step.
 
     Args:
@@ -86,7 +86,7 @@ def estimate(chip: Chip, program: Program, devices: int = 1) -> Roofline:
         size = move.times * move.bytes / bandwidth
         moves += move.times * move.cycles / chip.clock if chip.clock and move.cycles else size
         memory += size
-    communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
+    communication = sum(each.times * links.duration(chip, each, devices) for each in program.collectives)
     n = chip.devices  # the devices of a chip share its rates; the compiler's cycles are the cycles of one device
     return Roofline(seconds, moves, communication * n, 0.0 if chip.platform == "cuda" else memory * n)
 

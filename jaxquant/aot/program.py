@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from jaxquant.aot import kernels
 from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
 from jaxquant.aot.kernels import Kernel
-from jaxquant.aot.links import members
+from jaxquant.aot.links import first_group
 
 BIG = 1e6
 """Number of bytes above which a fusion or copy counts as big."""
@@ -106,7 +106,7 @@ class Collective:
 
 
 @dataclasses.dataclass
-class Program:
+class HloStep:
     """Matmuls, moves and collectives of a step, read from HLO text.
 
     Attributes:
@@ -148,7 +148,7 @@ class Program:
         return sum(move.times for move in self.moves if move.bytes > BIG)
 
 
-def read_program(text: str, is_optimized: bool = True) -> Program:
+def read_program(text: str, is_optimized: bool = True) -> HloStep:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
 
     In an unoptimized program, the paths in a called function are relative to the path of the call; both are joined.
@@ -170,12 +170,12 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
       ValueError: the text has no entry, or a matmul has no contracting dimensions.
     """
     module = parse(text)
-    program = Program()
-    _walk(module, module.entry, 1, None if is_optimized else "", program)
+    program = HloStep()
+    _collect(module, module.entry, 1, None if is_optimized else "", program)
     return program
 
 
-def _trips(module: Module, instruction: Instruction) -> int:
+def _trip_count(module: Module, instruction: Instruction) -> int:
     """Return the trip count of a loop."""
     if found := _TRIPS.search(instruction.rest):
         return int(found[1])
@@ -188,7 +188,7 @@ def _trips(module: Module, instruction: Instruction) -> int:
     return 1
 
 
-def _walk(module: Module, name: str, times: int, prefix: str | None, program: Program) -> None:
+def _collect(module: Module, name: str, times: int, prefix: str | None, program: HloStep) -> None:
     computation = module.computations[name]
     for instruction in computation.values():
         opcode = _kind(instruction)
@@ -197,29 +197,29 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
             continue
         if opcode == "while":  # the condition compares scalars and is not counted
             body = next(name for role, name in CALLED.findall(instruction.rest) if role == "body")
-            _walk(module, body, times * _trips(module, instruction), prefix, program)
+            _collect(module, body, times * _trip_count(module, instruction), prefix, program)
             continue
         if opcode in ("call", "conditional", "async"):
             for called in instruction.called:
-                _walk(module, called, times, path if prefix is not None and opcode == "call" else prefix, program)
+                _collect(module, called, times, path if prefix is not None and opcode == "call" else prefix, program)
             continue
         if instruction.opcode in _PREFETCHES:
             program.prefetched += times * _prefetched(computation, instruction)
             continue
         unfused = list(_with_fused(module, computation, instruction, path))
-        matmuls = [_matmul(*each, times) for each in unfused if _is_matmul(*each[1:])]
+        matmuls = [_read_matmul(*each, times) for each in unfused if _is_matmul(*each[1:])]
         sent = [each for each in unfused if _kind(each[1]) in COLLECTIVES]
-        collectives = [_collective(*each, times, is_fused=each[1] is not instruction) for each in sent]
+        collectives = [_read_collective(*each, times, is_fused=each[1] is not instruction) for each in sent]
         program.collectives += collectives
         target = instruction.target
-        if (collectives and not matmuls) or kernels.NOTHING.fullmatch(target):
+        if (collectives and not matmuls) or kernels.NO_WORK.fullmatch(target):
             continue
         moved = _traffic(module, computation, instruction)
         if matmuls:
             program.matmuls += [dataclasses.replace(matmuls[0], cycles=instruction.cycles, bytes=moved), *matmuls[1:]]
             continue
         operands = [array for name in instruction.operands for array in computation[name].arrays]
-        if target and (found := kernels.kernel(instruction, operands, moved, path, times)):
+        if target and (found := kernels.find_kernel(instruction, operands, moved, path, times)):
             program.kernels.append(found)
             continue
         types = f"{', '.join(map(str, operands))} → {', '.join(map(str, instruction.arrays))}"
@@ -253,20 +253,20 @@ def _with_fused(
 
 def _is_matmul(instruction: Instruction, path: str) -> bool:
     is_product = instruction.opcode in ("dot", "convolution", "ragged-dot")
-    return is_product or bool(kernels.product(instruction.target, path))
+    return is_product or bool(kernels.product_name(instruction.target, path))
 
 
-def _matmul(computation: Computation, instruction: Instruction, path: str, times: int) -> Matmul:
+def _read_matmul(computation: Computation, instruction: Instruction, path: str, times: int) -> Matmul:
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
-    kind = kernels.product(instruction.target, path) or instruction.opcode
+    kind = kernels.product_name(instruction.target, path) or instruction.opcode
     if kernels.contracts_last(kind):  # also with groups, each element of lhs is multiplied with one row of a matrix
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
-    flops = 2 * math.prod(out.shape) * _contracted(instruction, lhs, rhs)
+    flops = 2 * math.prod(out.shape) * _contracted_size(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)
 
 
-def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
+def _contracted_size(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     """Return the size of the contracted dimensions."""
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', instruction.rest)
     if found:
@@ -294,15 +294,15 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         return sum(operand.hbm_bytes for operand in operands) + instruction.hbm_bytes
     inner = module.computations[instruction.called[0]]
     parameters = {int(each.arguments): each for each in inner.values() if each.opcode == "parameter"}
-    read = sum(_part_read(inner, parameters[number], operand.hbm_bytes) for number, operand in enumerate(operands))
+    read = sum(_bytes_read(inner, parameters[number], operand.hbm_bytes) for number, operand in enumerate(operands))
     root = next(each for each in inner.values() if each.is_root)
     written = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
     places = [array.in_hbm for array in instruction.arrays]
     in_hbm = places if len(places) == len(written) else [True] * len(written)
-    return read + sum(_part_written(inner, each) for each, there in zip(written, in_hbm, strict=True) if there)
+    return read + sum(_bytes_written(inner, each) for each, there in zip(written, in_hbm, strict=True) if there)
 
 
-def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
+def _bytes_read(inner: Computation, parameter: Instruction, whole: int) -> int:
     """Return the bytes that a fusion reads of an operand: its slices if it is sliced, 0 if it is updated in place."""
     total, names = 0, [parameter.name]
     while names:
@@ -317,7 +317,7 @@ def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
     return min(total, whole)
 
 
-def _part_written(inner: Computation, result: Instruction) -> int:
+def _bytes_written(inner: Computation, result: Instruction) -> int:
     """Return the bytes of a result that a fusion writes: the update if the fusion updates an operand in place."""
     while result.opcode == "bitcast":
         result = inner[result.operands[0]]
@@ -336,7 +336,7 @@ def _is_only_sliced(inner: Computation, name: str) -> bool:
     return bool(users) and all(each.opcode == "dynamic-slice" or _is_only_sliced(inner, each.name) for each in users)
 
 
-def _collective(
+def _read_collective(
     computation: Computation, instruction: Instruction, path: str, times: int, *, is_fused: bool
 ) -> Collective:
     """Return a communication. The result of an asynchronous communication is a tuple that begins with the operands.
@@ -352,4 +352,4 @@ def _collective(
         kind = "reduce-scatter"
     dtypes = sorted({array.dtype for array in arrays})
     size = sum(array.bytes for array in arrays)
-    return Collective(kind, "+".join(dtypes), size, path, times, members(instruction.rest))
+    return Collective(kind, "+".join(dtypes), size, path, times, first_group(instruction.rest))

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxquant.aot.chips import chip
-from jaxquant.aot.outcome import Outcome, layer
+from jaxquant.aot.outcome import Outcome, locate
 from jaxquant.aot.price import KERNEL_SHARE, Roofline
-from jaxquant.aot.program import Program
+from jaxquant.aot.program import HloStep
 
 Row = dict[str, Any]
 
@@ -109,7 +109,7 @@ class Audit:
         return "\n".join(_markdown(self)) + "\n"
 
 
-def figures(program: Program) -> Row:
+def figures(program: HloStep) -> Row:
     """Return the fields of an ``Audit`` that describe a compiled program."""
     return {
         "matmuls": _matmul_rows(program),
@@ -124,11 +124,11 @@ def figures(program: Program) -> Row:
     }
 
 
-def _matmul_rows(program: Program) -> list[Row]:
+def _matmul_rows(program: HloStep) -> list[Row]:
     """Return a row for each matmul, with its layer and pass."""
     rows: list[Row] = []
     for matmul in program.matmuls:
-        name, phase = layer(matmul.path)
+        name, phase = locate(matmul.path)
         row = {"layer": name, "pass": phase, "dtypes": matmul.dtypes}
         row |= {"operands": f"{matmul.lhs} {matmul.rhs} → {matmul.out}", "times": matmul.times}
         rows.append(row | {"flops": matmul.flops, "kind": matmul.kind})
@@ -144,7 +144,7 @@ def _totals(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, in
     return ((key, times[key], sizes[key]) for key in times)
 
 
-def _kernel_rows(program: Program) -> list[Row]:
+def _kernel_rows(program: HloStep) -> list[Row]:
     """Return a row for each kind of custom call that multiplies, with totals."""
     found = _totals((each.name, each.times, each.flops) for each in program.kernels)
     return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, n, flops in found]
@@ -167,14 +167,14 @@ def memory_rows(audit: Audit) -> list[Row]:
     return [row | {"bytes": _gb(row["bytes"])} for row in rows]
 
 
-def _collective_rows(program: Program) -> list[Row]:
+def _collective_rows(program: HloStep) -> list[Row]:
     """Return a row for each kind and dtype of collectives, with totals."""
     found = _totals(((each.kind, each.dtype), each.times, each.bytes) for each in program.collectives)
     rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), n, size in found)
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _largest_moves(program: Program) -> list[Row]:
+def _largest_moves(program: HloStep) -> list[Row]:
     """Return the ten instructions that move the most bytes in a step."""
     moves = sorted(program.moves, key=lambda move: -move.bytes * move.times)[:10]
     return [{"kind": m.kind, "times": m.times, "bytes": m.bytes, "types": m.types, "path": m.path} for m in moves]
@@ -186,7 +186,7 @@ def layer_rows(audit: Audit) -> list[Row]:
     for row in audit.matmuls:
         found[row["layer"]][row["pass"]][row["dtypes"]] += 1
     for path, host in {tuple(each.split(" → ")) for each in audit.outcome.merged}:
-        name, phase = layer(path)
+        name, phase = locate(path)
         found[name][phase][f"in {host}"] += 1
     phases = ("forward", "recomputed", "backward")
     return [
@@ -229,7 +229,7 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
     "estimate: step": lambda audit: _ms(audit.roofline.step),
     "compiled in": lambda audit: f"{audit.compile_seconds:.0f} s",
 }
-_KNOWN_OF_REFUSED = ("peak memory", "compiled in")
+_FIGURES_OF_REFUSED = ("peak memory", "compiled in")
 
 
 def summary_rows(audit: Audit) -> list[Row]:
@@ -237,7 +237,7 @@ def summary_rows(audit: Audit) -> list[Row]:
     columns = {"quantized": audit, "unquantized": audit.unquantized} if audit.unquantized else {"step": audit}
 
     def cell(each: Audit, name: str) -> str:
-        return _FIGURES[name](each) if not each.refusal or name in _KNOWN_OF_REFUSED else "–"
+        return _FIGURES[name](each) if not each.refusal or name in _FIGURES_OF_REFUSED else "–"
 
     return [{"": name} | {column: cell(each, name) for column, each in columns.items()} for name in _FIGURES]
 

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxquant.aot import report
 from jaxquant.aot.chips import Chip, chip
-from jaxquant.aot.memory import part_names, parts
+from jaxquant.aot.memory import part_names, part_rows
 from jaxquant.aot.outcome import compare
 from jaxquant.aot.plugin import load_program
 from jaxquant.aot.price import estimate
@@ -43,25 +43,25 @@ def main(request_path: str, answer_path: str) -> int:
     """
     request = json.loads(Path(request_path).read_text())
     try:
-        answer: dict[str, Any] = {"audit": dataclasses.asdict(_answer(request))}
+        answer: dict[str, Any] = {"audit": dataclasses.asdict(_compile_request(request))}
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError) as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     Path(answer_path).write_text(json.dumps(answer))
     return 0
 
 
-def _answer(request: dict[str, Any]) -> report.Audit:
+def _compile_request(request: dict[str, Any]) -> report.Audit:
     target = chip(request["target"])
     absent = devices(target, request["topology"])
     if "program" in request:
         step, shapes = load_program(request["program"])(request["config"], request["overrides"], absent)
         request["parts"] = part_names(step, shapes)
     else:
-        step, shapes, absent = _exported(request, absent)
+        step, shapes, absent = _load_exported(request, absent)
     return compile_step(step, shapes, target, len(absent), request)
 
 
-def _exported(request: dict[str, Any], absent: list[Any]) -> tuple[Any, Any, list[Any]]:
+def _load_exported(request: dict[str, Any], absent: list[Any]) -> tuple[Any, Any, list[Any]]:
     """Return an exported function of flat arguments, their shapes on the target's devices, and these devices."""
     exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
     count = exported.nr_devices
@@ -104,7 +104,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if target.platform == "tpu" and "RET_CHECK failure (external/xla/xla/hlo/ir" in str(error):
-            raise NotImplementedError(_unreadable(request["target"])) from error
+            raise NotImplementedError(_version_error(request["target"])) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         refusal = " ".join(str(error).split())
@@ -123,13 +123,13 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         outcome=compare(requested, made, 1 if refusal else count),
         compile_seconds=round(time.perf_counter() - began, 1),
         choices=request.get("choices", choices),
-        parts=parts(request["parts"], shapes, count) if "parts" in request else [],
+        parts=part_rows(request["parts"], shapes, count) if "parts" in request else [],
         versions={name: found.version for name in PACKAGES for found in Distribution.discover(name=name)},
         **figures,
     )
 
 
-def _unreadable(target: str) -> str:
+def _version_error(target: str) -> str:
     """Return the error for a jaxlib that cannot read the programs of libtpu, because their versions do not match."""
     jax_version, libtpu = (importlib.metadata.version(name) for name in ("jax", "libtpu"))
     wanted = next((each.split(";")[0] for each in importlib.metadata.requires("jax") or () if "libtpu" in each), "")

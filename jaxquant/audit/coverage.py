@@ -8,12 +8,12 @@ from typing import Any
 
 import flax.linen as nn
 
-from jaxquant.audit import whole
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction, label_contractions
-from jaxquant.audit.parameters import Reading, input_names
+from jaxquant.audit.parameters import FunctionAnalysis, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
-from jaxquant.audit.standing import standing
+from jaxquant.audit.state_use import check_state
+from jaxquant.audit.tracing import trace
 from jaxquant.backends import Backend, load
 from jaxquant.config.quant_config import ConfigLike, QuantConfig
 from jaxquant.config.rules import Resolver
@@ -50,8 +50,8 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
     """
     if not callable(fn) or (isinstance(fn, nn.Module) and fn.scope is None):
         raise TypeError(f"coverage needs a function and its arguments, got {type(fn).__name__}; pass model.apply")
-    traced, names = whole.trace(fn, args, kwargs)
-    return _of_jaxpr(traced.jaxpr, names, config, may_be_float=config is not None)
+    traced, names = trace(fn, args, kwargs)
+    return _cover_jaxpr(traced.jaxpr, names, config, may_be_float=config is not None)
 
 
 def of_trace(traced: Any) -> Coverage:
@@ -60,25 +60,25 @@ def of_trace(traced: Any) -> Coverage:
     Args:
       traced: result of ``jax.jit(fn).trace(*args)``.
     """
-    return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), None, may_be_float=True)
+    return _cover_jaxpr(traced.jaxpr, input_names(traced.args_info), None, may_be_float=True)
 
 
-def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: bool) -> Coverage:
+def _cover_jaxpr(closed: Any, names: Sequence[Name], config: Any, may_be_float: bool) -> Coverage:
     program = Graph(closed, names)
-    labeled, reading = label_contractions(closed, names, program.contractions)
+    labeled, analysis = label_contractions(closed, names, program.contractions)
     asked, has_config = QuantConfig() if config is None else QuantConfig.from_any(config), config is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
-    resolver, sites = asked.resolver(), _sites(labeled)
+    resolver, sites = asked.resolver(), _sites_by_layer(labeled)
     floats = {} if resolver is None else resolver.float_blocks(sites, must_have=False)
-    decide = _Decider(resolver, has_config, reading, sites, floats, backend)
-    layers = _layers(labeled, decide)
-    unnamed = _unnamed(layers, labeled, decide)
-    rows = tuple(_row(each, decide, is_unnamed=each in unnamed) for each in labeled)
-    missing = tuple(_missing(layers, labeled, len(unnamed), program.observed))
-    return Coverage(rows, missing, tuple(_nothing_seen(rows, decide, may_be_float)), *standing(program, labeled))
+    decide = _Decider(resolver, has_config, analysis, sites, floats, backend)
+    layers = _layers_to_quantize(labeled, decide)
+    unnamed = _unassigned(layers, labeled, decide)
+    rows = tuple(_make_row(each, decide, is_unnamed=each in unnamed) for each in labeled)
+    missing = tuple(_missing_gradients(layers, labeled, len(unnamed), program.observed))
+    return Coverage(rows, missing, tuple(_check_quantized(rows, decide, may_be_float)), *check_state(program, labeled))
 
 
-def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
+def _sites_by_layer(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
     """Return the forward contractions of each layer, with its parameters."""
     sites: dict[str, list[Site]] = {}
     for each in dict.fromkeys(each.forward for each in labeled):
@@ -87,9 +87,9 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
     return sites
 
 
-def _nothing_seen(rows: Sequence[Row], decide: _Decider, may_be_float: bool) -> Iterator[str]:
+def _check_quantized(rows: Sequence[Row], decide: _Decider, may_be_float: bool) -> Iterator[str]:
     """Yield a fault if no contraction is quantized although the config or the caller requires one."""
-    if any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
+    if any(row.expected or row.dtypes.rhs.is_quantized for row in rows):
         return
     if decide.resolver is not None:
         what = "no matmul belongs to a layer to quantize" if rows else "the function has no matmul"
@@ -102,29 +102,29 @@ _Layers = dict[str, list[LabeledContraction]]
 """Path of each layer to quantize -> its contractions, forward and backward."""
 
 
-def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
+def _layers_to_quantize(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
     layers: _Layers = {}
     for each in labeled:
         is_known = each.path in layers or ((report := decide.report(each)) is not None and report.recipe is not None)
         is_own = is_known and each.matmul != "update"
-        if is_own or ((decision := decide(each)) is not None and any(decision.wanted.values())):
+        if is_own or ((decision := decide(each)) is not None and any(decision.expected.values())):
             layers.setdefault(each.path, []).append(each)
     return layers
 
 
-def _unnamed(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
+def _unassigned(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> set[LabeledContraction]:
     """Return the gradients whose layer is unknown, but whose dtypes match the recipe of a layer to quantize.
 
     Rematerialized ops of other libraries or of the user have such gradients: their activations are recomputed, so
     neither a scope nor an operand identifies the layer. The scopes of jaxquant's own layers contain the layer's name.
     """
-    foreign = (each for own in layers.values() for each in own if each.contraction.place.decided is None)
-    pairs = [found.wanted[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]
+    foreign = (each for own in layers.values() for each in own if each.contraction.location.decided is None)
+    pairs = [found.expected[matmul] for found in map(decide, foreign) if found for matmul in ("dlhs", "drhs")]
     rest = (each for each in labeled if each.forward is None and each.dtypes.is_low and decide(each) is None)
-    return {each for each in rest if any(_fits(each.dtypes.elements, wants[::n]) for wants in pairs for n in (1, -1))}
+    return {each for each in rest if any(_match(each.dtypes.elements, wants[::n]) for wants in pairs for n in (1, -1))}
 
 
-def _missing(
+def _missing_gradients(
     layers: _Layers, labeled: Sequence[LabeledContraction], unnamed: int, observed: Set[Value]
 ) -> Iterator[str]:
     """Yield the missing backward matmuls of layers to quantize, for models that are differentiated.
@@ -137,24 +137,24 @@ def _missing(
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
-    models = {each.contraction.place.decided for each in labeled if each.is_backward}
+    models = {each.contraction.location.decided for each in labeled if each.is_backward}
     for path, own in layers.items():
         name = path or "the model itself"
-        if any(each.contraction.place.decided in models for each in own):
+        if any(each.contraction.location.decided in models for each in own):
             found = [each.matmul for each in own if each.is_backward]
-            lacking = [matmul for matmul in _gradients(own, results, observed) if matmul not in found]
+            lacking = [matmul for matmul in _gradients_of(own, results, observed) if matmul not in found]
             lost = max(len(lacking) - found.count("bwd"), 0)
             unnamed -= lost
             if lost and unnamed < 0:
                 yield from (f"{name} {matmul}" for matmul in lacking)
 
 
-def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
+def _gradients_of(layer: Sequence[LabeledContraction], results: set[Value], observed: Set[Value]) -> tuple[str, ...]:
     """Return the gradients that a layer needs. The input gradient is included if the input depends on ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     made_of = ancestors((each.operands[0][0] for each in forward), observed.__contains__)
-    is_wanted = not results.isdisjoint(made_of)
-    return ("dlhs", "drhs") if is_wanted else ("drhs",)
+    is_required = not results.isdisjoint(made_of)
+    return ("dlhs", "drhs") if is_required else ("drhs",)
 
 
 # -- decisions about contractions -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _gradients(layer: Sequence[LabeledContraction], results: set[Value], observe
 
 @dataclasses.dataclass(frozen=True)
 class _Decision:
-    wanted: dict[str, tuple[str, ...]]
+    expected: dict[str, tuple[str, ...]]
     reason: str
 
 
@@ -172,7 +172,7 @@ class _Decider:
 
     resolver: Resolver | None
     has_config: bool
-    reading: Reading
+    analysis: FunctionAnalysis
     sites: dict[str, list[Site]]
     floats: dict[str, str]
     backend: Backend
@@ -188,8 +188,8 @@ class _Decider:
         if each.matmul == "update":
             return None
         if (report := self.report(each)) is not None:
-            wanted = {name: report.dtypes[name].elements for name in MATMULS}
-            return _Decision(wanted, _reason(report.recipe, report.reason))
+            expected = {name: report.dtypes[name].elements for name in MATMULS}
+            return _Decision(expected, _describe_reason(report.recipe, report.reason))
         forward = each.forward
         if self.resolver is None or forward is None or not _is_layer(forward):
             return None
@@ -203,8 +203,8 @@ class _Decider:
                 # an exclusion can be absent.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)
-        wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
-        return _Decision(wanted, _reason(recipe and recipe.name, reason))
+        expected = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
+        return _Decision(expected, _describe_reason(recipe and recipe.name, reason))
 
     def _exclusion(self, forward: LabeledContraction, recipe: Recipe) -> str:
         """Return the structural reason for which a layer stays in float, or ""."""
@@ -212,10 +212,10 @@ class _Decider:
             return NOT_FLOAT
         sites = self.sites[forward.path]
         switches = self.resolver.switches if self.resolver else ()
-        return structural_exclusion(self.reading, sites, switches) or unsupported_reason(sites, recipe, self.backend)
+        return structural_exclusion(self.analysis, sites, switches) or unsupported_reason(sites, recipe, self.backend)
 
 
-def _reason(recipe: str | None, reason: str) -> str:
+def _describe_reason(recipe: str | None, reason: str) -> str:
     return reason if recipe is None or repr(recipe) in reason else f"{recipe}, by {reason}"
 
 
@@ -226,10 +226,10 @@ def _is_layer(forward: LabeledContraction) -> bool:
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
 
-def _row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row:
+def _make_row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row:
     contraction, dtypes = each.contraction, each.dtypes
     (lhs, left), (rhs, right) = each.operands
-    wanted, reason, fault = _judge(each, decide, is_unnamed=is_unnamed)
+    expected, reason, fault = _judge(each, decide, is_unnamed=is_unnamed)
     if fault:
         reason = fault = f"{fault}, but {left.dtype} × {right.dtype} was found"
     return Row(
@@ -242,10 +242,10 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row
         result_dtype=contraction.out.dtype,
         lhs_scale=left.scale,
         rhs_scale=right.scale,
-        times=contraction.place.times,
+        times=contraction.location.times,
         flops=contraction.flops,
         is_recomputed=each.is_recomputed,
-        wanted=wanted,
+        expected=expected,
         reason=reason,
         fault=fault,
         source=contraction.source,
@@ -256,30 +256,30 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> Row
 def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> tuple[tuple[str, ...], str, str]:
     """Return the expected operand dtypes, the reason for the actual ones, and a fault or ""."""
     dtypes, decision = each.dtypes, decide(each)
-    widened, why = _widened(each, dtypes)
+    widened, why = _original_dtypes(each, dtypes)
     if decision is not None:
-        choices = [decision.wanted[name] for name in (("dlhs", "drhs") if each.matmul == "bwd" else (each.matmul,))]
-        wanted, found = choices[0], dtypes.elements or widened
-        is_right = any(_fits(found, choice) for choice in choices)
-        fault = "" if is_right else f"{' × '.join(wanted) or 'float'} is expected ({decision.reason})"
-        if not dtypes.is_low and not wanted and any(decision.wanted.values()):
-            return wanted, f"{each.matmul} stays in float for {decision.reason}", fault
-        return wanted, why or decision.reason, fault
+        choices = [decision.expected[name] for name in (("dlhs", "drhs") if each.matmul == "bwd" else (each.matmul,))]
+        expected, found = choices[0], dtypes.elements or widened
+        is_right = any(_match(found, choice) for choice in choices)
+        fault = "" if is_right else f"{' × '.join(expected) or 'float'} is expected ({decision.reason})"
+        if not dtypes.is_low and not expected and any(decision.expected.values()):
+            return expected, f"{each.matmul} stays in float for {decision.reason}", fault
+        return expected, why or decision.reason, fault
     if not dtypes.is_low:
-        return (), why or _float_reason(each, decide), ""
+        return (), why or _explain_float(each, decide), ""
     if not decide.has_config:
         return (), "", ""
     return (), "not a layer of the config", "" if is_unnamed else "float is expected (not a linear layer of the model)"
 
 
-def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
+def _match(found: Sequence[str], expected: Sequence[str]) -> bool:
     """Whether operands have the expected dtypes. A wider integer type is accepted, because it holds the same values."""
-    if not wanted or not found:
-        return not wanted and not found
-    return all(map(_holds, found, wanted))
+    if not expected or not found:
+        return not expected and not found
+    return all(map(_represents, found, expected))
 
 
-def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str, ...], str]:
+def _original_dtypes(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str, ...], str]:
     """Return the original dtypes and the reason if both operands are stored in a wider dtype, else () and "".
 
     ``ops.conv`` converts both operands to a common dtype, and ``ops.contract`` dequantizes tiles.
@@ -297,14 +297,14 @@ def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str,
     return ((left, right), why) if is_wide else ((), "")
 
 
-def _holds(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _represents(found: str, expected: str) -> bool:
+    if found == expected:
         return True
-    a, b = element(found), element(wanted)
+    a, b = element(found), element(expected)
     return a.kind == b.kind == "int" and a.bits > b.bits
 
 
-def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
+def _explain_float(each: LabeledContraction, decide: _Decider) -> str:
     if each.matmul == "update":
         return "computed from gradients, in the optimizer"
     forward = each.forward or each
@@ -313,7 +313,7 @@ def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
         return "embeddings stay in float"
     if site is not None and site.side is None and site.reason:
         return site.reason
-    if site is None and not forward.given:
+    if site is None and not forward.input_sides:
         return "no parameter: activation × activation"
     if decide.has_config:
         return "quantization is off" if decide.resolver is None else "not a linear layer of the model"

@@ -64,8 +64,8 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Position of an equation in a program.
+class Location:
+    """Location of an equation in a program.
 
     Attributes:
       scopes: parts of the name scopes, outermost first.
@@ -84,7 +84,7 @@ class Place:
     kernel: str = ""
     decided: Decided | None = None
 
-    def at(self, index: int, eqn: Any) -> Place:
+    def of_equation(self, index: int, eqn: Any) -> Location:
         scopes, is_backward, decided = list(self.scopes), self.is_backward, self.decided
         for each in eqn.source_info.name_stack.stack:
             if type(each).__name__ == "Scope":
@@ -96,10 +96,10 @@ class Place:
             self, scopes=tuple(scopes), is_backward=is_backward, context=context, decided=decided
         )
 
-    def repeated(self, times: int, kernel: str = "") -> Place:
+    def repeated(self, times: int, kernel: str = "") -> Location:
         return dataclasses.replace(self, times=self.times * times, kernel=kernel or self.kernel)
 
-    def branch(self, number: int) -> Place:
+    def branch(self, number: int) -> Location:
         return dataclasses.replace(self, context=(*self.context, number))
 
 
@@ -110,7 +110,7 @@ class Contraction:
     Attributes:
       operation: primitive, one of ``CONTRACTIONS``, or "pallas_call" inside a kernel.
       lhs, rhs, out: operands and result; inside a kernel, blocks of the operands and of the result.
-      place: location in the program.
+      location: location of the equation in the program.
       flops: multiplications and additions of one execution.
       is_outer: whether the contraction is an outer product, without a contracted axis.
       source: file, line and function of the caller.
@@ -122,7 +122,7 @@ class Contraction:
     lhs: Value
     rhs: Value
     out: Value
-    place: Place
+    location: Location
     flops: int
     is_outer: bool
     source: str
@@ -160,7 +160,7 @@ def _value(operation: str, inputs: tuple[Value, ...], aval: Any, position: int =
     return Value(operation, inputs, tuple(shape), str(dtype), position, params=params or {})
 
 
-def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
+def _map_each(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
     """Return the results of an operation that has one result for each value."""
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
@@ -185,12 +185,12 @@ class Graph:
         self.inputs = [_value("argument", (), var.aval, i) for i, var in enumerate(closed.jaxpr.invars)]
         for value, name in zip(self.inputs, names, strict=True):
             value.name = name
-        self.outputs = self._run(closed, self.inputs, Place())
+        self.outputs = self._run(closed, self.inputs, Location())
         needed = ancestors([*self.outputs, *self._read_by_effects], with_conditions=True)
         for each in self.contractions:
             each.is_read = each.out in needed
 
-    def _run(self, jaxpr: Any, inputs: Sequence[Value], place: Place) -> list[Value]:
+    def _run(self, jaxpr: Any, inputs: Sequence[Value], location: Location) -> list[Value]:
         jaxpr = open_jaxpr(jaxpr)
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update({var: _value("constant", (), var.aval) for var in jaxpr.constvars})
@@ -199,52 +199,52 @@ class Graph:
             return _value("constant", (), atom.aval) if isinstance(atom, Literal) else known[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
-            outs = self._apply(eqn, [read(atom) for atom in eqn.invars], place.at(index, eqn))
+            outs = self._apply(eqn, [read(atom) for atom in eqn.invars], location.of_equation(index, eqn))
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _apply(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
+    def _apply(self, eqn: Any, inputs: list[Value], location: Location) -> list[Value]:
         name, inner = eqn.primitive.name, list(programs(eqn.params))
         if name == REVERSE_ONLY:
             return list(inputs)
         if name == "optimization_barrier":
-            return _moved(name, inputs, eqn.outvars)
+            return _map_each(name, inputs, eqn.outvars)
         if special := {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name):
-            return special(eqn, inputs, place)
+            return special(eqn, inputs, location)
         if name == "shard_map":
-            parts = _moved("shard", inputs, inner[0].invars)
-            return _moved("unshard", self._run(inner[0], parts, place.repeated(_shards(eqn))), eqn.outvars)
+            parts = _map_each("shard", inputs, inner[0].invars)
+            return _map_each("unshard", self._run(inner[0], parts, location.repeated(_shard_count(eqn))), eqn.outvars)
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            outs = self._run(inner[0], inputs, place)
+            outs = self._run(inner[0], inputs, location)
             if eqn.params.get("name") == OBSERVE:
                 self.observed.update(set(outs) - set(inputs))
             return outs
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]
         if name in OPERATIONS:
-            self._note(eqn, inputs, outs[0], place)
+            self._record_contraction(eqn, inputs, outs[0], location)
         elif inner:
-            self._read_unknown(eqn, inner, outs, place)
+            self._record_nested(eqn, inner, outs, location)
         if eqn.effects:
             self._read_by_effects += [*inputs, *outs]
         return outs
 
-    def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
+    def _record_nested(self, eqn: Any, inner: list[Any], outs: list[Value], location: Location) -> None:
         """Record the contractions of nested programs whose operands have unknown origins, such as kernels.
 
         These contractions are needed if the results of the equation are needed. In a kernel, each contraction
         multiplies blocks, once for each program of the grid.
         """
         if eqn.primitive.name == "pallas_call":
-            place = place.repeated(_programs_of(eqn), "pallas_call")
+            location = location.repeated(_grid_size(eqn), "pallas_call")
         count, effects = len(self.contractions), len(self._read_by_effects)
         for program in inner:
             avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
-            self._run(program, [_value("unknown", (), aval) for aval in avals], place)
+            self._run(program, [_value("unknown", (), aval) for aval in avals], location)
         del self._read_by_effects[effects:]  # only effects of the equation itself count
         for out in outs:
             out.conditions = tuple(each.out for each in self.contractions[count:])
 
-    def _note(self, eqn: Any, inputs: list[Value], out: Value, place: Place) -> None:
+    def _record_contraction(self, eqn: Any, inputs: list[Value], out: Value, location: Location) -> None:
         (lhs, rhs), operation = inputs[:2], OPERATIONS[eqn.primitive.name]
         if operation == "conv_general_dilated":
             depth, is_outer = rhs.size // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]], False
@@ -252,38 +252,38 @@ class Graph:
             ragged = eqn.params.get("ragged_dot_dimension_numbers")
             (contracted, _), _ = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
             depth, is_outer = math.prod(lhs.shape[axis] for axis in contracted), not contracted
-        flops, source = 2 * out.size * depth, _asked_at(eqn)
-        self.contractions.append(Contraction(place.kernel or operation, lhs, rhs, out, place, flops, is_outer, source))
+        flops, source, kind = 2 * out.size * depth, _caller(eqn), location.kernel or operation
+        self.contractions.append(Contraction(kind, lhs, rhs, out, location, flops, is_outer, source))
 
-    def _scan(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
+    def _scan(self, eqn: Any, inputs: list[Value], location: Location) -> list[Value]:
         body = open_jaxpr(eqn.params["jaxpr"])
         consts, carries = scan_counts(eqn.params)
         carried = [_value("scan_carry", (value,), value) for value in inputs[consts : consts + carries]]
-        slices = _moved("scan_slice", inputs[consts + carries :], body.invars[consts + carries :])
-        results = self._run(body, [*inputs[:consts], *carried, *slices], place.repeated(eqn.params["length"]))
-        return self._close(carried, results, eqn.outvars)
+        slices = _map_each("scan_slice", inputs[consts + carries :], body.invars[consts + carries :])
+        results = self._run(body, [*inputs[:consts], *carried, *slices], location.repeated(eqn.params["length"]))
+        return self._close_loop(carried, results, eqn.outvars)
 
-    def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
+    def _close_loop(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
         """Connect a loop's carry with the results of its last step, and return the loop's results."""
         for value, result in zip(carried, results, strict=False):
             value.inputs = (*value.inputs, result)
         count = len(carried)
-        finals = _moved("scan_result", results[:count], outvars[:count])
-        return [*finals, *_moved("scan_stack", results[count:], outvars[count:])]
+        finals = _map_each("scan_result", results[:count], outvars[:count])
+        return [*finals, *_map_each("scan_stack", results[count:], outvars[count:])]
 
-    def _while(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
+    def _while(self, eqn: Any, inputs: list[Value], location: Location) -> list[Value]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts = inputs[first : first + second]
         carried = [_value("scan_carry", (value,), value) for value in inputs[first + second :]]
-        decided = self._run(eqn.params["cond_jaxpr"], [*inputs[:first], *carried], place.branch(0))
-        results = self._run(eqn.params["body_jaxpr"], [*consts, *carried], place.branch(1))
-        outs = self._close(carried, results, eqn.outvars)
+        decided = self._run(eqn.params["cond_jaxpr"], [*inputs[:first], *carried], location.branch(0))
+        results = self._run(eqn.params["body_jaxpr"], [*consts, *carried], location.branch(1))
+        outs = self._close_loop(carried, results, eqn.outvars)
         for out in outs:
             out.conditions = tuple(decided)
         return outs
 
-    def _cond(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
-        results = [self._run(branch, inputs[1:], place.branch(number)) for number, branch in _branches(eqn.params)]
+    def _cond(self, eqn: Any, inputs: list[Value], location: Location) -> list[Value]:
+        results = [self._run(branch, inputs[1:], location.branch(number)) for number, branch in _branches(eqn.params)]
         if len(results) == 1:
             return results[0]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
@@ -318,7 +318,7 @@ def _has_own_kernel(jaxpr: Any) -> bool:
     )
 
 
-def _asked_at(eqn: Any) -> str:
+def _caller(eqn: Any) -> str:
     """Return the file, line and function of the innermost caller outside of jax and of this package."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith(_HIDDEN):
@@ -326,11 +326,11 @@ def _asked_at(eqn: Any) -> str:
     return ""
 
 
-def _shards(eqn: Any) -> int:
+def _shard_count(eqn: Any) -> int:
     sizes = dict(eqn.params["mesh"].shape)
     return math.prod(sizes[axis] for axis in eqn.params.get("newly_manual_axes", sizes))
 
 
-def _programs_of(eqn: Any) -> int:
+def _grid_size(eqn: Any) -> int:
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     return math.prod(size for size in grid if isinstance(size, int))

@@ -52,11 +52,11 @@ from jaxquant.trace.quantize import QuantizedFunction
 from jaxquant.trace.rewrite import Rewriter
 
 Array = jax.Array
-_READ = (SCALE, HISTORY)
+_SCALE_FIELDS = (SCALE, HISTORY)
 """Fields of a tensor's quant state that determine its scale."""
 _FORMATS = {"sqnr": "{:.1f}"} | dict.fromkeys(("saturated", "flushed", "nonfinite"), "{:.2%}")
 """Formats of printed statistics; other statistics are printed with ``{:.4g}``."""
-_FLOAT = Recipe("float", fwd=MatmulSpec())
+_FLOAT_RECIPE = Recipe("float", fwd=MatmulSpec())
 """Recipe of float layers during a call."""
 
 
@@ -196,16 +196,16 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
       ValueError: the model has no linear layer, or the function's config quantizes nothing.
     """
     if isinstance(model_or_function, nn.Module):
-        return _of_model(model_or_function, loss, *args, **kwargs)
+        return _tap_model(model_or_function, loss, *args, **kwargs)
     if not isinstance(model_or_function, QuantizedFunction):
         raise TypeError(
             f"health needs a Linen module or a result of jaxquant.quantize, got {type(model_or_function).__name__}; "
             "to measure an NNX model, quantize it as a function of its parameters"
         )
-    return _of_function(model_or_function, loss, *args, **kwargs)
+    return _tap_function(model_or_function, loss, *args, **kwargs)
 
 
-def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any) -> Monitor:
+def _tap_function(function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any) -> Monitor:
     engine = function.engine
     if engine.resolver is None:
         raise ValueError("quantization is off, so there is nothing to measure; set quantization to a config string")
@@ -216,7 +216,7 @@ def _of_function(function: QuantizedFunction, loss: Callable[..., Array], params
     return Monitor(engine, engine.trace(function.hashable, params, args).analysis, run)
 
 
-def _of_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any, **example_kwargs: Any) -> Monitor:
+def _tap_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: Any, **example_kwargs: Any) -> Monitor:
     face = face_of(model)
     is_float = face is None
     face = face or Face(QuantConfig())
@@ -277,31 +277,31 @@ class _Taps:
             decisions.apply(plan)
         for site in plan.contractions():
             if site.is_replaceable and site.recipe is None and site.key in self.probes:
-                site.recipe = _FLOAT
+                site.recipe = _FLOAT_RECIPE
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs that reach it")
         states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
-        return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
+        return Rewriter(functools.partial(_run_tapped, self.engine.backend)).evaluate(plan, consts, args, given, None)
 
 
-def _contract(
+def _run_tapped(
     backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: LayerState, *rest: Any
 ) -> Array:
     """Compute a contraction like the quantized function, or in float, and tap it."""
     if site.operation == "dot_general":
-        return contract.contract(_Tapped(backend), site, eqn, operands, state, *rest)
+        return contract.contract(_TappedBackend(backend), site, eqn, operands, state, *rest)
     own = dict(state)
     probe = own.pop(HEALTH)[PROBE]
-    if site.recipe is _FLOAT:
+    if site.recipe is _FLOAT_RECIPE:
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
         out = contract.contract(backend, site, eqn, operands, own, *rest)
     # Only magnitudes are measured: all groups share the record of the complete tensor.
-    return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
+    return _record_and_tap(_Tap(_FLOAT_RECIPE), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 
 
-class _Tapped(Backend):
+class _TappedBackend(Backend):
     """Backend whose matmuls are tapped, separately for each expert with its own scales."""
 
     def __init__(self, backend: Backend) -> None:
@@ -310,18 +310,18 @@ class _Tapped(Backend):
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
         """Return the backend that computes a contraction, with taps; see ``Backend.runner``."""
-        return _Tapped(self._backend.runner(operation, recipe, dtype, is_split))
+        return _TappedBackend(self._backend.runner(operation, recipe, dtype, is_split))
 
     def contract(self, lhs: Array, rhs: Any, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Compute a contraction and tap it; see ``Backend.contract``."""
         state: dict[str, Any] = dict(setup.state or {})
         probe = state.pop(HEALTH)[PROBE]
-        if setup.recipe.name == _FLOAT.name:
+        if setup.recipe.name == _FLOAT_RECIPE.name:
             dtypes, place = (setup.precision, setup.dtype), setup.out_sharding
             out = jax.lax.dot_general(lhs, rhs, setup.numbers, *dtypes, out_sharding=place)
         else:
             out = self._backend.contract(lhs, rhs, dataclasses.replace(setup, state=state))
-        return _tap_all(
+        return _record_and_tap(
             _Tap(setup.recipe, Dimensions.of(setup.numbers, lhs.ndim, rhs.ndim)), out, probe, state, lhs, rhs
         )
 
@@ -351,7 +351,7 @@ class _Tap:
         spec = _specs_of(self.recipe)[name]
         if spec is None:
             return record(x, None, None, original), None
-        read = {field: value for field, value in state.get(name, {}).items() if field in _READ}
+        read = {field: value for field, value in state.get(name, {}).items() if field in _SCALE_FIELDS}
         tensor, _, _ = quantize_operand(
             x,
             spec,
@@ -365,7 +365,7 @@ class _Tap:
         return record(x, spec, tensor, original), tensor
 
 
-def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+def _record_and_tap(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     """Record the activation and the weight, and tap the output with the values that measure its gradient."""
     dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
     left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)

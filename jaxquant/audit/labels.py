@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxquant.audit.dataflow import Contraction, Value, ancestors
-from jaxquant.audit.parameters import Reading, contains
-from jaxquant.audit.scales import Origin, origin
+from jaxquant.audit.parameters import FunctionAnalysis, contains
+from jaxquant.audit.scales import Origin, find_origin
 from jaxquant.core.hadamard import SCOPE
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.trace.paths import Name
@@ -18,8 +18,8 @@ from jaxquant.trace.plan import Contraction as Site
 from jaxquant.trace.report import Row as LayerRow
 
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
-_RECOMPUTED = "rematted_computation"
-_NO_MODULE = frozenset({_RECOMPUTED, "checkpoint", "remat", ""})
+_REMAT = "rematted_computation"
+_NO_MODULE = frozenset({_REMAT, "checkpoint", "remat", ""})
 _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 
@@ -55,16 +55,16 @@ class LabeledContraction:
     forward: LabeledContraction | None = None
 
     @property
-    def given(self) -> list[int]:
+    def input_sides(self) -> list[int]:
         """Indices of the operands that come from an argument or from an array that the function captures."""
         return [side for side, found in enumerate(self.origins) if found.source.operation in ("argument", "constant")]
 
     @property
     def weight_side(self) -> int | None:
-        """Index of a forward contraction's operand that is a parameter, or else the last one in ``given``, or None."""
+        """Index of a forward contraction's operand that is a parameter, else the last of ``input_sides``, else None."""
         if self.site is not None and self.site.side is not None:
             return self.site.side
-        return self.given[-1] if self.given else None
+        return self.input_sides[-1] if self.input_sides else None
 
     @property
     def operands(self) -> tuple[tuple[Value, Origin], ...]:
@@ -79,7 +79,7 @@ class LabeledContraction:
     @property
     def layers(self) -> Mapping[str, LayerRow]:
         """Layers, by path, of the quantized model that contains the contraction."""
-        decided = self.contraction.place.decided or (self.forward and self.forward.contraction.place.decided)
+        decided = self.contraction.location.decided or (self.forward and self.forward.contraction.location.decided)
         return decided.layers if decided else {}
 
     @property
@@ -90,7 +90,7 @@ class LabeledContraction:
 
 def label_contractions(
     closed: Any, names: Sequence[Name], found: Iterable[Contraction]
-) -> tuple[list[LabeledContraction], Reading]:
+) -> tuple[list[LabeledContraction], FunctionAnalysis]:
     """Label each contraction whose result is needed: find the path of its layer, and its matmul.
 
     A contraction with a parameter gets the parameter's path, as in ``jaxquant.quantize``, or the path of the known
@@ -104,34 +104,34 @@ def label_contractions(
       found: contractions of the program, including contractions whose result is not needed: a gradient may belong to
         such a forward contraction.
     """
-    labeled = [_open(each) for each in found if SCOPE not in each.place.scopes]  # Hadamard rotations are not layers
+    labeled = [_label_by_scopes(each) for each in found if SCOPE not in each.location.scopes]  # no Hadamard rotations
     read = [each for each in labeled if each.contraction.is_read]
     forward = [each for each in sorted(labeled, key=lambda each: not each.contraction.is_read) if not each.is_backward]
     backward = [each for each in read if each.is_backward]
-    models = dict.fromkeys(each.contraction.place.decided for each in labeled)
-    known = [_name(path) for model in models if model is not None for path in model.layers]
-    reading = Reading(closed, names, [each.origins for each in read if not each.is_backward], known)
+    models = dict.fromkeys(each.contraction.location.decided for each in labeled)
+    known = [_split_path(path) for model in models if model is not None for path in model.layers]
+    analysis = FunctionAnalysis(closed, names, [each.origins for each in read if not each.is_backward], known)
     for each in (*forward, *backward):
-        each.site = reading.site(each.contraction.place.context)
+        each.site = analysis.site(each.contraction.location.context)
         if each.site is not None or not each.is_backward:
-            each.path = _path(each, reading.layer(each.site))
+            each.path = _find_path(each, analysis.layer(each.site))
     for each in forward:
         each.swapped, each.forward = each.weight_side == 0, each
     _find_forward(forward, backward)
     for each in backward:
         if each.forward is not None:
             each.path = each.forward.path
-            each.matmul, residual = _backward_matmul(each, each.forward)
+            each.matmul, residual = _identify_gradient(each, each.forward)
         else:
-            each.path = each.path or _path(each, "")
+            each.path = each.path or _find_path(each, "")
             each.matmul = each.op_label or "bwd"
-            residual = _kept_side(each, each.matmul, None)
+            residual = _residual_side(each, each.matmul, None)
         each.swapped = residual == (1 if each.matmul == "drhs" else 0)
     _mark_updates(forward, backward)
-    return read, reading
+    return read, analysis
 
 
-def _name(path: str) -> Name:
+def _split_path(path: str) -> Name:
     return tuple(path.split("/"))
 
 
@@ -160,7 +160,7 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 
     def rank(each: LabeledContraction, other: LabeledContraction) -> tuple[int, int, bool, bool]:
         distance, is_elsewhere = _distance(each, other), each.contraction.source != other.contraction.source
-        difference = _difference(each, other) if distance == 2 else 0
+        difference = _compare_residual(each, other) if distance == 2 else 0
         return distance, difference, is_elsewhere, (other, each.op_label) in taken
 
     for each in backward:
@@ -168,7 +168,7 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
         has_grads_path = each.site is not None and each.op_label == "drhs"
         if (each.scopes or not each.path) and (has_grads_path or not of_path):
             near = [other for other in forward if not each.scopes or other.scopes == each.scopes]
-            near = near or [other for other in forward if _collapsed(other.scopes) == _collapsed(each.scopes)]
+            near = near or [other for other in forward if _deduplicate(other.scopes) == _deduplicate(each.scopes)]
             close = [other for other in near if _distance(each, other) < 2]
             alike = [other for other in near if each.scopes and _distance(each, other) == 2]
             choice = close or alike or of_path
@@ -187,12 +187,12 @@ def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     - 3: none of these.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
-    shared = [pair for pair in _same_source(backward, forward) if sizes[1 - pair[1]] == out]
+    shared = [pair for pair in _shared_operands(backward, forward) if sizes[1 - pair[1]] == out]
     dtypes = (int(backward.origins[mine].dtype != forward.origins[theirs].dtype) for mine, theirs in shared)
     return min(dtypes, default=2 if out in sizes else 3)
 
 
-def _difference(backward: LabeledContraction, forward: LabeledContraction) -> int:
+def _compare_residual(backward: LabeledContraction, forward: LabeledContraction) -> int:
     """Compare the operand that a backward contraction saved from the forward pass with the forward operand.
 
     Returns:
@@ -201,35 +201,35 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
     """
     pair = forward.contraction.lhs, forward.contraction.rhs
     matmul = "drhs" if backward.contraction.out.size == pair[1].size else "dlhs"
-    kept = (backward.contraction.lhs, backward.contraction.rhs)[_kept_side(backward, matmul, forward)]
+    kept = (backward.contraction.lhs, backward.contraction.rhs)[_residual_side(backward, matmul, forward)]
     other = pair[0 if matmul == "drhs" else 1]
     return 0 if kept.size == other.size else 1 if kept.shape[-1:] == other.shape[-1:] else 2
 
 
-def _path(each: LabeledContraction, own: str) -> str:
+def _find_path(each: LabeledContraction, own: str) -> str:
     """Return the path of the layer that has the parameter or a scope, otherwise the parameter's path or the scopes."""
-    known = list(map(_name, each.layers))
+    known = list(map(_split_path, each.layers))
     if known == [("",)]:  # the model is itself a layer
         return ""
-    matches = [layer for layer in known if _name(own)[-len(layer) :] == layer]
+    matches = [layer for layer in known if _split_path(own)[-len(layer) :] == layer]
     if matches := matches or [layer for layer in known if contains(each.modules, layer)]:
         return "/".join(max(matches, key=len))
     if each.site is not None:
         return own
-    return "/".join(_without_repeats(tuple(itertools.dropwhile(_ROOT.fullmatch, each.modules))))
+    return "/".join(_remove_repeats(tuple(itertools.dropwhile(_ROOT.fullmatch, each.modules))))
 
 
-def _open(contraction: Contraction) -> LabeledContraction:
-    place = contraction.place
-    ops = [part for part in place.scopes if _OP_MODULE.fullmatch(part)]
+def _label_by_scopes(contraction: Contraction) -> LabeledContraction:
+    location = contraction.location
+    ops = [part for part in location.scopes if _OP_MODULE.fullmatch(part)]
     label = next((part[-4:] for part in reversed(ops) if part.endswith(("dlhs", "drhs"))), "")
-    scopes = _without_repeats(tuple(part for part in place.scopes if part not in _NO_MODULE and part not in ops))
-    origins, is_recomputed = (origin(contraction.lhs), origin(contraction.rhs)), _RECOMPUTED in place.scopes
-    is_backward = place.is_backward and not is_recomputed
+    scopes = _remove_repeats(tuple(part for part in location.scopes if part not in _NO_MODULE and part not in ops))
+    origins, is_recomputed = (find_origin(contraction.lhs), find_origin(contraction.rhs)), _REMAT in location.scopes
+    is_backward = location.is_backward and not is_recomputed
     return LabeledContraction(contraction, origins, scopes, label, is_backward, is_recomputed)
 
 
-def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
+def _remove_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
     """Remove a repetition of the leading scopes, which the backward pass of a rematerialized block has."""
     for size in range(1, len(scopes) // 2 + 1):
         while scopes[:size] == scopes[size : 2 * size]:
@@ -237,18 +237,18 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
     return scopes
 
 
-def _collapsed(scopes: Sequence[str]) -> list[str]:
+def _deduplicate(scopes: Sequence[str]) -> list[str]:
     """Remove consecutive duplicate scopes, which lifted ``nn.remat`` adds in the backward pass."""
     return [scope for scope, _ in itertools.groupby(scopes)]
 
 
-def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
+def _shared_operands(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
     sides = [(mine, theirs) for mine in (0, 1) for theirs in (0, 1)]
     mine, theirs = ([found.source for found in both.origins] for both in (each, forward))
     return [pair for pair in sides if mine[pair[0]] is theirs[pair[1]]]
 
 
-def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContraction | None) -> int:
+def _residual_side(each: LabeledContraction, matmul: str, forward: LabeledContraction | None) -> int:
     """Return the index of the operand that the forward pass saved: by its dtype, else by its size.
 
     If dtypes and sizes are equal, the output's gradient is taken to be the first operand, as in jax and the
@@ -266,13 +266,13 @@ def _kept_side(each: LabeledContraction, matmul: str, forward: LabeledContractio
     return 0 if is_first else 1
 
 
-def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
+def _identify_gradient(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
     """Return the matmul of a gradient, and the index of the operand that the forward pass saved.
 
-    The activation is lhs and the weight is rhs. ``_kept_side`` determines the index if the shared operands do not.
+    The activation is lhs and the weight is rhs. ``_residual_side`` determines the index if the shared operands do not.
     """
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # from the shared operand
-    shared = _same_source(each, forward)
+    shared = _shared_operands(each, forward)
     side, operand = shared[0] if len(shared) == 1 else (None, None)
     if each.op_label:  # lhs and rhs are in the order in which the forward matmul ran
         matmul = names[0 if each.op_label == "drhs" else 1]
@@ -283,4 +283,4 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
     else:  # without the weight as an operand, it is not the activation's gradient
         is_layer = each.site is None and forward.site is not None and forward.site.side is not None
         matmul = "drhs" if is_layer else "bwd"
-    return matmul, _kept_side(each, matmul, forward) if side is None else side
+    return matmul, _residual_side(each, matmul, forward) if side is None else side

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.audit.scales import Origin, argument
+from jaxquant.audit.scales import Origin, find_argument
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.state.table import is_field
 from jaxquant.trace.analysis import Analysis
@@ -29,7 +29,7 @@ _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
 
-class Reading(Analysis):
+class FunctionAnalysis(Analysis):
     """Analysis of a whole function.
 
     Args:
@@ -42,14 +42,14 @@ class Reading(Analysis):
     def __init__(self, closed: Any, names: Sequence[Name], forward: _Operands, known: list[Name]) -> None:
         avals = [var.aval for var in closed.jaxpr.invars]
         self._state = frozenset(i for i, name in enumerate(names) if _is_state(name))
-        chosen, prefixes = _choose(names, avals, self._state, forward, known)
+        chosen, prefixes = _choose_parameters(names, avals, self._state, forward, known)
 
         def flow(index: int) -> Flow:
             if index in chosen:
                 return Flow(frozenset({Leaf(index)}))
             return CONSTANT if index in self._state or _is_key(avals[index]) else DATA
 
-        own = [_without(name, prefixes.get(name[0], 1)) for name in names]
+        own = [_drop_collections(name, prefixes.get(name[0], 1)) for name in names]
         super().__init__(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
 
     def site(self, context: tuple[int, ...]) -> Site | None:
@@ -81,13 +81,13 @@ def _is_key(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (aval.dtype == "uint32" and aval.shape[-1:] == (2,))
 
 
-def _without(name: Name, prefix: int) -> Name:
+def _drop_collections(name: Name, prefix: int) -> Name:
     while prefix < len(name) - 1 and name[prefix] in COLLECTIONS:
         prefix += 1
     return name[prefix:]
 
 
-def _choose(
+def _choose_parameters(
     names: Sequence[Name], avals: Sequence[Any], state: frozenset[int], forward: _Operands, known: list[Name]
 ) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
@@ -95,12 +95,12 @@ def _choose(
     An input is a parameter if one operand of a contraction is a multiple of this input and the other operand is
     computed. The other leaves of the parameter's tree are then parameters, too. An input that is multiplied by a
     parameter is data, unless both are in the same tree. If both operands are arguments and nothing else is known, the
-    parameter is the argument in a tree or with a name such as "kernel", else the second operand.
+    parameter is the operand that is a leaf of a tree or has a name such as "kernel", otherwise the second operand.
 
     Returns:
       Indices of the parameters, and the number of leading names of each argument that are not part of a path.
     """
-    sure, pairs = _meetings(names, forward)
+    sure, pairs = _pair_inputs(names, forward)
     sure |= {i for i, name in enumerate(names) if any(any(each) and contains(name[1:-1], each) for each in known)}
     if any(len(names[i]) > 1 for i in sure):  # if there is a tree of parameters, a single array is data
         sure = {i for i in sure if len(names[i]) > 1}
@@ -119,15 +119,15 @@ def _choose(
             data.add(names[second][:2])
     data -= {names[i][:2] for i in sure}
     chosen = {i for i, name in enumerate(names) if name[0] in roots and name[:2] not in data and i not in state}
-    chosen = {i for i in chosen if not _is_cache(names[i]) and _can_be(avals[i].dtype, i in sure)}
-    return chosen, {root: _prefix(root, names, [names[i] for i in sure if names[i][0] == root]) for root in roots}
+    chosen = {i for i in chosen if not _is_cache(names[i]) and _can_be_parameter(avals[i].dtype, i in sure)}
+    return chosen, {root: _count_prefix(root, names, [names[i] for i in sure if names[i][0] == root]) for root in roots}
 
 
-def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
+def _pair_inputs(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
     """Return inputs that multiply a computed value or a leaf of their own tree, and the other pairs of inputs."""
     sure, pairs = set[int](), []
     for each in forward:
-        sources = [argument(operand.source) for operand in each]
+        sources = [find_argument(operand.source) for operand in each]
         given = [value.position for value in sources if value is not None and value.operation == "argument"]
         given = [index for index in given if not _is_cache(names[index])]
         if sum(value is not None for value in sources) > len(given):  # one operand is a captured array
@@ -140,13 +140,13 @@ def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list
     return sure, pairs
 
 
-def _can_be(dtype: Any, is_sure: bool) -> bool:
+def _can_be_parameter(dtype: Any, is_sure: bool) -> bool:
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jnp.bool_:
         return False
     return is_sure or not jnp.issubdtype(dtype, jnp.integer)
 
 
-def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
+def _count_prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
     """Return how many leading names of an argument are not part of the parameters' paths, such as a tuple index."""
     prefix = 1
     for lead, *others in zip(*(name[1:-1] for name in here), strict=False):

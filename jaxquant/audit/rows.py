@@ -33,10 +33,10 @@ class Row:
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
         itself, delayed: from quant state, static: a constant) of a quantized operand, else "".
-      times: number of executions in one call of the function; see ``dataflow.Place``.
+      times: number of executions in one call of the function; see ``dataflow.Location``.
       flops: FLOPs of one execution.
       is_recomputed: whether the backward pass recomputes a forward matmul.
-      wanted: operand dtypes that the config selects, () for float or without a config.
+      expected: operand dtypes that the config selects, () for float or without a config.
       reason: reason for these dtypes.
       fault: difference from the expected dtypes, or "".
       source: file, line and function of the caller.
@@ -55,7 +55,7 @@ class Row:
     times: int
     flops: int
     is_recomputed: bool
-    wanted: tuple[str, ...]
+    expected: tuple[str, ...]
     reason: str
     fault: str
     source: str = ""
@@ -125,11 +125,11 @@ class Coverage(Tabular):
         paths: dict[str, list[Row]] = {}
         for row in self.rows:
             paths.setdefault(row.name, []).append(row)
-        return [_layer(path, rows) for path, rows in paths.items()]
+        return [_summarize_layer(path, rows) for path, rows in paths.items()]
 
     def _lines(self) -> list[Sequence[str]]:
         names = ("path", "shapes", *MATMULS, "scales", "times", "reason")
-        return [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
+        return [names, *([_shorten(str(entry[name])) for name in names] for entry in self.layers())]
 
     def to_json(self) -> str:
         """Return everything as JSON: ``summary``, ``missing``, ``layers`` (one entry per path) and ``rows``."""
@@ -177,13 +177,13 @@ class Coverage(Tabular):
             )
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     for name in sorted(ELEMENTS, key=len, reverse=True):
         text = text.replace(name, ELEMENTS[name].short)
     return text
 
 
-def _shapes(rows: Sequence[Row]) -> str:
+def _format_shapes(rows: Sequence[Row]) -> str:
     """Format the shapes of the forward matmuls, or of the others if there are no forward matmuls."""
     shown = [row for row in rows if row.matmul == "fwd"] or rows
     pairs = dict.fromkeys((row.lhs_shape, row.rhs_shape) for row in shown)
@@ -191,14 +191,14 @@ def _shapes(rows: Sequence[Row]) -> str:
     return "; ".join([*found[:2], *(["..."] if len(found) > 2 else [])])
 
 
-def _layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _summarize_layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:
     dtypes = {
         name: list(dict.fromkeys(row.dtypes for row in rows if row.matmul in matmuls))
         for name, matmuls in (("fwd", ("fwd",)), ("dlhs", ("dlhs", "bwd")), ("drhs", ("drhs", "bwd")))
     }
     return {
         "path": path,
-        "shapes": _shapes(rows),
+        "shapes": _format_shapes(rows),
         **{name: ", ".join(dict.fromkeys(map(str, found))) for name, found in dtypes.items()},
         "scales": "; ".join(dict.fromkeys(row.scales for row in rows if row.scales)),
         "times": sum(row.times for row in rows),

@@ -45,22 +45,22 @@ class Origin:
     is_emulated: bool = False
 
 
-def origin(value: Value) -> Origin:
+def find_origin(value: Value) -> Origin:
     """Return the origin of an operand."""
     if value.dtype in ELEMENTS:
-        return _quantized(value)
-    plain = _moved(value, through_casts=True)
+        return _origin_of_quantized(value)
+    plain = _unmoved(value, through_casts=True)
     if (codec := _codec(plain)) is not None:
-        source, scale = _encoded(plain, codec)
+        source, scale = _origin_of_decoded(plain, codec)
         return Origin(source, OperandDtype(value.dtype, codec), scale)
-    if (low := _dequantized(plain)) is not None:
-        found = _quantized(low)
+    if (low := _find_quantized(plain)) is not None:
+        found = _origin_of_quantized(low)
         dtype = OperandDtype(value.dtype, found.dtype.dtype)
         return dataclasses.replace(found, dtype=dtype, is_emulated=_is_emulated(value))
     return Origin(plain, OperandDtype(value.dtype))
 
 
-def argument(value: Value) -> Value | None:
+def find_argument(value: Value) -> Value | None:
     """Return the argument or captured array that a value is an elementwise multiple of, e.g. a cast or masked kernel.
 
     A loop's carry is followed to its initial value of the same shape: a parameter, in a loop of training steps. Sums
@@ -69,7 +69,7 @@ def argument(value: Value) -> Value | None:
     visited: set[int] = set()
     queue = [value]
     while queue:
-        value = _moved(queue.pop(0), through_casts=True)
+        value = _unmoved(queue.pop(0), through_casts=True)
         if id(value) in visited:
             continue
         visited.add(id(value))
@@ -82,7 +82,7 @@ def argument(value: Value) -> Value | None:
     return None
 
 
-def _moved(value: Value, through_casts: bool = False) -> Value:
+def _unmoved(value: Value, through_casts: bool = False) -> Value:
     """Return the value before changes of position and shape, and before float casts if ``through_casts``."""
     while value.inputs:
         is_cast = value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
@@ -106,19 +106,19 @@ def _codec(value: Value) -> str | None:
     return name.removeprefix(CODEC_MARK) if isinstance(name, str) and name.startswith(CODEC_MARK) else None
 
 
-def _encoded(value: Value, codec: str) -> tuple[Value, str]:
+def _origin_of_decoded(value: Value, codec: str) -> tuple[Value, str]:
     """Return (source, scale) of a value that was decoded from a tensor format."""
     reached = ancestors(value.inputs, lambda each: _codec(each) == codec)
     if (encoded := next((each for each in reached if _codec(each) == codec), None)) is not None:
-        return _moved(encoded.inputs[0], through_casts=True), f"per block of {codec}, dynamic"
+        return _unmoved(encoded.inputs[0], through_casts=True), f"per block of {codec}, dynamic"
     return next((each for each in reached if each.operation == "argument" and each.dtype == "uint8"), value), "stored"
 
 
-def _quantized(value: Value) -> Origin:
+def _origin_of_quantized(value: Value) -> Origin:
     """Follow a low-precision value back through its cast and the division by its scale."""
     element = value.dtype
     while True:
-        value = _moved(value)
+        value = _unmoved(value)
         if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
             value = value.inputs[0]  # int4 stored as int8 has the same values
             element = value.dtype
@@ -131,38 +131,38 @@ def _quantized(value: Value) -> Origin:
         return Origin(value, dtype, "stored" if value.operation in ("argument", "constant") else "unknown scale")
     found = next(_divisions(value.inputs[0]), None)
     if found is None:
-        return Origin(_moved(value.inputs[0], through_casts=True), dtype, "no scale")
+        return Origin(_unmoved(value.inputs[0], through_casts=True), dtype, "no scale")
     x, scale = found
-    source = _moved(x, through_casts=True)
-    made = _made(scale, source)
+    source = _unmoved(x, through_casts=True)
+    made = _scaling(scale, source)
     if made == "static" and source.operation == "convert_element_type" and source.inputs[0].dtype == element:
-        return _quantized(source.inputs[0])  # qvalues that were cast to float and rounded back
-    return Origin(source, dtype, f"{_sharing(x, scale)}, {made}", scale)
+        return _origin_of_quantized(source.inputs[0])  # qvalues that were cast to float and rounded back
+    return Origin(source, dtype, f"{_granularity(x, scale)}, {made}", scale)
 
 
-def _dequantized(value: Value) -> Value | None:
+def _find_quantized(value: Value) -> Value | None:
     """Return the low-precision value that a float value is a multiple of, or None."""
     for _ in range(4):  # at most two scales, a zero point and a cast
         if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
             return value.inputs[0]
         if value.operation not in ("mul", "sub", "convert_element_type"):
             return None
-        value = _moved(next((v for v in value.inputs if v.size == value.size and not _is_spread(v)), value.inputs[0]))
+        value = _unmoved(next((v for v in value.inputs if v.size == value.size and not _repeats(v)), value.inputs[0]))
     return None
 
 
 def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
     """Yield (dividend, scale) of divisions before a rounding, the likeliest first; ``x * (1 / scale)`` counts, too."""
-    value = _moved(value)
+    value = _unmoved(value)
     if value.operation in ("div", "mul"):
         first, second = value.inputs
         pairs = [(first, second)] if value.operation == "div" else [(first, second), (second, first)]
         for x, scale in pairs:
-            if x.size == value.size and not _is_spread(x) and (_is_spread(scale) or _spread(scale).size < value.size):
+            if x.size == value.size and not _repeats(x) and (_repeats(scale) or _unbroadcast(scale).size < value.size):
                 yield x, scale
         if value.size == 1 and value.operation == "div":
             yield first, second
-        if first.size == second.size == value.size and not _is_spread(second):
+        if first.size == second.size == value.size and not _repeats(second):
             yield from _divisions(first)  # second is the distance to the next representable value, for noise
     elif value.operation == "clamp":
         yield from _divisions(value.inputs[1])
@@ -175,12 +175,12 @@ def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
                 yield from _divisions(operand)
 
 
-def _is_spread(value: Value) -> bool:
+def _repeats(value: Value) -> bool:
     """Whether a value is a broadcast of a smaller value."""
-    return _spread(value).size < value.size
+    return _unbroadcast(value).size < value.size
 
 
-def _spread(value: Value) -> Value:
+def _unbroadcast(value: Value) -> Value:
     """Return the value before broadcasts."""
     while value.operation in ("broadcast_in_dim", "reshape", "expand_dims", "squeeze", "convert_element_type"):
         if value.inputs[0].dtype in ELEMENTS:
@@ -189,18 +189,18 @@ def _spread(value: Value) -> Value:
     return value
 
 
-def _sharing(x: Value, scale: Value) -> str:
+def _granularity(x: Value, scale: Value) -> str:
     """Return the granularity of a scale: "per tensor", "per tile" or "per channel"."""
-    if _spread(scale).size == 1:
+    if _unbroadcast(scale).size == 1:
         return "per tensor"
-    kept = _varying(scale)
-    for first, second in _cuts(x):
+    kept = _varying_axes(scale)
+    for first, second in _split_axes(x):
         if (first in kept) != (second in kept):
             return "per tile"
     return "per channel"
 
 
-def _varying(scale: Value) -> set[int]:
+def _varying_axes(scale: Value) -> set[int]:
     """Return the axes of a division along which its scale varies."""
     if scale.operation != "broadcast_in_dim":
         return {axis for axis, size in enumerate(scale.shape) if size > 1}
@@ -208,7 +208,7 @@ def _varying(scale: Value) -> set[int]:
     return {places[axis] for axis, size in enumerate(scale.inputs[0].shape) if size > 1}
 
 
-def _cuts(x: Value) -> Iterator[tuple[int, int]]:
+def _split_axes(x: Value) -> Iterator[tuple[int, int]]:
     """Yield pairs of adjacent axes of x that a reshape split from one axis."""
     while x.operation == "convert_element_type":
         x = x.inputs[0]
@@ -231,7 +231,7 @@ def _cuts(x: Value) -> Iterator[tuple[int, int]]:
             axis += 1
 
 
-def _made(scale: Value, source: Value) -> str:
+def _scaling(scale: Value, source: Value) -> str:
     """Return "delayed" if a scale is computed from another argument, "dynamic" if from the tensor, else "static"."""
     reached = ancestors([scale], lambda value: value is source or value.operation == "argument")
     if any(value.operation == "argument" and value is not source for value in reached):

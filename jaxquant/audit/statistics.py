@@ -74,7 +74,7 @@ def record(
             "noise": jnp.sum(jnp.square(values - back)),
         }
     counts = jnp.stack([jnp.asarray(sums.get(name, 0), jnp.float32) for name in _SUMS])
-    return jnp.concatenate([_peak(amax), _peak(scale), counts])
+    return jnp.concatenate([_encode_peak(amax), _encode_peak(scale), counts])
 
 
 def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"]]:
@@ -102,8 +102,8 @@ def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"
     is_quantized = sums["quantized"] > 0
     ratio = jnp.where(is_quantized, sums["signal"] / sums["noise"], jnp.nan)
     return {
-        "amax": jnp.where(used, _read_peak(amax, uses), jnp.nan),
-        "scale": jnp.where(is_quantized, _read_peak(scale, uses), jnp.nan),
+        "amax": jnp.where(used, _decode_peak(amax, uses), jnp.nan),
+        "scale": jnp.where(is_quantized, _decode_peak(scale, uses), jnp.nan),
         "saturated": jnp.where(is_quantized, sums["saturated"] / sums["elements"], jnp.nan),
         "flushed": jnp.where(is_quantized, sums["flushed"] / jnp.maximum(sums["nonzero"], 1), jnp.nan),
         "sqnr": 10 * jnp.log10(ratio),
@@ -120,10 +120,10 @@ def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     return (scaled > bound) | (scaled < -bound - has_every_code)
 
 
-def _peak(value: Array) -> Array:
+def _encode_peak(value: Array) -> Array:
     return jnp.concatenate([value[None], (jnp.arange(BINS, dtype=jnp.uint32) == bin_of(value)).astype(jnp.float32)])
 
 
-def _read_peak(peaks: Array, uses: Array) -> Array:
+def _decode_peak(peaks: Array, uses: Array) -> Array:
     highest = jnp.max(jnp.where(peaks[..., 1:] > 0, jnp.arange(BINS), 0), axis=-1)
     return jnp.where(uses == 1, peaks[..., 0], bin_value(highest))

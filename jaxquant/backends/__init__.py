@@ -1,6 +1,7 @@
-"""Backends: each runs a recipe with one library's ops. AQT and Qwix are imported only here.
+"""Backends: each backend runs a recipe with the ops of one library. AQT and Qwix are imported only here.
 
-``jaxquant.config.backends`` is their table, ``load`` imports one, ``base.Backend`` is their interface.
+``jaxquant.config.backends`` is the table of backends, ``load`` imports a backend, and ``base.Backend`` is the
+interface.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _dot_converted(recipe: Recipe, lhs: Array, weight: QTensor, numbers: Any) ->
     translated = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None, _SERVE)
     translated.apply_custom_vjp_on_jax = False
     frozen = freeze(recipe, weight, numbers[0][1])
-    placeholder = jnp.zeros(weight.shape, weight.dtype)  # AQT reads only its shape and dtype
+    placeholder = jnp.zeros(weight.shape, weight.dtype)  # AQT reads only the shape and the dtype of rhs
 
     def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
         return translated.dg_core(a, b, None, frozen, numbers)[0]

@@ -220,7 +220,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     """Translate a recipe to an AQT config.
 
     In both of AQT's gradients the output gradient is lhs, so our ``drhs.lhs`` (the activation) is AQT's ``drhs.rhs``.
-    The tile size is not part of the config; ``tiling_fn`` returns it for the matmul.
+    The tile size is not part of the config; ``tiling_fn`` applies the tile size in the matmul.
 
     Args:
       recipe: recipe to translate.

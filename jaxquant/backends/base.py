@@ -182,10 +182,10 @@ class LibraryBackend(Backend):
 
     Attributes:
       honours: supported fields of a recipe, with a rule for each.
-      dtype_faults: unsupported operand dtypes by name, each with the reason.
+      dtype_faults: mapping from the name of an unsupported operand dtype to the reason.
       translate: function that returns the library's config for a recipe, and raises for unsupported fields.
-      contract_float: contraction of (recipe, activation, weight, dimension numbers, random key or None).
-      contract_converted: contraction of (recipe, activation, converted kernel, dimension numbers).
+      contract_float: function of (recipe, activation, weight, dimension numbers, random key or None).
+      contract_converted: function of (recipe, activation, converted kernel, dimension numbers).
       convert_weight: function of (recipe, weight, contraction axes) that quantizes a weight.
     """
 

@@ -16,7 +16,7 @@ of
 - Qwix treats an operand with the shape of a parameter as a weight. In ``_train``, the kernel therefore has more axes
   than any activation, and a separate jit, so that the call selects the weight, as in the other backends.
 
-Tested with the versions in ``jaxquant.config.backends``; everything imported is public there.
+``jaxquant.config.backends`` lists the tested versions of Qwix. Everything that this file imports is public in them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 HONOURS: Honours = {
     Recipe: {
         "name": any_value,
-        # Qwix's mask ignores the schedule, and its groups are along the output axis.
+        # Qwix's mask ignores the schedule, and its groups of weights lie along the output axis.
         "sparsity": lambda field: Gap("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
@@ -105,7 +105,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     assert isinstance(weight, TensorSpec)
     assert act is None or isinstance(act, TensorSpec)
     rule: dict[str, Any] = {"weight_qtype": _dtype(weight), "weight_calibration_method": str(weight.calibration)}
-    # QtRule has one switch for the scales of all operands; its additional config has one for each.
+    # QtRule has one switch for the scales of all operands; additional_qt_config has one switch for each operand.
     extra: dict[str, Any] = {"rhs_disable_channelwise_axes": weight.granularity == "per_tensor"}
     if act is not None:
         rule |= {"act_qtype": _dtype(act), "act_calibration_method": str(act.calibration)}

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxquant import state as quant_state
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.program import HloStep, read_program
 from jaxquant.aot.topology import devices
 from jaxquant.inject.model import maybe_quantize_model
 
@@ -138,8 +138,8 @@ def step(entry: Setup, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
 def measure(
     entry: Setup, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
-) -> tuple[Program, int]:
-    """Compile an entry for a chip; return the compiled program and the bytes of its temporaries.
+) -> tuple[HloStep, int]:
+    """Compile an entry for an absent chip; return the compiled program and the bytes of its temporaries.
 
     Args:
       entry: entry to compile.
@@ -188,13 +188,13 @@ def difference_from_peer(row: dict[str, Any], peer: dict[str, Any] | None) -> st
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
-def matmuls(program: Program) -> str:
-    """Return the matmuls of a compiled program by the dtypes of their operands, such as ``6 s8``."""
+def matmuls(program: HloStep) -> str:
+    """Return the matmuls of a compiled program by the dtypes of their operands, as ``6 s8``."""
     return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
 
 
-def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str, Any]:
-    """Return the table row of a program. ``temporaries`` are bytes; ``price.estimate`` computes the time."""
+def row(name: str, program: HloStep, temporaries: int, where: Chip) -> dict[str, Any]:
+    """Return the table row of a program with some bytes of temporaries; ``price.estimate`` computes the time."""
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
     casts = [kernel for kernel in program.kernels if not kernel.flops]

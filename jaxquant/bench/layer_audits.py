@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quantization_state
 from jaxquant.aot.chips import CHIPS, chip
-from jaxquant.aot.outcome import compare, layer
+from jaxquant.aot.outcome import compare, locate
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.program import HloStep, read_program
 from jaxquant.aot.report import table
 from jaxquant.aot.topology import devices
 from jaxquant.audit.coverage import of_trace
@@ -126,7 +126,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     return found
 
 
-def _rows(covered: Sequence[Covered], program: Program, fused: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
+def _rows(covered: Sequence[Covered], program: HloStep, fused: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
     """Yield dtypes and operation of each matmul of a parameter, and the reason if an operand is wider than 8 bits."""
     calls = [(*_layer_and_matmul(each.path), f"{each.dtypes} by {each.kind}") for each in program.matmuls]
     calls += [(*_layer_and_matmul(each.path), f"{each.dtype} by {each.name}") for each in program.kernels if each.flops]
@@ -143,7 +143,7 @@ def _rows(covered: Sequence[Covered], program: Program, fused: dict[str, str], r
 
 def _layer_and_matmul(path: str) -> tuple[str, str]:
     """Return the layer and the matmul of a path in the compiled program."""
-    name, phase = layer(path)
+    name, phase = locate(path)
     name = name.removeprefix(f"{DecoderLayer.__name__}/")  # jax 0.12 keeps this prefix
     words = [word.removeprefix("aqt_") for word in path.split("/")]
     own = next((each for each in ("dlhs", "drhs") if each in words), "fwd" if phase == "forward" else "bwd")

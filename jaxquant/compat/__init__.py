@@ -1,1 +1,1 @@
-"""Names of other libraries, translated to jaxquant's own."""
+"""Functions with the names and arguments of other libraries, implemented with jaxquant."""

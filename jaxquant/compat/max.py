@@ -1,4 +1,4 @@
-"""MAX's names for configs of quantized checkpoints (26.3 and 25.6)."""
+"""Config classes and functions for quantized checkpoints, under the names of MAX 26.3 and 25.6."""
 
 from jaxquant.compat.max_config import Float8Config as Float8Config
 from jaxquant.compat.max_config import QuantConfig as QuantConfig

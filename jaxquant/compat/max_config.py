@@ -1,4 +1,4 @@
-"""MAX's QuantConfig (26.3; Float8Config of 25.6): with its fields, properties and error messages."""
+"""``QuantConfig`` with the fields, properties and errors of MAX 26.3 (``Float8Config`` in MAX 25.6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.export.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularit
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 
 
-def _is(*formats: QuantFormat) -> property:
+def _has_format(*formats: QuantFormat) -> property:
     return property(lambda self: self.format in formats)
 
 
@@ -24,12 +24,12 @@ _METHODS = {
     QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
     QuantFormat.BLOCKSCALED_FP8: "fp8",
 }
-"""Name of the quantization method, for formats whose name differs from it."""
+"""``quant_method`` of each format whose name is not also the method."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
-    """Quantized layers of a decoder and their scales; replaces ``Float8Config`` of MAX 25.6 and has its fields, too.
+    """Quantized layers of a decoder and their scales; it also has the fields of ``Float8Config`` of MAX 25.6.
 
     Attributes:
       input_scale: scales of the inputs, or None if the inputs stay in float.
@@ -39,7 +39,7 @@ class QuantConfig:
       format: family of the checkpoint.
       embedding_output_dtype: dtype name of the embedding and the output head.
       bias_dtype: dtype name of all biases, or None if there are no biases.
-      can_use_fused_mlp: whether gate and up can be one matmul, because their scales are of one kind.
+      can_use_fused_mlp: whether the gate and up projections can be one matmul, because their scales can be joined.
       scales_pre_interleaved: whether block scales are stored in the 5-D order; see ``interleave_scales``.
       shared_experts_weight_dtype: dtype name of shared experts that stay in float, or None.
     """
@@ -57,13 +57,13 @@ class QuantConfig:
 
     mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="Older name of the layers.")
     attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="Older name of the layers.")
-    is_nvfp4 = _is(QuantFormat.NVFP4)
-    is_mxfp4 = _is(QuantFormat.MXFP4)
-    is_fp4 = _is(QuantFormat.NVFP4, QuantFormat.MXFP4)
-    is_mxfp8 = _is(QuantFormat.MXFP8)
-    is_mxfp6 = _is(QuantFormat.MXFP6)
-    is_mx = _is(QuantFormat.MXFP4, QuantFormat.MXFP6, QuantFormat.MXFP8)
-    is_int8_w8a8 = _is(QuantFormat.INT8_W8A8)
+    is_nvfp4 = _has_format(QuantFormat.NVFP4)
+    is_mxfp4 = _has_format(QuantFormat.MXFP4)
+    is_fp4 = _has_format(QuantFormat.NVFP4, QuantFormat.MXFP4)
+    is_mxfp8 = _has_format(QuantFormat.MXFP8)
+    is_mxfp6 = _has_format(QuantFormat.MXFP6)
+    is_mx = _has_format(QuantFormat.MXFP4, QuantFormat.MXFP6, QuantFormat.MXFP8)
+    is_int8_w8a8 = _has_format(QuantFormat.INT8_W8A8)
 
     @property
     def quant_method(self) -> str:
@@ -76,10 +76,12 @@ class QuantConfig:
 
     @property
     def scales_granularity_mnk(self) -> tuple[int, int, int]:
-        """Number of elements that share a scale along input rows, weight rows and the contraction; -1 is all.
+        """Number of elements that share a scale along rows of the input, rows of the weight, and the contraction.
+
+        -1 means all elements along the axis.
 
         Raises:
-          ValueError: a matmul does not support the granularity, or the two differ along the contraction.
+          ValueError: a matmul does not support the granularity, or input and weight differ along the contraction.
         """
         if self.input_scale is None:
             raise ValueError("unsupported input scale granularity: inputs are not quantized (weight only)")
@@ -92,11 +94,11 @@ class QuantConfig:
         return m, n, k_input
 
     def quantized_scales_type(self, quantized_shape: tuple[int, int], device: Any = None) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the scales of a quantized ``[M, K]`` input, where K counts unpacked elements.
+        """Return the shape and dtype of the scales of a quantized ``[M, K]`` input; K counts unpacked elements.
 
         Args:
           quantized_shape: (M, K).
-          device: ignored; only for compatibility with MAX.
+          device: unused argument, for compatibility with MAX.
 
         Raises:
           ValueError: the scheme is not NVFP4, MXFP4 or tiles of 128.
@@ -127,17 +129,17 @@ def _granularity(scale: InputScaleSpec | WeightScaleSpec, whole_rows: ScaleGranu
 
 
 def fp4_packed_k(in_dim: int, config: QuantConfig | None) -> int:
-    """Return the number of bytes in a row of ``in_dim`` elements of a weight."""
+    """Return the size in bytes of a weight row with ``in_dim`` elements."""
     if config is None:
         return in_dim
     return in_dim // 2 if config.is_fp4 else in_dim * 3 // 4 if config.is_mxfp6 else in_dim
 
 
 def interleave_scales(scales: jax.Array) -> jax.Array:
-    """Return block scales ``[M, C]`` in the order of NVIDIA's block-scaled matmuls.
+    """Return block scales ``[M, C]`` in the order that NVIDIA's block-scaled matmuls require.
 
-    Scale (r, c) is at ``[r // 128, c // 4, r % 32, r % 128 // 32, c % 4]`` of ``[⌈M/128⌉, ⌈C/4⌉, 32, 4, 4]``; padding
-    is 0.
+    The result has the shape ``[⌈M/128⌉, ⌈C/4⌉, 32, 4, 4]``. Scale (r, c) is at
+    ``[r // 128, c // 4, r % 32, r % 128 // 32, c % 4]``; padding is 0.
     """
     rows, columns = scales.shape
     padding = [(0, -rows % _SCALE_ROWS), (0, -columns % _SCALE_COLUMNS)]
@@ -148,15 +150,15 @@ def interleave_scales(scales: jax.Array) -> jax.Array:
 
 
 def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Return block scales of ``shape`` from the 5-D order, or from that order flattened to two axes.
+    """Return block scales of ``shape`` from the order of ``interleave_scales``, also if it was flattened to two axes.
 
     Raises:
-      ValueError: the sizes do not match.
+      ValueError: the size of ``interleaved`` is not the size that ``shape`` requires.
     """
     rows, columns = math.ceil(shape[0] / _SCALE_ROWS), math.ceil(shape[1] / _SCALE_COLUMNS)
     if interleaved.size != rows * columns * _SCALE_ROWS * _SCALE_COLUMNS:
         raise ValueError(
-            f"interleaved scales of shape {interleaved.shape} do not hold scales of shape {shape}, which fill "
+            f"interleaved scales of shape {interleaved.shape} do not match scales of shape {shape}, which require "
             f"{(rows, columns, 32, 4, 4)}"
         )
     blocks = interleaved.reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)

@@ -1,4 +1,4 @@
-"""MAX's QuantizationEncoding: GGML's block formats by name, with the sizes of their blocks."""
+"""MAX's ``QuantizationEncoding``: GGML's block formats by name, with the sizes of their blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether this is a format of GGUF files."""
+        """Whether GGUF files use the format."""
         return self is not QuantizationEncoding.GPTQ
 
     @property
@@ -56,10 +56,10 @@ class QuantizationEncoding(enum.Enum):
         return self._codec.bytes_per_block
 
     def quantize(self, tensor: Float[Array, "... K"]) -> UInt8[Array, "... B"]:
-        """Encode float arrays row by row along the last axis: K elements become ``K / elements · bytes`` bytes.
+        """Encode each row of a float array; K elements become ``K / elements_per_block · block_size`` bytes.
 
         Raises:
-          ValueError: K is not a multiple of the block.
+          ValueError: K is not a multiple of ``elements_per_block``.
           NotImplementedError: GPTQ has no blocks of bytes.
         """
         return self._codec.encode(jnp.asarray(tensor))["blocks"]
@@ -68,13 +68,13 @@ class QuantizationEncoding(enum.Enum):
         """Decode the result of ``quantize`` to float32.
 
         Raises:
-          ValueError: the last axis is not a multiple of the block's bytes.
+          ValueError: the size of the last axis is not a multiple of ``block_size``.
           TypeError: the data is not uint8.
           NotImplementedError: GPTQ has no blocks of bytes.
         """
         data, size = jnp.asarray(data), self.block_size
         if data.dtype != jnp.uint8:
-            raise TypeError(f"{self.name} blocks are uint8, got {data.dtype.name}; view the bytes as uint8")
+            raise TypeError(f"{self.name} blocks must be uint8, got {data.dtype.name}; view the bytes as uint8")
         if data.ndim == 0 or data.shape[-1] % size:
-            raise ValueError(f"last axis of shape {data.shape} is not a multiple of the {size} bytes of a block")
+            raise ValueError(f"the last axis of shape {data.shape} must be a multiple of the block size {size}")
         return self._codec.decode({"blocks": data})

@@ -1,4 +1,4 @@
-"""MAX's ``parse_quant_config``: conversion of a config and a state dict to a QuantConfig, with MAX's errors."""
+"""MAX's ``parse_quant_config``: converts a Hugging Face config and a state dict to a QuantConfig, with MAX's errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxquant.export.llama import ATTENTION, MLP
 MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
-_ONE_SCHEME = "a QuantConfig holds one; use jaxquant.export.hf.read_quantization, which has a spec for every layer"
+_ONE_SCHEME = "a QuantConfig has one; use jaxquant.export.hf.read_quantization, which returns a spec for every layer"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
 
 
@@ -37,23 +37,27 @@ def parse_quant_config(
     state_dict_name_prefix: str = "",
     ignored_modules_prefix: str = "model.",
 ) -> QuantConfig | None:
-    """Read a checkpoint's quantization like MAX 26.3. Returns None if the quantization does not apply to this dtype.
+    """Read the quantization of a checkpoint like MAX 26.3.
+
+    MAX reads some configs incorrectly without an error: ``re:`` ignores, ``exclude_modules``, modelopt FP8, group and
+    block strategies, weight-only. This function reads them as the library that wrote them.
 
     Args:
       huggingface_config: dict, object with ``to_dict()``, or object with the config's fields as attributes.
-      state_dict: names to arrays, ``(shape, dtype)``, or the entries of a safetensors header.
-      dtype: dtype of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any dtype.
+      state_dict: mapping from tensor names to arrays, ``(shape, dtype)`` pairs, or entries of a safetensors header.
+      dtype: dtype of the model's weights: float8_e4m3fn, uint8, float4_e2m1fn or int8; any dtype for MXFP4.
       state_dict_name_prefix: prefix of the decoder's names in ``state_dict``, such as ``language_model.``.
       ignored_modules_prefix: prefix of the decoder's names in exclusion lists.
 
+    Returns:
+      The config, or None if the checkpoint's quantization does not apply to ``dtype``.
+
     Raises:
-      ValueError: as in MAX, with MAX's wording and the key. Where MAX is silently wrong (``re:`` ignores,
-        ``exclude_modules``, modelopt FP8, group and block strategies, weight-only), the config is read as its authors
-        mean it.
+      ValueError: the config is not supported; the message has MAX's wording and the key.
     """
     config = huggingface_config if isinstance(huggingface_config, Mapping) else _as_dict(huggingface_config)
     tensors, name = read_tensors(state_dict), dtype_name(dtype, "dtype")
-    sidecar = _sidecar(config)
+    sidecar = _read_sidecar(config)
     found = find_section(config, sidecar, tensors)
     if found is None:
         if name in _FP8:
@@ -73,12 +77,12 @@ def parse_quant_config(
                 f"method: '{method}'. Supported methods are {', '.join(METHODS)}"
             )
         return None
-    _check_as_max(section, method, tensors)
+    _check_max_limits(section, method, tensors)
     quantization = read_quantization(config, tensors, sidecar)
     if quantization is None:
         return None
-    view = _ConfigBuilder(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
-    return view.config(_layers(config), name)
+    builder = _ConfigBuilder(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
+    return builder.build(_read_layers(config), name)
 
 
 parse_float8_config = parse_quant_config
@@ -99,7 +103,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-def _sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _read_sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     place = config.get("_name_or_path")
     path = pathlib.Path(place) / SIDECAR if isinstance(place, str) and place else None
     return None if path is None or not path.exists() else read_json(path)
@@ -112,8 +116,8 @@ def _is_mxfp4(section: Section, method: str) -> bool:
     return method == "mxfp4" or (method == "compressed-tensors" and "mxfp4" in section.text("format", ""))
 
 
-def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise for configs that can be read, but that MAX's kernels reject."""
+def _check_max_limits(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise for configs that jaxquant can read but MAX's kernels do not support."""
     if method == "fp8" and section.has("weight_block_size"):
         if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
             raise ValueError(f"{section.where('activation_scheme')}: activation_scheme must be dynamic")
@@ -134,7 +138,7 @@ def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInf
         raise ValueError("could not find weight scale dtype for FP8 quantized weights")
 
 
-def _layers(config: Mapping[str, Any]) -> int:
+def _read_layers(config: Mapping[str, Any]) -> int:
     for section in (Section(config, ""), Section(config, "").section("text_config")):
         if section.has("num_hidden_layers"):
             return section.integer("num_hidden_layers", most=MAX_LAYERS)
@@ -148,16 +152,16 @@ class _ConfigBuilder:
     prefix: str
     ignored_prefix: str
 
-    def config(self, layers: int, dtype: str) -> QuantConfig:
-        spec = self._spec(dtype)
-        format, weight = self._format(spec), self._weight_scale(spec)
+    def build(self, layers: int, dtype: str) -> QuantConfig:
+        spec = self._select_spec(dtype)
+        format, weight = self._select_format(spec), self._weight_scale(spec)
         inputs = self._input_scale(spec, format)
         mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
         attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
-        for index in mlp:  # raises for experts with another scheme
-            self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
+        for index in mlp:  # raises if experts have another scheme
+            self._is_quantized(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
-            mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
+            mlp = frozenset(i for i in range(layers) if self._is_quantized(spec, f"layers.{i}.mlp.experts"))
         widened = inputs is not None and inputs.origin.is_dynamic and weight.is_tensor
         return QuantConfig(
             inputs,
@@ -171,18 +175,18 @@ class _ConfigBuilder:
             shared_experts_weight_dtype=self._shared_experts_dtype(),
         )
 
-    def _spec(self, dtype: str) -> LayerSpec:
-        fits = self.quantization.specs
-        if not fits:
-            raise ValueError(f"the {self.quantization.method} config quantizes no layer")
-        if len(fits) > 1:  # of two schemes, choose the one of this dtype; MAX's QuantConfig holds only one
-            fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
-        if len(fits) != 1:
+    def _select_spec(self, dtype: str) -> LayerSpec:
+        specs = self.quantization.specs
+        if not specs:
+            raise ValueError(f"the {self.quantization.method} config quantizes no layer; load it in float")
+        if len(specs) > 1:  # a QuantConfig has one scheme: select by dtype
+            specs = [spec for spec in specs if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
+        if len(specs) != 1:
             count = len(self.quantization.specs)
             raise ValueError(f"the {self.quantization.method} config has {count} schemes; {_ONE_SCHEME}")
-        return fits[0]
+        return specs[0]
 
-    def _format(self, spec: LayerSpec) -> QuantFormat:
+    def _select_format(self, spec: LayerSpec) -> QuantFormat:
         weight, method = spec.weight, self.quantization.method
         if weight.dtype == "float4_e2m1fn":
             return QuantFormat.NVFP4 if weight.outer_scale else QuantFormat.MXFP4
@@ -207,33 +211,33 @@ class _ConfigBuilder:
             found = self._scale_dtype("weight_scale")
             if found is None and self.quantization.method == "compressed-tensors":
                 raise ValueError(
-                    f"could not find the weight scale dtype: no tensor is named "
+                    f"could not find the weight scale dtype: there is no tensor "
                     f"{self.prefix}layers.0.mlp.down_proj.weight_scale"
                 )
             dtype = found or dtype
         return WeightScaleSpec(weight.granularity, dtype, weight.block_size)
 
     def _input_scale(self, spec: LayerSpec, format: QuantFormat) -> InputScaleSpec | None:
-        facts = spec.input
-        if facts is None and format is QuantFormat.MXFP4:
-            # MAX's kernels quantize the inputs of MXFP4 experts, whatever the checkpoint specifies.
+        operand = spec.input
+        if operand is None and format is QuantFormat.MXFP4:
+            # MAX's kernels quantize the inputs of MXFP4 experts even if the checkpoint specifies float inputs.
             return InputScaleSpec(ScaleGranularity.BLOCK, ScaleOrigin.DYNAMIC, "float32", block_size=(1, 32))
-        if facts is None:
+        if operand is None:
             return None
         dtype = self._scale_dtype("input_scale")
-        per_token = facts.granularity is ScaleGranularity.COLWISE and facts.origin is ScaleOrigin.DYNAMIC
+        per_token = operand.granularity is ScaleGranularity.COLWISE and operand.origin is ScaleOrigin.DYNAMIC
         if format in (QuantFormat.NVFP4, QuantFormat.MXFP4):
             dtype = "float32"
-        elif facts.scale_dtype != "float32":
-            dtype = facts.scale_dtype
+        elif operand.scale_dtype != "float32":
+            dtype = operand.scale_dtype
         elif per_token and format in (QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.FBGEMM_FP8):
-            dtype = dtype or facts.dtype  # placeholder, as in MAX
+            dtype = dtype or operand.dtype  # MAX has this placeholder
         return InputScaleSpec(
-            facts.granularity,
-            facts.origin,
+            operand.granularity,
+            operand.origin,
             dtype or self._scale_dtype("weight_scale") or "float32",
-            facts.scale_bound,
-            facts.block_size,
+            operand.scale_bound,
+            operand.block_size,
         )
 
     def _scale_dtype(self, kind: str) -> str | None:
@@ -245,21 +249,21 @@ class _ConfigBuilder:
         ]
         return found[-1] if found else None
 
-    def _has(self, spec: LayerSpec, name: str) -> bool:
-        """Whether a layer is quantized by a scheme.
+    def _is_quantized(self, spec: LayerSpec, name: str) -> bool:
+        """Return whether a layer is quantized by a scheme.
 
         Raises:
-          ValueError: the layer is quantized by another scheme, which the QuantConfig cannot hold.
+          ValueError: the layer is quantized by another scheme; a QuantConfig can only have one.
         """
         own = self.quantization.spec(self.ignored_prefix + name)
         if own not in (None, spec):
-            raise ValueError(f"{name} has {own.weight.dtype} weights, others {spec.weight.dtype}; {_ONE_SCHEME}")
+            raise ValueError(f"{name} has {own.weight.dtype} weights, others have {spec.weight.dtype}; {_ONE_SCHEME}")
         return own is not None
 
     def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
         chosen: set[int] = set()
         for index in range(layers):
-            floats = [part for part in parts if not self._has(spec, f"layers.{index}.{part}")]
+            floats = [part for part in parts if not self._is_quantized(spec, f"layers.{index}.{part}")]
             if floats and len(floats) < len(parts):
                 raise ValueError(
                     f"float8 quantization currently assumes uniform quantization for {word}; "
@@ -294,7 +298,7 @@ class _ConfigBuilder:
         return "bfloat16" if excluded else None
 
     def _can_use_fused_mlp(self, widened: bool) -> bool:
-        """Whether the scales of gate and up can be joined along rows: scalars must be equal or widened to rows."""
+        """Return whether the scales of gate and up can be joined along rows; scalars must be equal or widened first."""
         for name, gate in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             if kind not in _SCALES or not stem.endswith("gate_proj"):

@@ -1,10 +1,11 @@
-"""MLC's block-scaled float8 on jaxquant: MLC's functions under their names, its presets and its config.
+"""MLC's functions for block-scaled float8 under MLC's names, implemented with jaxquant, and MLC's presets.
 
 A weight has MLC's format: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
-multiplies the elements. A single row of activations stays in float, as in MLC's GEMV; several rows are quantized ``1 ×
-b1`` first. ``docs/from/mlc.md`` lists MLC's names and the differences between MLC's results and these.
+multiplies the elements. A single row of activations stays in float, as in MLC's GEMV. Several rows are quantized in
+``1 × b1`` tiles. ``docs/from/mlc.md`` lists MLC's names and the differences between the results of MLC and jaxquant.
 
-Shapes: M rows, K contracting, N columns, E experts, H heads; ``(b0, b1)`` a block of the weight, G = ⌈K / b1⌉.
+Shapes: M rows of the input, K contracted elements, N rows of the weight, E experts, H heads. A block of the weight is
+``(b0, b1)``, and G = ⌈K / b1⌉.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
 from jaxquant.export.hf import ScaleOrigin, to_recipe
-from jaxquant.export.hf.fp8 import blocks
+from jaxquant.export.hf.fp8 import block_layer
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
@@ -52,7 +53,6 @@ __all__ = [
     "Absorbed",
     "BlockScaleQuantize",
     "ScaleLayout",
-    "absorb",
     "block_scale_bmm",
     "block_scale_experts",
     "block_scale_linear",
@@ -62,6 +62,7 @@ __all__ = [
     "read_mlc_quantization",
     "rowwise_group_quant_fp8",
     "skip_reason",
+    "split_kv_b_proj",
     "static_activation_group_quant_fp8",
 ]
 
@@ -77,20 +78,20 @@ def rowwise_group_quant_fp8(
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     eps: float | None = EPSILON,
 ) -> tuple[Shaped[Array, "*lead K"], Float[Array, "*scales"]]:
-    """Quantize groups along the last axis by their own amax; the last group may be smaller.
+    """Quantize groups along the last axis, each with a scale from its amax; the last group may be smaller.
 
-    ``scale = max(amax, eps) / max(dtype)`` and ``qvalue = cast(clip(x / scale))``, both divided in float32. With
-    ``eps=None`` the scale is computed as in training: ``amax · (1 / max(dtype))``, 1 for a group of zeros.
+    ``scale = max(amax, eps) / max(dtype)`` and ``qvalue = cast(clip(x / scale))``; both divisions are in float32. If
+    ``eps`` is None, the scale is computed as in training: ``amax · (1 / max(dtype))``, or 1 for a group of zeros.
 
     Args:
       x: activations.
       group_size: number of elements that share a scale.
       dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
       layout: layout of the scales; ``ScaleLayout.of_mlc`` converts MLC's flags.
-      eps: smallest amax, or None for the rule of training.
+      eps: lower bound of the amax, or None to compute the scale as in training.
 
     Returns:
-      Quantized elements, and scales that multiply them.
+      Quantized elements, and scales that multiply the elements.
 
     Raises:
       TypeError: the activations are not float, or the dtype is not supported.
@@ -98,7 +99,7 @@ def rowwise_group_quant_fp8(
     Source: ``rowwise_group_quant_fp8`` of MLC's ``op/fp8_quantization``.
     """
     check_float("rowwise_group_quant_fp8", x=x)
-    spec, axes = _tiles(dtype, group_size), (x.ndim - 1,)
+    spec, axes = _tile_spec(dtype, group_size), (x.ndim - 1,)
     if eps is None:
         tensor = quantize(x, spec, axes)
         qvalue, scale = tensor.qvalue, tensor.scale
@@ -113,14 +114,14 @@ def rowwise_group_quant_fp8(
 def static_activation_group_quant_fp8(
     x: Float[Array, "*lead K"], activation_scale: Float[Array, " G"], group_size: int, dtype: str = "float8_e4m3fn"
 ) -> Shaped[Array, "*lead K"]:
-    """Quantize groups along the last axis by known scales: ``cast(clip(x / activation_scale))``.
+    """Quantize groups along the last axis with the given scales: ``cast(clip(x / activation_scale))``.
 
     Raises:
       ValueError: the number of scales is not the number of groups.
       TypeError: the activations are not float, or the dtype is not supported.
     """
     check_float("static_activation_group_quant_fp8", x=x)
-    block = block_shape(x.shape, _tiles(dtype, group_size), (x.ndim - 1,))
+    block = block_shape(x.shape, _tile_spec(dtype, group_size), (x.ndim - 1,))
     scale = broadcast_activation_scale(x, activation_scale)
     if scale.shape[-1] != scale_shape(x.shape, block)[-1]:
         raise ValueError(f"activation_scale has {activation_scale.size} scales; x {x.shape} has groups of {group_size}")
@@ -128,7 +129,7 @@ def static_activation_group_quant_fp8(
 
 
 def _cast(x: Array, dtype: str, scale: Array, block: tuple[int, ...]) -> Array:
-    """Divide in float32, clip and round. XLA:CPU multiplies by the reciprocal if elements share a divisor."""
+    """Divide in float32, clip and round; without the ``where``, XLA:CPU would multiply by a reciprocal."""
     divide = lambda x, scale: x.astype(jnp.float32) / jnp.where(jnp.isnan(x), 1.0, scale)  # noqa: E731
     return saturating_cast(apply_blocks(divide, x, scale, block), element(dtype))
 
@@ -136,7 +137,7 @@ def _cast(x: Array, dtype: str, scale: Array, block: tuple[int, ...]) -> Array:
 def broadcast_activation_scale(
     x: Float[Array, "*lead K"], activation_scale: Float[Array, " G"], layout: ScaleLayout = ScaleLayout.ROW_MAJOR
 ) -> Float[Array, "*scales"]:
-    """Return known scales of groups, repeated for every row of an activation, in a layout."""
+    """Return the given scales of groups in a layout, repeated for every row of an activation."""
     return layout.write(jnp.broadcast_to(activation_scale, (*x.shape[:-1], activation_scale.size)))
 
 
@@ -158,16 +159,18 @@ def block_scale_linear(
 
     Args:
       x: activations; their gradient uses the dequantized weight.
-      weight, weight_scale_inv: elements, and scales that multiply them; a single scale applies to all.
-      block_size: rows and columns of the weight that share a scale.
-      bias: bias, which is also added to a single row (MLC omits it there).
-      activation_scale: static scales of the groups of ``x``, or one scale. None uses the amax of each group.
-      quantizes_row: whether a single row is quantized like several rows, so that decoding computes the same as prefill.
+      weight, weight_scale_inv: elements of the weight, and scales that multiply the elements; there is a scale for each
+        block, or a single scale.
+      block_size: number of rows and columns of the weight that share a scale.
+      bias: bias, which is also added if ``x`` has a single row; MLC omits the bias in this case.
+      activation_scale: static scales of the groups of ``x``, or one scale. None computes the scale of each group from
+        its amax.
+      quantizes_row: whether a single row is quantized like several rows, so that decoding and prefill compute the same.
         MLC leaves a single row in float.
       out_dtype: dtype of the result, or None for the dtype of ``x``.
 
     Raises:
-      ValueError: activations, scales or bias have a wrong shape; names it.
+      ValueError: activations, scales or bias have a wrong shape; the message names the argument.
       TypeError: the weight is not float8, or ``out_dtype`` is not float.
     """
     _check_shapes(x, weight, "[N, K]", bias)
@@ -175,9 +178,9 @@ def block_scale_linear(
         raise TypeError(f"out_dtype must be float, got {out_dtype}")
     rows = x.size // max(1, x.shape[-1])
     how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
-    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
+    kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
     read = x
-    if rows == 1 and how != "float":  # pad the row, because a matmul of one row sums in another order
+    if rows == 1 and how != "float":  # padding keeps the order of sums: one row would use another
         read = jnp.pad(x.reshape(1, -1), ((0, _ROWS - 1), (0, 0)))
     numbers = (((read.ndim - 1,), (1,)), ((), ()))
     out = _multiply("block_scale_linear", how, read, kernel, numbers, block_size, out_dtype)
@@ -194,50 +197,50 @@ def block_scale_experts(
     *,
     quantizes_row: bool = False,
 ) -> Float[Array, "M N"]:
-    """Multiply rows by the weights of their experts.
+    """Multiply each row by the weight of its expert.
 
     Args:
-      x: rows sorted by expert. For a single token, x has one row, which all its experts read, or one row for each
-        expert.
+      x: rows sorted by expert. For a single token: one row for all its experts, or one row for each of its experts.
       weight, weight_scale_inv: weights and scales of all experts.
-      indptr: end of the rows of each expert (``group_sizes``), or ``[1, k]``, the indices of a single token's experts.
-      block_size: rows and columns of a weight that share a scale.
-      quantizes_row: whether a single token is quantized like several tokens, which are summed in another order.
+      indptr: end of the rows of each expert, see ``group_sizes``. For a single token: the indices of its experts, in an
+        array of shape ``[1, k]``.
+      block_size: number of rows and columns of a weight that share a scale.
+      quantizes_row: whether a single token is quantized like several tokens. The order of sums still differs.
 
     Returns:
-      ``[M, N]``, zeros for rows after the last expert's; for a single token ``[k, N]``, NaN for an expert that does not
-      exist.
+      Array ``[M, N]``; rows that belong to no expert are zero. For a single token, array ``[k, N]``; the row of an
+      expert that does not exist is NaN.
 
     Raises:
-      ValueError: a shape does not fit; names it.
-      TypeError: the weight is not float8, or indptr does not hold integers.
+      ValueError: an argument has a wrong shape; the message names it.
+      TypeError: the weight is not float8, or indptr is not an array of integers.
     """
     _check_shapes(x, weight, "[E, N, K]")
     if x.ndim != 2:
         raise ValueError(f"x must be [tokens, K], got shape {x.shape}")
     indptr = jnp.asarray(indptr)
     if not jnp.issubdtype(indptr.dtype, jnp.integer):
-        raise TypeError(f"indptr must hold integers, got {indptr.dtype.name}")
+        raise TypeError(f"indptr must be an array of integers, got {indptr.dtype.name}")
     if indptr.ndim == 2:
-        # Small integer types cannot hold the number of experts.
+        # Small integer types cannot represent the number of experts.
         chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
-            raise ValueError(f"indptr {indptr.shape} is for one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
+            raise ValueError(f"indptr {indptr.shape} is one token; x needs 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
-        kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+        kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))
         batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())
         how = "dynamic" if quantizes_row else "float"
         out = _multiply("block_scale_experts", how, x, kernel, (((1,), (2,)), batch), block_size)
         return out.reshape(chosen.size, -1)
-    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
+    kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
     record_choice("block_scale_experts", Choice("dynamic", "rows are quantized by their own amax, one grouped matmul"))
     recipe = _recipe("dynamic", weight.dtype.name, tuple(block_size))
     return ragged_dot(x, kernel, group_sizes(indptr, weight.shape[0]), recipe=recipe)
 
 
 def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
-    """Return the number of rows of each expert from their ends ``[E]`` or a CSR pointer ``[E + 1]``, which starts at 0.
+    """Return the number of rows of each expert, from the ends of the rows ``[E]`` or from a CSR pointer ``[E + 1]``.
 
     Raises:
       ValueError: indptr has another shape.
@@ -254,13 +257,13 @@ def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
 
 
 class Absorbed(NamedTuple):
-    """Projections that latent attention absorbs into queries and results, for ``block_scale_bmm``.
+    """Two parts of ``kv_b_proj`` for latent attention that applies them to queries and results (``block_scale_bmm``).
 
     Attributes:
-      w_uk: ``[H, C, nope]`` for queries, with blocks ``(b1, b0)``; C is ``kv_lora_rank``.
-      w_uk_scale_inv: ``[H, C / b1, nope / b0]``.
-      w_uv: ``[H, v, C]`` for results, with blocks ``(b0, b1)``.
-      w_uv_scale_inv: ``[H, v / b0, C / b1]``.
+      w_uk: elements ``[H, C, nope]`` for queries, with blocks ``(b1, b0)``; C is ``kv_lora_rank``.
+      w_uk_scale_inv: scales ``[H, C / b1, nope / b0]`` of ``w_uk``.
+      w_uv: elements ``[H, v, C]`` for results, with blocks ``(b0, b1)``.
+      w_uv_scale_inv: scales ``[H, v / b0, C / b1]`` of ``w_uv``.
     """
 
     w_uk: Shaped[Array, "H C nope"]
@@ -269,7 +272,7 @@ class Absorbed(NamedTuple):
     w_uv_scale_inv: Float[Array, "H w c"]
 
 
-def absorb(
+def split_kv_b_proj(
     weight: Shaped[Array, "rows C"],
     weight_scale_inv: Float[Array, "r c"],
     num_heads: int,
@@ -280,13 +283,13 @@ def absorb(
     """Split ``kv_b_proj`` into ``w_uk`` and ``w_uv``; elements and scales do not change.
 
     Args:
-      weight, weight_scale_inv: elements and scales of ``kv_b_proj``. For each head, its rows are ``qk_nope_head_dim``
-        rows of keys and ``v_head_dim`` rows of values.
-      num_heads, qk_nope_head_dim, v_head_dim: sizes of the attention.
-      block_size: rows and columns of the weight that share a scale.
+      weight, weight_scale_inv: elements and scales of ``kv_b_proj``. Each head has ``qk_nope_head_dim`` rows of keys
+        and then ``v_head_dim`` rows of values.
+      num_heads, qk_nope_head_dim, v_head_dim: number of heads, and sizes of the parts of a head.
+      block_size: number of rows and columns of the weight that share a scale.
 
     Raises:
-      ValueError: the blocks do not divide a size, or the weight has another shape; names it.
+      ValueError: the blocks do not divide a size, or the weight has another shape; the message names the size.
     """
     _check_block(block_size)
     if weight.ndim != 2:
@@ -301,16 +304,16 @@ def absorb(
     for (name, size), step in zip(sizes.items(), (block_size[0], block_size[0], block_size[1]), strict=True):
         if size % step:
             raise ValueError(
-                f"{name} {size} is not a multiple of {step}, of the blocks {block_size} of kv_b_proj, so a scale would "
-                "belong to two projections; multiply by kv_b_proj itself"
+                f"{name} {size} is not a multiple of {step} (kv_b_proj has blocks of {block_size}), so w_uk and w_uv "
+                "would share scales; multiply by kv_b_proj without splitting it"
             )
-    tensor = _kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
+    tensor = _make_kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
 
-    def cut(part: Array, step: int) -> tuple[Array, Array]:
+    def split(part: Array, step: int) -> tuple[Array, Array]:
         heads = part.reshape(num_heads, head // step, -1)
         return heads[:, : qk_nope_head_dim // step].swapaxes(1, 2), heads[:, qk_nope_head_dim // step :]
 
-    (w_uk, w_uv), (uk_scale, uv_scale) = cut(tensor.qvalue, 1), cut(tensor.scale, block_size[0])
+    (w_uk, w_uv), (uk_scale, uv_scale) = split(tensor.qvalue, 1), split(tensor.scale, block_size[0])
     return Absorbed(w_uk, uk_scale, w_uv, uv_scale)
 
 
@@ -320,39 +323,39 @@ def block_scale_bmm(
     weight_scale_inv: Float[Array, "H n k"],
     block_size: Block = (128, 128),
 ) -> Float[Array, "H M N"]:
-    """Compute ``x[h] · weight[h]ᵀ`` for every head, activations quantized ``1 × b1``, like MLC's ``quantized_bmm``.
+    """Compute ``x[h] · weight[h]ᵀ`` for every head, with activations in ``1 × b1`` tiles, as MLC's ``quantized_bmm``.
 
     Args:
       x: activations, with the heads first.
-      weight, weight_scale_inv: weights and scales of all heads, for example from ``absorb``.
-      block_size: rows and columns of a weight that share a scale.
+      weight, weight_scale_inv: weights and scales of all heads, for example from ``split_kv_b_proj``.
+      block_size: number of rows and columns of a weight that share a scale.
 
     Raises:
-      ValueError: a shape does not fit; names it.
+      ValueError: an argument has a wrong shape; the message names it.
       TypeError: the weight is not float8.
     """
     _check_shapes(x, weight, "[H, N, K]")
     if x.ndim != 3 or x.shape[0] != weight.shape[0]:
         raise ValueError(f"x {x.shape} must be [H, M, K] with as many heads as weight {weight.shape}")
-    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+    kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name)
     return _multiply("block_scale_bmm", "dynamic", x, kernel, (((2,), (2,)), ((0,), (0,))), block_size)
 
 
 # -- shared code ------------------------------------------------------------------------------------------------------
 
 
-def _tiles(dtype: str, group_size: int) -> TensorSpec:
+def _tile_spec(dtype: str, group_size: int) -> TensorSpec:
     if dtype not in _ELEMENTS:
         raise TypeError(f"dtype must be {' or '.join(_ELEMENTS)}, got {dtype!r}")
     return TensorSpec(dtype, "per_tile", tile_size=group_size)
 
 
 def _check_shapes(x: Array, weight: Array, axes: str, bias: Array | None = None) -> None:
-    """Check that a weight has its axes, that ``x`` ends in K, and that a bias has N elements."""
+    """Check that a weight has the given axes, that the last axis of ``x`` is K, and that a bias has N elements."""
     if weight.ndim != len(axes.split()):
         raise ValueError(f"weight must be {axes}, got shape {weight.shape}")
     if x.shape[-1:] != weight.shape[-1:]:
-        raise ValueError(f"x {x.shape} must end in the K of weight {axes} = {weight.shape}")
+        raise ValueError(f"the last axis of x {x.shape} must equal K of weight {axes} = {weight.shape}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
 
@@ -364,16 +367,16 @@ def _check_block(block_size: Block) -> None:
 
 @functools.cache
 def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
-    """Return the recipe of a scheme, as for a checkpoint's config."""
-    layer = blocks(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
+    """Return the recipe of a scheme, converted like the config of a checkpoint."""
+    layer = block_layer(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
     recipe = to_recipe(layer, f"block scale, {how} activations")
     return recipe if how != "float" else to_recipe(dataclasses.replace(layer, input=None), recipe.name)
 
 
-def _kernel(
+def _make_kernel(
     weight: Array, scale: Array, block_size: Block, dtype: str, activation_scale: Array | None = None
 ) -> QTensor:
-    """Return a weight and its scales as a checked converted kernel."""
+    """Return a weight and its scales as a converted kernel, after checking dtypes and shapes."""
     _check_block(block_size)
     if not weight.dtype.name.startswith("float8"):
         raise TypeError(f"weight must be float8, got {weight.dtype.name}")
@@ -395,13 +398,13 @@ def _multiply(
     out_dtype: str | None = None,
 ) -> Array:
     dims = Dimensions.of(numbers, x.ndim, kernel.ndim)
-    record_choice(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
+    record_choice(name, Choice(how, _describe_choice(how, x, kernel, dims, out_dtype or x.dtype.name)))
     recipe = _recipe(how, kernel.qvalue.dtype.name, tuple(block_size))
     return dot_general(x, kernel, numbers, preferred_element_type=out_dtype, recipe=recipe)
 
 
-def _reason(how: Activation, x: Array, kernel: QTensor, dims: Dimensions, out_dtype: str) -> str:
-    """Return the reason for ``choices_made``: how the activation is quantized or the weight dequantized."""
+def _describe_choice(how: Activation, x: Array, kernel: QTensor, dims: Dimensions, out_dtype: str) -> str:
+    """Describe how the activation is quantized, or how the weight is dequantized, for ``choices_made``."""
     if how != "float":
         return f"rows are quantized by {'static scales' if how == 'static' else 'their own amax'}"
     is_few = dequantized_dtype(x, kernel.operand, dims, out_dtype) is None

@@ -1,4 +1,4 @@
-"""MLC's exclusion rules, and the jaxquant config that trains an MLC scheme."""
+"""MLC's rules for layers that stay in float, and the jaxquant config that trains with an MLC scheme."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxquant.compat.mlc_presets import (
-    FINAL,
-    GATE,
-    GATES,
-    HEADS,
-    WIDEST_GATE,
+    HEAD_NAMES,
+    HEAD_ORIGIN,
+    MAX_ROUTER_OUTPUTS,
+    ROUTER_ORIGIN,
+    ROUTER_SUFFIX,
     BlockScaleQuantize,
     read_mlc_quantization,
 )
@@ -20,15 +20,15 @@ from jaxquant.export.hf import to_recipe
 
 
 def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:
-    """Return the reason for which MLC leaves a linear layer in float, or "".
+    """Return the reason why MLC leaves a linear layer in float, or "" if MLC quantizes the layer.
 
-    MLC quantizes routers with more than 256 experts. jaxquant's default has no such bound: a layer whose result is
-    ranked is a router (``jaxquant.trace``).
+    MLC quantizes routers with more than 256 experts. jaxquant keeps them in float by default: it also treats a layer as
+    a router if the model ranks its results (``jaxquant.trace``).
 
     Args:
       name: dotted name of the layer.
       out_features: number of outputs.
-      no_quantization: modules that are marked ``no_quantization``; they and all their submodules stay in float.
+      no_quantization: modules that are marked ``no_quantization``; these and their submodules stay in float.
 
     Raises:
       TypeError: no_quantization is a single name instead of a list.
@@ -38,9 +38,9 @@ def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = (
     marked = [module for module in no_quantization if f"{name}.".startswith(f"{module}.")]
     if marked:
         return f"below {marked[0]!r}, which has no_quantization"
-    if name in FINAL:
+    if name in HEAD_NAMES:
         return "output head"
-    return GATES if name.endswith(GATE) and out_features <= WIDEST_GATE else ""
+    return ROUTER_ORIGIN if name.endswith(ROUTER_SUFFIX) and out_features <= MAX_ROUTER_OUTPUTS else ""
 
 
 def quant_config(
@@ -49,15 +49,15 @@ def quant_config(
     """Return the config that trains with an MLC scheme: ``fp8_block``, with rules for the layers that stay in float.
 
     Args:
-      config: preset, fields (``kind: block-scale``) or scheme.
+      config: name of a preset, mapping of fields (``kind: block-scale``), or scheme.
       huggingface_config: ``config.json`` of the checkpoint.
 
     Raises:
-      NotImplementedError: only serving supports the scheme: other blocks, another element type, or static scales.
-      ValueError, TypeError: see ``read_mlc_quantization``.
+      NotImplementedError: training does not support the block size, the element type or the static scales.
+      ValueError, TypeError: raised by ``read_mlc_quantization``.
     """
     read = read_mlc_quantization(config, huggingface_config)
-    listed = (rule for rule in read.rules if rule.origin not in (GATES, HEADS))  # excluded by default
+    listed = (rule for rule in read.rules if rule.origin not in (ROUTER_ORIGIN, HEAD_ORIGIN))  # excluded by default
     rules = tuple(Rule(rule.path, None) for rule in listed if rule.spec is None)
     if not read.specs:
         return QuantConfig(rules=rules)

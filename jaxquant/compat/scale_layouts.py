@@ -1,8 +1,8 @@
-"""Memory layouts of the scales of a grouped activation in the kernels of other libraries.
+"""Memory layouts that the kernels of other libraries use for the scales of an activation with groups.
 
 jaxquant's scales are row-major, ``[*lead, G]``. Other layouts are only used to exchange data with other libraries.
 
-Shapes: lead = (…, M), all axes of the activation except the last; G groups along the last axis.
+Shapes: lead = (…, M) are all axes of the activation except the last; G is the number of groups along the last axis.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtyping import Array, Float
 
 
 class ScaleLayout(enum.Enum):
-    """Position of the group axis; the value of each member is the shape of the scales."""
+    """Layout of scales; the value of each member is the shape, which shows the position of the group axis."""
 
     ROW_MAJOR = "[*lead, G]"
     M_MAJOR = "[G, M padded to a multiple of 4]"
-    """DeepGEMM's layout: lead is one axis of all rows, and the scales of each group start at a multiple of 16 bytes."""
+    """DeepGEMM's layout: one axis has all rows, and the scales of each group start at a multiple of 16 bytes."""
     MLC_DYNAMIC = "[G, *lead]"
-    """Layout of ``rowwise_group_quant_fp8(transpose_scale=True)``; MLC's docstring shows another shape."""
+    """Layout of ``rowwise_group_quant_fp8(transpose_scale=True)``; the shape in MLC's docstring is wrong."""
     MLC_BMM = "[B, G, *lead[1:]]"
-    """``rowwise_group_quant_fp8(transpose_scale=True, keep_first_batch_dim=True)``, for three or more axes."""
+    """Layout of ``rowwise_group_quant_fp8(transpose_scale=True, keep_first_batch_dim=True)``, for 3 or more axes."""
     MLC_STATIC = "[*lead[:-1], G, M]"
     """Layout of ``broadcast_activation_scale(transpose=True)``."""
 
@@ -38,7 +38,7 @@ class ScaleLayout(enum.Enum):
         """Return row-major scales in this layout.
 
         Raises:
-          ValueError: ``MLC_BMM`` needs an activation with at least three axes.
+          ValueError: the layout is ``MLC_BMM`` and the activation has fewer than three axes.
         """
         if self is ScaleLayout.M_MAJOR:
             rows = scale.reshape(-1, scale.shape[-1]).T
@@ -53,7 +53,7 @@ class ScaleLayout(enum.Enum):
 
     def _axis(self, ndim: int) -> int:
         if self is ScaleLayout.MLC_BMM and ndim < 3:
-            raise ValueError(f"layout {self.value} needs an activation with three or more axes, got {ndim}")
+            raise ValueError(f"layout {self.value} requires an activation with at least three axes, got {ndim}")
         return _AXES[self]
 
 

@@ -1,4 +1,4 @@
-"""The table of backends: facts known before a backend's library is imported. ``jaxquant.backends`` runs them."""
+"""Table of backends, with the properties that are needed before a backend's library is imported."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ BackendName = Literal["aqt", "qwix", "native"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BackendRow:
-    """One backend.
+    """Properties of one backend.
 
     Attributes:
-      title: name in errors.
-      package, tested: distribution that the backend needs ("" if it needs no package), and the first and the last
-        tested version.
+      title: name of the backend in errors.
+      package, tested: Python package that the backend requires ("" if none), and its oldest and newest tested version.
       has_layer_ops: whether the backend quantizes a layer through an op that is passed to the layer. Otherwise it
         quantizes a complete model, which needs example inputs.
-      needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model if it has one.
+      needs_random_stream: whether stochastic rounding uses the random stream of a Linen model, if the model has one.
         Otherwise the noise is derived only from the bits of the output gradient.
       names_residuals: whether a remat policy can name the residuals of a quantized matmul.
       shards_batch: whether ``quantization_local_shard_count`` splits the first axis of the weight gradient's
@@ -45,7 +44,7 @@ BACKENDS: dict[BackendName, BackendRow] = {
 
 
 def check_library_implementation(backend: str, implementation: str | None) -> None:
-    """Raise if an implementation is set for a library backend, which computes its matmuls itself.
+    """Raise if an implementation is set for the backend of a library, because a library computes its own matmuls.
 
     Args:
       backend: key of ``BACKENDS``.

@@ -11,24 +11,24 @@ from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Side, TensorSpec
 
 
 def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
-    """Return the recipe that takes its three matmuls from three recipes.
+    """Return a recipe whose three matmuls come from three recipes.
 
     Args:
       name: name of the composed recipe.
       parts: recipes of forward, dlhs and drhs; None is float.
 
     Raises:
-      ValueError: two rows use different delayed scaling for one tensor, or a part is flax's own op.
-      NotImplementedError: only a backward matmul has its weight in a tensor format.
+      ValueError: two recipes use different delayed scaling for one tensor, or some but not all matmuls use flax's op.
+      NotImplementedError: a backward matmul has its weight in a tensor format that the forward matmul does not use.
     """
     quantized = [part for part in parts if part is not None]
     if any(part.matches_flax for part in quantized) and any(part != parts[0] for part in parts):
         raise ValueError(
-            f"amax_init 'flax' runs flax's own op for all three matmuls, but quantization {name} differs; use 'warmup'"
+            f"amax_init 'flax' runs flax's op for all three matmuls, but quantization {name} has several; use 'warmup'"
         )
     _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
-    dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
+    dlhs, drhs = _compose_backward(name, forward, parts[1], "dlhs"), _compose_backward(name, forward, parts[2], "drhs")
     shares = any(part.shares_experts for part in quantized)
     composed = dataclasses.replace(forward, name=name, dlhs=dlhs, drhs=drhs, delayed=None, shares_experts=shares)
     if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
@@ -37,7 +37,7 @@ def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
 
 
 def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
-    """Raise if two rows use different delayed scaling for one tensor, which has only one amax history."""
+    """Raise if two recipes use different delayed scaling for one tensor, which has only one amax history."""
     rows: dict[Any, Recipe | None] = dict(zip(("fwd", "dlhs", "drhs"), parts, strict=True))
     for tensor, operands in TENSORS.items():
         specs: dict[str, TensorSpec] = {}
@@ -48,13 +48,13 @@ def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
                 specs[f"{row.name!r} of {matmul}"] = spec
         if len(set(specs.values())) > 1:
             raise ValueError(
-                f"quantization {name}: {' and '.join(specs)} scale one tensor, the {tensor}, by its history in "
-                "different ways; take both matmuls from the same string"
+                f"quantization {name}: {' and '.join(specs)} use different delayed scaling for one tensor, the "
+                f"{tensor}; use the same config string for both matmuls"
             )
 
 
-def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
-    """Return a backward matmul. Operands that the forward matmul quantizes differently are quantized from float."""
+def _compose_backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
+    """Return a backward matmul; an operand is quantized again if the forward matmul quantizes it differently."""
     if part is None:
         return MatmulSpec()
     side: Side = "rhs" if matmul == "dlhs" else "lhs"
@@ -70,7 +70,7 @@ def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["
         operand = dataclasses.replace(operand, source="original")
     if isinstance(operand, TensorSpec) and operand.codec is not None:
         raise NotImplementedError(
-            f"quantization {name}: the weight of {matmul} in the tensor format {operand.codec} must be the forward "
-            f"weight; take fwd from the same string, or {matmul} from another"
+            f"quantization {name}: {matmul} has its weight in the tensor format {operand.codec}, which the forward "
+            f"matmul must use too; use the same config string for fwd, or another one for {matmul}"
         )
     return dataclasses.replace(spec, **{side: operand})

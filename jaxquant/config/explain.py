@@ -1,4 +1,4 @@
-"""Descriptions of recipes for users, derived from the recipe dataclasses; no text is specific to one string."""
+"""Descriptions of recipes for users, derived from the recipe dataclasses; no text is specific to one config string."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MATMULS = {
 }
 """Description of each matmul and names of its operands."""
 
-LEAN = (
+LEAN_ARITHMETIC = (
     "Arithmetic: a bfloat16 operand is divided by its scale rounded to bfloat16, and the quotient is rounded to "
     "bfloat16, before it is rounded to the element; other operands are divided in float32. The product of two scales "
     "is rounded to the dtype that the matmul returns (docs/guide/delayed.md lists every rounding)."
@@ -50,14 +50,14 @@ def strings() -> str:
     lines = [("quantization", *MATMULS, "auto", "also on")]
     for row in dict.fromkeys(RECIPES.values()):
         names = ", ".join(name or '""' for name in names_of(row))
-        dtypes = [_dtypes(row.recipe, matmul) for matmul in MATMULS]
+        dtypes = [_format_dtypes(row.recipe, matmul) for matmul in MATMULS]
         if "quant_cfg_path" in row.fields:
             dtypes[0] = "from quant_cfg_path"
         lines.append((names, *dtypes, row.auto or "-", ", ".join(row.backends[1:]) or "-"))
     return table(lines)
 
 
-def _dtypes(recipe: Recipe | None, matmul: Any) -> str:
+def _format_dtypes(recipe: Recipe | None, matmul: Any) -> str:
     specs = [recipe and recipe.resolve(matmul, side) for side in get_args(Side)]
     if not any(specs):
         return "float"
@@ -69,10 +69,10 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
 
     Args:
       string: key of ``RECIPES``, or a composition of keys.
-      options: further fields of ``QuantConfig``; default values otherwise.
+      options: values of other fields of ``QuantConfig``; the rest have their defaults.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as for ``QuantConfig``.
+      ValueError, TypeError, NotImplementedError: raised by ``QuantConfig``.
     """
     name: str = spell(string)
     row = lookup(name)
@@ -90,15 +90,15 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     if row.auto:
         also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
         lines.append(f"Backend: {row.auto}{also}.")
-    lines += ["", *(_recipe(recipe) if recipe else ["It has no fixed recipe."])]
+    lines += ["", *(_describe_recipe(recipe) if recipe else ["The config string has no fixed recipe."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
-        lines += ["", "Options that it reads, with their defaults:"]
+        lines += ["", "Options, with their defaults:"]
         lines += [f"  {field}: {json.dumps(default)}" for field, default in fields.items()]
     return "\n".join(lines)
 
 
-def _recipe(recipe: Recipe) -> Iterator[str]:
+def _describe_recipe(recipe: Recipe) -> Iterator[str]:
     for name, (about, sides) in MATMULS.items():
         spec: MatmulSpec = getattr(recipe, name)
         yield f"{name}: {about}"
@@ -124,7 +124,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
             f"{sparsity.start_step} on; they are selected again every {sparsity.update_step} steps."
         )
     if recipe.is_lean or any(recipe.for_matmul(matmul).is_lean for matmul in ("dlhs", "drhs")):
-        yield LEAN
+        yield LEAN_ARITHMETIC
     yield from describe_kernels(recipe)
     if recipe.shares_experts:
         yield "The experts of one weight share per-tensor scales and their state."
@@ -179,7 +179,7 @@ def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_
     """Return a description of one operand of a matmul.
 
     Args:
-      operand: the operand.
+      operand: operand of a recipe's matmul.
       forward: spec of the forward operand, if the operand reuses it.
       other_is_quantized: whether the other operand of the matmul is quantized.
     """
@@ -195,10 +195,10 @@ def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_
     assert isinstance(operand, TensorSpec)
     if operand.codec is not None:
         return f"in the GGML tensor format {operand.codec}, with its blocks and scales"
-    return ", ".join([operand.dtype, _sharing(operand), _scale(operand), *_details(operand)])
+    return ", ".join([operand.dtype, _describe_sharing(operand), _describe_scale(operand), *_describe_details(operand)])
 
 
-def _sharing(spec: TensorSpec) -> str:
+def _describe_sharing(spec: TensorSpec) -> str:
     sharing = {
         "per_tensor": "one scale for the tensor",
         "per_channel": "one scale for each row along the contraction",
@@ -208,7 +208,7 @@ def _sharing(spec: TensorSpec) -> str:
     return sharing + (", the tile along each contraction axis" if spec.tiling == "each_axis" else "")
 
 
-def _scale(spec: TensorSpec) -> str:
+def _describe_scale(spec: TensorSpec) -> str:
     calibration = spec.calibration
     if spec.scaling == "delayed":
         return "from the amax history of past steps"
@@ -223,7 +223,7 @@ def _scale(spec: TensorSpec) -> str:
 _DIRECTION = {"up": "up", "nearest": "to nearest"}
 
 
-def _details(spec: TensorSpec) -> Iterator[str]:
+def _describe_details(spec: TensorSpec) -> Iterator[str]:
     """Yield a description of each field that is not at its default."""
     if spec.amax_bound is not None:
         yield f"at most {spec.amax_bound:g}"
@@ -236,7 +236,7 @@ def _details(spec: TensorSpec) -> Iterator[str]:
     if spec.outer_scale:
         yield "with a second float32 scale for the tensor"
     if spec.micro is not None:
-        yield from _micro(spec.micro)
+        yield from _describe_micro(spec.micro)
     if spec.has_grid_scale:
         yield f"on native with a scale of {element(spec.dtype).scale_bits} bits, to keep the codes of decoded values"
     if spec.source == "forward":
@@ -246,7 +246,7 @@ def _details(spec: TensorSpec) -> Iterator[str]:
         yield "multiplied by 1/scale"
 
 
-def _micro(micro: Micro) -> Iterator[str]:
+def _describe_micro(micro: Micro) -> Iterator[str]:
     if micro.four_over_six:
         yield "the largest value of a block at 4 or 6, whichever has the smaller error"
     if micro.scale_bound != 448:

@@ -1,4 +1,4 @@
-"""Strict reading of YAML and JSON into plain mappings, which ``core.typed`` turns into dataclasses."""
+"""Strict readers of YAML and JSON files and of command-line overrides; ``core.typed`` makes dataclasses from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from jaxquant.core.typed import show
 
 MAX_BYTES = 100_000
-"""Size limit of a YAML file in bytes; reading this much takes about a second. Real configs are far smaller."""
+"""Maximum size of a YAML file, so that reading fails within about a second; configs here have at most 4,000 bytes."""
 _MAX_JSON_BYTES = 256 * 2**20
 _STRING_TAG = "tag:yaml.org,2002:str"
 
@@ -26,9 +26,9 @@ def _error(problem: str, node: Any) -> yaml.MarkedYAMLError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader with the scalars of YAML 1.2 (in PyYAML's own 1.1, ``no`` is False and ``4e-4`` a string).
+    """Safe YAML loader with the scalars of YAML 1.2 (in PyYAML's YAML 1.1, ``no`` is False and ``4e-4`` is a string).
 
-    Aliases and tags are refused, because a config does not need them.
+    Aliases and tags raise an error, because a config does not need them.
     """
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -48,9 +48,9 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise _error(f"key {show(key)} is not a string", key_node)
+                raise _error(f"key {show(key)} is not a string; write it in quotes", key_node)
             if key in seen:
-                raise _error(f"key {show(key)} is given twice, first on line {seen[key]}", key_node)
+                raise _error(f"key {show(key)} occurs twice, first on line {seen[key]}; remove one", key_node)
             seen[key] = line
         return super().construct_mapping(node, deep)
 
@@ -73,7 +73,7 @@ for _tag, _pattern, _firsts in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def parse(text: str, place: str) -> Any:
+def parse_yaml(text: str, place: str) -> Any:
     """Read a YAML text as plain data.
 
     Args:
@@ -106,11 +106,11 @@ def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYT
       most: maximum size in bytes.
 
     Raises:
-      ValueError: the file is missing, unreadable, not UTF-8 or too large; names the path.
+      ValueError: the file is missing, unreadable, not UTF-8 or too large; the message names the path.
     """
     name = f"{label} {os.fspath(path)!r}" if label else os.fspath(path)
     if "\0" in os.fspath(path):
-        raise ValueError(f"{name!r} contains a null character, which is not allowed in a path; remove it")
+        raise ValueError(f"{name!r} contains a null character, which is not valid in a path; remove it")
     try:
         check_ordinary(path, label)
         with open(path, "rb") as file:
@@ -129,7 +129,7 @@ def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
 
     Args:
       path: path of a file or folder; reading a folder fails with its own error.
-      label: name of the file in errors, as for ``read_text``.
+      label: argument of ``read_text``.
 
     Raises:
       ValueError: the path is not a file or folder.
@@ -142,7 +142,7 @@ def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds a mapping.
+    """Read a JSON file whose top level is a mapping.
 
     Raises:
       FileNotFoundError: the file does not exist.
@@ -156,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
     if not isinstance(contents, Mapping):
-        raise ValueError(f"{path} holds {type(contents).__name__}, not a mapping")
+        raise ValueError(f"{path} contains a {type(contents).__name__}, not a mapping")
     return dict(contents)
 
 
@@ -165,17 +165,17 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
 
     Args:
       path: path of the file.
-      label: name of the file in errors, as for ``read_text``.
+      label: argument of ``read_text``.
 
     Raises:
-      ValueError: the file is unreadable, or has bad syntax, a duplicate key or a key that is not a string; names the
-        path and line.
+      ValueError: the file is unreadable, or has bad syntax, a duplicate key or a key that is not a string; the message
+        names the path and the line.
       TypeError: the top level is not a mapping.
     """
     text = read_text(path, label)
     if os.fspath(path).lower().endswith(".json"):
         text = text.replace("\t", " ")  # JSON can be indented with tabs; its strings cannot contain any
-    content = parse(text, os.fspath(path))
+    content = parse_yaml(text, os.fspath(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -184,13 +184,13 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` arguments of a command line. If a key is repeated, the last value is used.
+    """Parse ``key=value`` arguments of a command line. If a key is repeated, the last value is used.
 
     Args:
-      items: words such as ``steps=20``, ``a.b=3`` (nested) or ``quantization=`` (the empty string).
+      items: arguments such as ``steps=20``, ``a.b=3`` (nested) or ``quantization=`` (the empty string).
 
     Raises:
-      ValueError: a word has no ``=``, has an empty key, or its value is not YAML.
+      ValueError: an argument has no ``=``, an empty key, or a value that is not YAML.
     """
     result: dict[str, Any] = {}
     for item in items:
@@ -202,6 +202,6 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ValueError(f"override {show(item)} puts a key under {show(parent)}, which already has a value")
-        place[last] = parse(text, f"override {show(item)}") if text.strip() else ""
+                raise ValueError(f"override {show(item)} sets a key below {show(parent)}, which already has a value")
+        place[last] = parse_yaml(text, f"override {show(item)}") if text.strip() else ""
     return result

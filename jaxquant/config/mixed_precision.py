@@ -1,4 +1,4 @@
-"""``intmp`` files: map a regex on the layer's path to bits, clipping scales and tile size of the forward matmul."""
+"""Reader of ``intmp`` files, which map regexes on layer paths to bits, clipping and tile size of the forward matmul."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MixedPrecisionEntry(Typed):
 
     Attributes:
       w_bits, a_bits: bits of the weight and of the activation: 4, 8, or None for float.
-      w_scale, a_scale: share of absmax that the scale covers; a value below 1 clips.
+      w_scale, a_scale: fraction of the absmax that the range covers; a fraction below 1 clips values.
       tile_size: number of neighbours along every contraction axis that share a scale; -1 for the complete axis.
     """
 
@@ -38,8 +38,8 @@ class MixedPrecision(NamedTuple):
     """A resolved ``intmp`` file.
 
     Attributes:
-      entries: pairs of a regex and a recipe (None for float). **The first match wins**: the reversed order of the file.
-      default: recipe of the layers that no regex matches; None leaves them in float.
+      entries: pairs of a regex and a recipe (None for float), in reversed file order. **The first match wins.**
+      default: recipe of layers that no regex matches; None is float.
     """
 
     entries: tuple[tuple[str, Recipe | None], ...]
@@ -47,7 +47,7 @@ class MixedPrecision(NamedTuple):
 
 
 def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
-    """Read an ``intmp`` file, JSON or YAML by its suffix, and convert it to first-match rules.
+    """Read an ``intmp`` file (JSON or YAML, by its suffix) as a list of regexes whose first match wins.
 
     An entry inherits missing fields from ``__default__``, which inherits from the built-in defaults. In the file the
     **last** match wins, as in MaxText, so this function returns the entries in reversed order.
@@ -56,28 +56,28 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
       path: path of a .json, .yml or .yaml file, relative to the working directory.
 
     Raises:
-      ValueError: the file is missing or malformed, a key is unknown, or bits, scale or tile size are out of range;
-        names file and entry.
+      ValueError: the file is missing or malformed, a key is unknown, or bits, scale or tile size are out of range; the
+        message names the file and the entry.
       TypeError: a value has the wrong type.
 
     Source: MaxText's mixed-precision configs.
     """
     path = os.fspath(path)
     if not path:
-        raise ValueError("quantization 'intmp' needs quant_cfg_path, but it is empty; set it to a JSON or YAML file")
+        raise ValueError("quantization 'intmp' requires quant_cfg_path, but it is empty; set it to a JSON or YAML file")
     if os.path.splitext(path)[1].lower() not in (".json", ".yml", ".yaml"):
         raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
     content = load_yaml(path, "quant_cfg_path")
-    default = _entry(content.get(DEFAULT, {}), MixedPrecisionEntry(), f"{path}: {DEFAULT!r}")
+    default = _read_entry(content.get(DEFAULT, {}), MixedPrecisionEntry(), f"{path}: {DEFAULT!r}")
     entries = [
-        (pattern, _recipe(_entry(value, default, f"{path}: {pattern!r}")))
+        (pattern, _make_recipe(_read_entry(value, default, f"{path}: {pattern!r}")))
         for pattern, value in content.items()
         if pattern != DEFAULT
     ]
-    return MixedPrecision(tuple(reversed(entries)), _recipe(default))
+    return MixedPrecision(tuple(reversed(entries)), _make_recipe(default))
 
 
-def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
+def _read_entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
     build(MixedPrecisionEntry, value, place)  # reports unknown keys and wrong types before the defaults are merged in
     entry = build(MixedPrecisionEntry, {**dataclasses.asdict(default), **value}, place)
     for side in ("w", "a"):
@@ -93,7 +93,7 @@ def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisi
     return entry
 
 
-def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | None:
+def _make_spec(bits: int | None, scale: float, tile_size: int) -> TensorSpec | None:
     if bits is None:
         return None
     tiled = tile_size != -1
@@ -107,9 +107,9 @@ def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | Non
     )
 
 
-def _recipe(entry: MixedPrecisionEntry) -> Recipe | None:
-    lhs = _operand(entry.a_bits, entry.a_scale, entry.tile_size)
-    rhs = _operand(entry.w_bits, entry.w_scale, entry.tile_size)
+def _make_recipe(entry: MixedPrecisionEntry) -> Recipe | None:
+    lhs = _make_spec(entry.a_bits, entry.a_scale, entry.tile_size)
+    rhs = _make_spec(entry.w_bits, entry.w_scale, entry.tile_size)
     if lhs is None and rhs is None:
         return None
     return Recipe("intmp", fwd=MatmulSpec(lhs, rhs and keep_grid(rhs), "int32" if lhs and rhs else None))

@@ -1,4 +1,4 @@
-"""Options: the config fields that change a recipe, their groups, and the change that each group makes."""
+"""Options: config fields that change a recipe, the groups of these fields, and the change that each group makes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
 
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
-"""Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, as AQT names the operands.
+"""Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, with AQT's names.
 
 In AQT the output gradient is the lhs of both backward matmuls. In jaxquant ``drhs = lhs · grad``, so AQT's drhs_lhs is
 ``drhs.rhs`` here, and AQT's drhs_rhs is ``drhs.lhs``.
 """
-_OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
+_RECIPE_OPERANDS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
 
 
 def _option(group: str, default: Any, least: float | None = None, most: float = math.inf, condition: str = "") -> Any:
@@ -28,7 +28,7 @@ def _option(group: str, default: Any, least: float | None = None, most: float = 
       group: name of the option's group in ``GROUPS``.
       default: value if a config does not set the option.
       least, most: range of a number; ``least`` is None if the option is not a number.
-      condition: text for errors, instead of "at least …".
+      condition: text that replaces "at least …" in errors, or "".
     """
     return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, condition)})
 
@@ -68,7 +68,7 @@ class OptionGroup:
 
     Attributes:
       change: function (recipe, options) -> changed recipe; None if the group does not change numerics.
-      check: function that raises for values that no recipe supports; None if types and ranges are sufficient.
+      check: function that raises for values that no recipe supports; None if the checks of type and range are enough.
     """
 
     change: Callable[[Recipe, Options], Recipe] | None = None
@@ -76,10 +76,10 @@ class OptionGroup:
 
 
 def read_calibration(options: Options, field: str) -> Calibration:
-    """Parse one of the calibration strings.
+    """Parse the text of a calibration field.
 
     Raises:
-      ValueError: the string is invalid; names the field.
+      ValueError: the text is invalid; the message names the field.
     """
     text = getattr(options, field)
     if field == "drhs_grad_quantization_calibration_method":
@@ -102,7 +102,7 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
         except ValueError:
             raise ValueError(f"constant_bound_config {typed.show(value)} must be six comma-separated numbers") from None
     if len(value) not in (0, len(OPERANDS)):
-        raise ValueError(f"constant_bound_config needs six bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
+        raise ValueError(f"constant_bound_config must have 6 bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
     for name, bound in zip(OPERANDS, value, strict=False):
         if not 1e-30 <= bound <= 1e30:
             raise ValueError(f"constant_bound_config {name} must lie between 1e-30 and 1e30, got {bound:g}")
@@ -110,13 +110,13 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
 
 
 def check(options: Options) -> None:
-    """Raise for values that no recipe supports, whether or not the chosen recipe reads them.
+    """Raise for values that no recipe supports, even if the selected recipe does not read them.
 
     Args:
       options: fields of a config.
 
     Raises:
-      ValueError: a value is out of range; names the field, the condition and the value.
+      ValueError: a value is out of range; the message has the field, the condition and the value.
     """
     for field in dataclasses.fields(Options):
         value, (least, most, condition) = getattr(options, field.name), field.metadata["range"]
@@ -128,8 +128,8 @@ def check(options: Options) -> None:
             group.check(options)
 
 
-def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
-    """Return a recipe with the applicable options applied.
+def apply_groups(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
+    """Return a recipe with the options applied that its row reads.
 
     Args:
       recipe: recipe of a row, or None.
@@ -163,24 +163,24 @@ _CALIBRATED = {
     "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
     "drhs_grad_quantization_calibration_method": (("drhs", "rhs"),),
 }
-"""Operands of each calibration string, except those that a backward matmul reuses from the forward matmul."""
+"""Operands that each calibration field changes; an operand that reuses the forward operand has no own calibration."""
 
 
-def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
+def _set_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
     if calibration.method == "fixed":  # one scale per tensor
         spec = dataclasses.replace(spec, granularity="per_tensor", tile_size=None, free_size=None)
     return dataclasses.replace(spec, calibration=calibration)
 
 
-def _calibration(field: str) -> OptionGroup:
-    def calibrated(recipe: Recipe, options: Options) -> Recipe:
-        change = functools.partial(_with_calibration, calibration=read_calibration(options, field))
+def _calibration_group(field: str) -> OptionGroup:
+    def change_calibration(recipe: Recipe, options: Options) -> Recipe:
+        change = functools.partial(_set_calibration, calibration=read_calibration(options, field))
         try:
-            return _changed(recipe, _CALIBRATED[field], change)
+            return _change(recipe, _CALIBRATED[field], change)
         except ValueError as error:  # an asymmetric range on a float dtype
             raise ValueError(f"{field}: {error}") from None
 
-    return OptionGroup(calibrated, functools.partial(read_calibration, field=field))
+    return OptionGroup(change_calibration, functools.partial(read_calibration, field=field))
 
 
 # -- constant bounds ---------------------------------------------------------------------------------------------------
@@ -189,24 +189,24 @@ def _calibration(field: str) -> OptionGroup:
 def _check_bounds(options: Options) -> None:
     bounds, flags = read_bounds(options.constant_bound_config), options.per_tensor_scales
     if len(flags) not in (0, len(OPERANDS)):
-        raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
+        raise ValueError(f"per_tensor_scales must have 6 flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
     if bounds and not all(flags):
         raise ValueError("per_tensor_scales has no effect together with constant_bound_config; remove one of them")
 
 
-def _bounded(recipe: Recipe, options: Options) -> Recipe:
+def _apply_bounds(recipe: Recipe, options: Options) -> Recipe:
     bounds, per_tensor = read_bounds(options.constant_bound_config), options.per_tensor_scales
-    for place, bound in zip(_OURS, bounds, strict=False):
+    for place, bound in zip(_RECIPE_OPERANDS, bounds, strict=False):
         fixed = Calibration("fixed", 1.0, -bound, bound)
-        recipe = _changed(recipe, [place], functools.partial(_with_calibration, calibration=fixed))
+        recipe = _change(recipe, [place], functools.partial(_set_calibration, calibration=fixed))
     if bounds:
         return recipe
-    places = [place for place, is_whole in zip(_OURS, per_tensor, strict=False) if not is_whole]
-    return _changed(recipe, places, lambda spec: dataclasses.replace(spec, granularity="per_channel"))
+    places = [place for place, is_whole in zip(_RECIPE_OPERANDS, per_tensor, strict=False) if not is_whole]
+    return _change(recipe, places, lambda spec: dataclasses.replace(spec, granularity="per_channel"))
 
 
-def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
-    """Return the recipe with a change applied to the given operands, except operands that reuse the spec of another."""
+def _change(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
+    """Return the recipe after changing the spec of each listed operand; operands without their own spec stay."""
     for matmul, side in places:
         spec = getattr(getattr(recipe, matmul), side)
         if isinstance(spec, TensorSpec):
@@ -218,7 +218,7 @@ def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable
 # -- delayed scaling, sparsity -----------------------------------------------------------------------------------------
 
 
-def _delayed(recipe: Recipe, options: Options) -> Recipe:
+def _apply_delayed(recipe: Recipe, options: Options) -> Recipe:
     delayed = DelayedSpec(options.amax_history_length, options.amax_margin, options.amax_init)
     return dataclasses.replace(recipe, delayed=delayed)
 
@@ -235,7 +235,7 @@ def _check_sparsity(options: Options) -> None:
             raise ValueError(f"{field} {value} has no effect without weight_sparsity_n and weight_sparsity_m")
 
 
-def _sparse(recipe: Recipe, options: Options) -> Recipe:
+def _apply_sparsity(recipe: Recipe, options: Options) -> Recipe:
     n, m = options.weight_sparsity_n, options.weight_sparsity_m
     if n is None or m is None:
         return recipe
@@ -246,14 +246,14 @@ def _sparse(recipe: Recipe, options: Options) -> Recipe:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _shared(recipe: Recipe, options: Options) -> Recipe:
+def _apply_experts(recipe: Recipe, options: Options) -> Recipe:
     return dataclasses.replace(recipe, shares_experts=options.quantization_share_expert_scales)
 
 
 # -- FP4 ---------------------------------------------------------------------------------------------------------------
 
 
-def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
+def _apply_four_over_six(recipe: Recipe, options: Options) -> Recipe:
     """Map the amax of each block to 4 or 6, for operands that are rounded to nearest."""
 
     def change(spec: TensorSpec) -> TensorSpec:
@@ -261,61 +261,61 @@ def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
             return spec
         return dataclasses.replace(spec, micro=dataclasses.replace(spec.micro, four_over_six=True, scale_bound=256.0))
 
-    return _changed(recipe, _OURS, change) if options.four_over_six else recipe
+    return _change(recipe, _RECIPE_OPERANDS, change) if options.four_over_six else recipe
 
 
 # -- tiles and blocks --------------------------------------------------------------------------------------------------
 
 
-def _powers_of_two(recipe: Recipe, options: Options) -> Recipe:
+def _apply_scale_format(recipe: Recipe, options: Options) -> Recipe:
     """Round every scale up to a power of two."""
-    places = _OURS if options.scale_fmt == "ue8m0" else ()
-    return _changed(recipe, places, lambda spec: dataclasses.replace(spec, scale_rounding="up"))
+    places = _RECIPE_OPERANDS if options.scale_fmt == "ue8m0" else ()
+    return _change(recipe, places, lambda spec: dataclasses.replace(spec, scale_rounding="up"))
 
 
-def _activations_bounded(recipe: Recipe, options: Options) -> Recipe:
+def _apply_activation_bound(recipe: Recipe, options: Options) -> Recipe:
     """Clip the amax from which the activation's scales are computed, in both matmuls that read the activation."""
     bound, method = options.activation_scale_ub, "act_quantization_calibration_method"
     if bound is not None and read_calibration(options, method).method == "fixed":
         raise ValueError(
             f"activation_scale_ub {bound:g} has no effect together with {method} {getattr(options, method)!r}, which "
-            "measures no amax; remove one of them"
+            "does not use an amax; remove one of them"
         )
-    return _changed(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
+    return _change(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
 
 
-def _square(recipe: Recipe, options: Options) -> Recipe:
+def _apply_square_blocks(recipe: Recipe, options: Options) -> Recipe:
     """Return the recipe with square weight blocks, so that forward and dlhs share one quantized weight."""
     if not options.square_weight_blocks:
         return recipe
-    recipe = _changed(
+    recipe = _change(
         recipe,
         [("fwd", "rhs")],
         lambda spec: dataclasses.replace(spec, granularity="per_block", free_size=spec.tile_size),
     )
-    return _changed(recipe, [("dlhs", "rhs")], lambda spec: FORWARD)
+    return _change(recipe, [("dlhs", "rhs")], lambda spec: FORWARD)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 GROUPS: dict[str, OptionGroup] = {
-    **{field: _calibration(field) for field in _CALIBRATED},
-    "bounds": OptionGroup(_bounded, _check_bounds),
+    **{field: _calibration_group(field) for field in _CALIBRATED},
+    "bounds": OptionGroup(_apply_bounds, _check_bounds),
     "shards": OptionGroup(_apply_shard_count),
-    "delayed": OptionGroup(_delayed),
-    "sparsity": OptionGroup(_sparse, _check_sparsity),
-    "experts": OptionGroup(_shared),
-    "four over six": OptionGroup(_four_over_six),
-    "scale format": OptionGroup(_powers_of_two),
-    "activation bound": OptionGroup(_activations_bounded),
-    "square blocks": OptionGroup(_square),
+    "delayed": OptionGroup(_apply_delayed),
+    "sparsity": OptionGroup(_apply_sparsity, _check_sparsity),
+    "experts": OptionGroup(_apply_experts),
+    "four over six": OptionGroup(_apply_four_over_six),
+    "scale format": OptionGroup(_apply_scale_format),
+    "activation bound": OptionGroup(_apply_activation_bound),
+    "square blocks": OptionGroup(_apply_square_blocks),
     "stored scales": OptionGroup(),
     "file": OptionGroup(),
 }
 """All groups of options, in the order in which they are checked and applied; rows of ``RECIPES`` name these groups."""
 
 CALIBRATION = tuple(_CALIBRATED)
-"""Groups of the calibration strings."""
+"""Names of the groups of the calibration fields."""
 
 PROBE = Options(
     quantization_local_shard_count=2,
@@ -333,4 +333,4 @@ PROBE = Options(
     activation_scale_ub=1.0,
     square_weight_blocks=True,
 )
-"""For each group, options that change the recipe of every row that reads the group."""
+"""Options with values that make each group change the recipe of every row that reads the group."""

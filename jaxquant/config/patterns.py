@@ -1,4 +1,4 @@
-"""Regular expressions of rules and checkpoint configs, compiled by Python's ``re``."""
+"""Compilation of the regular expressions in rules and checkpoint configs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 @functools.lru_cache(maxsize=2**16)
 def full_matcher(pattern: str) -> Callable[[str], object]:
-    """Return a function that is truthy for a text if the pattern matches the complete text.
+    """Return a function that returns a match if the pattern matches a complete text, or None.
 
     Raises:
       ValueError: the pattern is not a regular expression.

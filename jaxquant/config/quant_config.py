@@ -1,4 +1,4 @@
-"""The user's config, read strictly and checked completely before anything is built."""
+"""``QuantConfig``, the user's config, which is read strictly and checked completely at construction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_library_implementation
 from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell
-from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
+from jaxquant.config.rules import SWITCHES, Decision, PathEntry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
@@ -37,56 +37,73 @@ class QuantConfig(options.Options):
     """All settings of jaxquant, under MaxText's names where MaxText has them. The fields are validated at construction.
 
     Attributes:
-      quantization: config string, a key of ``RECIPES``; "" means no quantization. A composition, such as the mapping
-        ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, takes each matmul from a config string (null is float); it
-        is stored as text.
-      quant_backend: ``auto``, ``aqt``, ``qwix`` or ``native``. ``auto`` is ``native``, except for ``aqt_fp8`` and
-        ``aqt_fp8_full``: for these it is ``aqt``, and native runs the contractions that AQT does not support.
-      implementation: implementation of the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
-        if supported, otherwise XLA). null selects by chip and op. Results differ only in block matmuls, by one
-        rounding.
+      quantization: config string, a key of ``RECIPES``; "" means no quantization. A mapping such as ``{fwd:
+        fp8_current, dlhs: quartet2, drhs: null}`` is a composition: it names the config string of each matmul, where
+        null means float. It is stored as text.
+      quant_backend: library that runs the matmuls. ``auto`` selects ``native``, except for ``aqt_fp8`` and
+        ``aqt_fp8_full``, where it selects ``aqt``, and ``native`` for contractions that AQT does not support.
+      implementation: implementation of casts and matmuls in the native backend. ``xla`` uses XLA; ``pallas`` uses
+        jaxquant's kernels where they support the call, otherwise XLA; null selects by chip and operation. The results
+        differ only in block matmuls, by one rounding.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
-      strict: whether a training run refuses to start if a matmul does not run in the dtypes of its layer's recipe. In
-        your own loop, call ``jaxquant.coverage(step, ...).check()``.
-      rules: ordered rules; the first match wins. The config strings of rules must run on the config's backend. In
-        Python, a rule can hold your own ``Recipe`` if the backend supports it.
-      float_first_blocks, float_last_blocks: number of blocks at the beginning and at the end of the model that stay in
-        float, unless a rule decides. A block consists of the layers that share the outermost numbered part of their
-        paths, such as ``layers_3/`` or ``blocks/7/``.
-      quantize_router_proj, quantize_logits_proj, quantize_mtp: whether to quantize routers, output heads, and the
-        layers of ``mtp_block`` (MaxText's multi-token prediction) unless a rule decides; by default they stay in float.
-      quantization_local_shard_count: number of blocks of the weight gradient's contraction, each with its own scales.
-        -1: the number of devices that share the batch (1 if nothing is sharded; see ``docs/guide/meshes.md``). 0: float
-        weight gradient. A positive count must divide the batch; above 1, convolutions stay in float.
-      constant_bound_config: six constant bounds in the order of ``options.OPERANDS``, or empty.
-      per_tensor_scales: six flags in the same order: one scale per tensor (true, the default) or per channel.
+      strict: whether a training run raises an error at the start if a matmul does not run in the dtypes of its layer's
+        recipe. In your own training loop, call ``jaxquant.coverage(step, ...).check()``.
+      rules: ordered rules; the first match wins. The config strings of the rules must run on the config's backend. In
+        Python, a rule can contain your own ``Recipe`` if the backend supports it.
+      float_first_blocks: number of blocks at the start of the model that stay in float, unless a rule decides. A block
+        is the layers below one numbered part of a path, such as ``layers_3/`` or ``blocks/7/``. If numbers are nested,
+        the outermost number counts.
+      float_last_blocks: number of blocks at the end of the model that stay in float, unless a rule decides.
+      quantize_router_proj: whether to quantize routers, which stay in float by default, unless a rule decides.
+      quantize_logits_proj: whether to quantize output heads, which stay in float by default, unless a rule decides.
+      quantize_mtp: whether to quantize the layers of ``mtp_block`` (MaxText's multi-token prediction), which stay in
+        float by default, unless a rule decides.
+      quantization_local_shard_count: number of blocks into which the contraction of the weight gradient is split; each
+        block has its own scales. -1 is the number of devices that share the batch (1 if nothing is sharded; see
+        ``docs/guide/meshes.md``). 0 keeps the weight gradient in float. A positive count must divide the batch. With a
+        count above 1, convolutions stay in float.
+      constant_bound_config: six constant bounds of the operands, in the order of ``options.OPERANDS``, or empty.
+      per_tensor_scales: six flags in the same order as ``constant_bound_config``: one scale per tensor (true, the
+        default) or per channel (false).
       weight_quantization_calibration_method: calibration of weights.
       act_quantization_calibration_method: calibration of activations.
       bwd_quantization_calibration_method: calibration of output gradients.
-      drhs_grad_quantization_calibration_method: calibration of the output gradient, for the weight gradient only;
-        "" uses ``bwd_quantization_calibration_method``.
-      weight_sparsity_n, weight_sparsity_m: N:M sparsity; n of every m weights are kept.
-      weight_sparsity_start_step, weight_sparsity_update_step: first sparse step; steps between mask updates.
-      amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
-      four_over_six: whether each block of NVFP4's forward operands maps its amax to 4 or 6, by the smaller error.
-      scale_fmt: ``ue8m0`` rounds the scales of ``fp8_block`` up to powers of two, as checkpoints with this field do.
-      activation_scale_ub: upper bound of the amax of activations; larger values are clipped and get no gradient. None
-        disables it.
-      square_weight_blocks: whether ``mxfp8`` uses weight blocks of 32 by 32, so that forward and dlhs share one
-        quantized weight.
-      quantization_share_expert_scales: whether all experts of a weight (its batch axes, and the groups of a ragged
-        matmul) share per-tensor scales and their state; otherwise each expert has its own.
-      quant_cfg_path: file of ``intmp``.
-      replicate_quant_scale: whether the stored scales of a sharded kernel are replicated; training does not store any.
-      quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache for serving.
+      drhs_grad_quantization_calibration_method: calibration of the output gradient in the matmul of the weight
+        gradient; "" uses ``bwd_quantization_calibration_method``.
+      weight_sparsity_n: number of weights in each group of ``weight_sparsity_m`` that are not set to zero (N:M
+        sparsity).
+      weight_sparsity_m: number of neighbouring weights in a group of N:M sparsity.
+      weight_sparsity_start_step: first step with sparse weights.
+      weight_sparsity_update_step: number of steps between two updates of the sparsity mask.
+      amax_history_length: number of past steps whose amax determines the scale in delayed scaling.
+      amax_margin: exponent of a factor ``2**amax_margin`` that multiplies the scale in delayed scaling.
+      amax_init: scale of a tensor without amax history in delayed scaling. ``warmup`` uses the amax of the tensor;
+        ``flax`` uses scale 1 and reproduces flax's op bit for bit.
+      four_over_six: whether each block of NVFP4's forward operands maps its amax to 4 instead of 6 if the error is
+        smaller.
+      scale_fmt: rounding of the scales of ``fp8_block``. ``ue8m0`` rounds scales up to powers of two, as in checkpoints
+        that have this field; "" does not round.
+      activation_scale_ub: upper bound of the amax of activations, or null for no bound. Larger values are clipped, and
+        their gradient is zero.
+      square_weight_blocks: whether ``mxfp8`` uses weight blocks of 32 by 32, so that the forward matmul and the input
+        gradient share one quantized weight.
+      quantization_share_expert_scales: whether all experts of a weight share per-tensor scales and their state. If
+        false, each expert has its own. Experts are the batch axes of a weight, or the groups of a ragged matmul.
+      quant_cfg_path: path of the JSON or YAML file of ``intmp``.
+      replicate_quant_scale: whether the scales of a sharded converted kernel are replicated. Training stores no scales.
+      quantize_kvcache: whether the KV cache is quantized in serving.
+      kv_quant_axis: values that share a scale in the KV cache: ``dkv`` is the features of one head, ``heads_and_dkv``
+        is the features of all heads of a token.
+      kv_quant_dtype: element type of the quantized KV cache.
       checkpoint_is_quantized: whether the parameters come from ``jaxquant.convert``.
-      save_quantized_params_path: field of MaxText; ``maybe_quantize_model`` refuses it and names
+      save_quantized_params_path: field of MaxText that jaxquant does not support; save converted parameters with
         ``jaxquant.serving.save``.
 
     Raises:
       ValueError: a value is out of range, unknown, or not read by the recipe.
       TypeError: a value has the wrong type.
-      NotImplementedError: only a backward matmul of a composition has its weight in a tensor format.
+      NotImplementedError: a backward matmul of a composition has its weight in a tensor format that the forward matmul
+        does not use.
     """
 
     quantization: str = ""
@@ -116,31 +133,31 @@ class QuantConfig(options.Options):
         for name in ("kv_quant_axis", "kv_quant_dtype"):
             if not self.quantize_kvcache and (value := getattr(self, name)) not in ("", getattr(QuantConfig, name)):
                 raise ValueError(
-                    f"{name} {value!r} has no effect without quantize_kvcache true; set that, or remove {name}"
+                    f"{name} {value!r} has no effect without quantize_kvcache; set quantize_kvcache, or remove {name}"
                 )
         if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
             raise ValueError(
                 f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; remove one of them"
             )
         for name in ("float_first_blocks", "float_last_blocks", *SWITCHES):
-            if (value := getattr(self, name)) and (value < 0 or not self._quantizes):
+            if (value := getattr(self, name)) and (value < 0 or not self._is_quantized):
                 why = "must not be negative" if value < 0 else "has no effect if nothing is quantized"
                 raise ValueError(f"{name} {value} {why}; set it to {getattr(QuantConfig, name)}")
         self._check_pairs()
         self._check_options_are_read()
-        self._resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
+        self._make_resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
 
     # -- meaning of the config ----------------------------------------------------------------------------------------
 
     @property
     def resolved_backend(self) -> BackendName | None:
-        """Backend that runs the matmuls, with ``auto`` resolved; None if nothing is quantized.
+        """Backend that runs the config, after ``auto`` is resolved; None if nothing is quantized.
 
         Raises:
           ValueError: ``auto`` is ambiguous, because the config strings of the rules have different backends.
         """
         strings = self.strings
-        if not self._quantizes:
+        if not self._is_quantized:
             return None
         if self.use_qwix_quantization:
             return "qwix"
@@ -158,38 +175,38 @@ class QuantConfig(options.Options):
 
     @property
     def leaves_backend_open(self) -> bool:
-        """Whether the user did not choose a backend; native then runs ops that the selected backend lacks."""
+        """Whether no backend is set, so that native runs the operations that the resolved backend does not support."""
         return self.quant_backend == "auto" and not self.use_qwix_quantization
 
     @property
     def strings(self) -> list[str]:
-        """All config strings in use: ``quantization``, if it is set, and the config strings of the rules."""
-        return [name for name, _ in self._named_rows()]
+        """Every config string in use: the base string, if it is not empty, and the strings of the rules."""
+        return [name for name, _ in self._strings_in_use()]
 
     def recipe(self) -> Recipe | None:
-        """Return the recipe of ``quantization`` with the options applied, or None. For ``intmp``: its default."""
-        return self._resolver().base.recipe
+        """Return the base recipe with the options applied, or None; for ``intmp`` the recipe of ``__default__``."""
+        return self._make_resolver().base.recipe
 
     def resolver(self) -> Resolver | None:
-        """Return the resolver of the layers' recipes, or None if the config quantizes nothing."""
-        return self._resolver() if self._quantizes else None
+        """Return the function that selects the recipe of each layer, or None if the config quantizes nothing."""
+        return self._make_resolver() if self._is_quantized else None
 
-    def _resolver(self) -> Resolver:
+    def _make_resolver(self) -> Resolver:
         entries = [
-            Entry(rule.path, self._recipe_of(rule.recipe), f"rules[{index}].path", True)
+            PathEntry(rule.path, self._make_recipe(rule.recipe), f"rules[{index}].path", True)
             for index, rule in enumerate(self.rules)
         ]
-        recipe, reason = self._recipe_of(self.quantization), f"quantization {self.quantization!r}"
+        recipe, reason = self._make_recipe(self.quantization), f"quantization {self.quantization!r}"
         if self.quantization == "intmp":
             path, (listed, recipe) = self.quant_cfg_path, load_mixed_precision(self.quant_cfg_path)
             reason = f"default of {path}"
-            entries += [Entry(pattern, each, f"{path}: entry", False) for pattern, each in listed]
+            entries += [PathEntry(pattern, each, f"{path}: entry", False) for pattern, each in listed]
         base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
         ends = self.float_first_blocks, self.float_last_blocks
         switches = tuple(name for name in SWITCHES if getattr(self, name))
         return Resolver(tuple(entries), base, self.implementation, ends, switches)
 
-    def _recipe_of(self, recipe: str | Recipe | None) -> Recipe | None:
+    def _make_recipe(self, recipe: str | Recipe | None) -> Recipe | None:
         """Return the recipe of a config string with the options applied; return a ``Recipe`` unchanged."""
         return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").apply_options(self)
 
@@ -198,14 +215,15 @@ class QuantConfig(options.Options):
         """Read a config from any supported form.
 
         Args:
-          obj: a QuantConfig (returned unchanged), a mapping (strict: every key must be a field), a config string, the
-            path of a YAML or JSON file with such a mapping (a string that ends in ``.yml``, ``.yaml`` or ``.json``, or
-            a ``pathlib.Path``), or an object with an attribute ``quantization``, such as MaxText's config. A warning
-            lists the other attributes of such an object that are set and, by name or dtype, concern quantization.
+          obj: config in one of five forms. A QuantConfig is returned unchanged. Every key of a mapping must be a field.
+            A string is a config string, or the path of a file with such a mapping if the string ends in ``.yml``,
+            ``.yaml`` or ``.json``. A ``pathlib.Path`` is the path of such a file. Any other object must have an
+            attribute ``quantization``, as MaxText's config has. A warning lists attributes of this object that are set
+            and concern quantization, but that jaxquant does not read.
 
         Raises:
-          TypeError: the object has another form.
-          ValueError: a file cannot be read. Otherwise as for ``QuantConfig``.
+          TypeError: the object has none of these forms.
+          ValueError: a file cannot be read, or ``QuantConfig`` raises.
           NotImplementedError: a MaxText config requests a feature that is not implemented.
         """
         if isinstance(obj, QuantConfig):
@@ -222,10 +240,10 @@ class QuantConfig(options.Options):
                 f"or an object with an attribute 'quantization', got {type(obj).__name__}"
             )
         for name, disabled in _NOT_IMPLEMENTED.items():
-            value = _plain(_attribute(obj, name))
+            value = _unwrap(_attribute(obj, name))
             if value is not _MISSING and value not in disabled:
                 raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {disabled[0]!r}")
-        values = {field.name: _plain(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
+        values = {field.name: _unwrap(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
         fields = {name: value for name, value in values.items() if value is not _MISSING}
         string = fields.get("quantization")
         if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
@@ -239,7 +257,7 @@ class QuantConfig(options.Options):
             why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
-            fields["quant_backend"] = "native"  # MaxText runs flax's op here, like native
+            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these; native has its numerics
         if string == "fp8" and fields.get("use_qwix_quantization"):
             string = fields["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
         count = fields.get("quantization_local_shard_count")
@@ -258,25 +276,25 @@ class QuantConfig(options.Options):
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
         """Normalize MaxText's spellings: enums to their values, null to "" in text fields, compositions to text."""
-        plain = {key: _plain(value) for key, value in mapping.items()}
+        plain = {key: _unwrap(value) for key, value in mapping.items()}
         if "quantization" in plain:
             plain["quantization"] = spell(plain["quantization"])
         return {key: _NULLS.get(key) if value is None else value for key, value in plain.items()}
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _named_rows(self) -> list[tuple[str, str]]:
-        """List (config string, place) of ``quantization`` and of every rule with a config string."""
+    def _strings_in_use(self) -> list[tuple[str, str]]:
+        """Return the config strings in use, each with the config field that contains the string."""
         named = [(self.quantization, "quantization")]
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
 
     @property
-    def _quantizes(self) -> bool:
+    def _is_quantized(self) -> bool:
         return bool(self.quantization) or any(rule.recipe for rule in self.rules)
 
     def _check_pairs(self) -> None:
-        named = self._named_rows()
+        named = self._strings_in_use()
         for name, place in named:
             lookup(name, place)
             if name == "intmp" and place != "quantization":
@@ -308,7 +326,7 @@ class QuantConfig(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
                 readers = [name for name, row in RECIPES.items() if field.name in row.fields]
-                where = ", for a matmul that it affects" if any(name.startswith("{") for name in self.strings) else ""
+                where = ", in a matmul that it affects" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
                     f"it is an option of {typed.either(readers)}{where}"
@@ -316,14 +334,14 @@ class QuantConfig(options.Options):
 
 
 ConfigLike: TypeAlias = QuantConfig | Mapping[str, Any] | str | os.PathLike[str]
-"""Type of a ``config`` argument: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path
-of a YAML or JSON file. Objects with the fields, such as MaxText's config, are accepted too."""
+"""Type of a ``config`` argument: a QuantConfig, a mapping of its fields, a config string such as "fp8", or the path of
+a YAML or JSON file. An object with these fields as attributes, such as MaxText's config, is accepted too."""
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """Fields of a config without a quantized KV cache."""
 _MISSING: Any = object()
 _NULLS = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.default in ("", ())}
 _NULLS["kv_quant_axis"] = ""
-"""Value that null has in a field that cannot be None."""
+"""Value that replaces null in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 
 
@@ -352,11 +370,11 @@ def _unread_fields(program: Any) -> dict[str, Any]:
     for section in [each for each in fields.values() if isinstance(each, Mapping)]:
         fields |= section
     kind, unread = type(program if model is _MISSING else model), {}
-    for name, value in ((str(name), _plain(value)) for name, value in fields.items()):
+    for name, value in ((str(name), _unwrap(value)) for name, value in fields.items()):
         is_read = name in (*_NOT_IMPLEMENTED, _LOGITS_CALIBRATION) or hasattr(QuantConfig, name)
         concerns_quantization = _QUANT_FIELD.search(name) or ("dtype" in name and _LOW_DTYPE.search(str(value)))
         default = getattr(getattr(kind, "model_fields", {}).get(name), "default", getattr(kind, name, None))
-        if concerns_quantization and not is_read and str(value) not in (*_UNSET, str(_plain(default))):
+        if concerns_quantization and not is_read and str(value) not in (*_UNSET, str(_unwrap(default))):
             unread[name] = value
     return unread
 
@@ -368,7 +386,7 @@ def _attribute(obj: Any, name: str) -> Any:
         return _MISSING
 
 
-def _plain(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
@@ -381,7 +399,7 @@ def refuse_fields(config: QuantConfig, whys: Mapping[str, str], kind: type[Excep
 
     Args:
       config: config to check.
-      whys: mapping from field to the text that follows its value in the error.
+      whys: mapping from a field to the text that follows the field and its value in the error.
       kind: class of the error.
     """
     for name, why in whys.items():

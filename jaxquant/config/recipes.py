@@ -1,7 +1,7 @@
-"""The table of config strings: the recipe of each, the backends that run it, the options that it reads.
+"""Table of config strings: the recipe of each string, the backends that run it, and the options that it reads.
 
-An alias shares the row of another config string. A composition takes each of the three matmuls from the row of a config
-string; its name is the mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
+An alias shares the row of another string. A composition takes each of the three matmuls from the row of another string.
+The config string of a composition is a mapping as text: ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.composition import compose
-from jaxquant.config.loader import parse
-from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
+from jaxquant.config.loader import parse_yaml
+from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply_groups
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, Rotation
 from jaxquant.core.tensor_spec import Micro, TensorSpec, keep_grid
 from jaxquant.core.typed import build, nearest, show
@@ -22,16 +22,16 @@ from jaxquant.core.typed import build, nearest, show
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeRow:
-    """One config string.
+    """Recipe, backends and options of one config string.
 
     Attributes:
-      recipe: recipe with every option at its default (one shard if the default is the device count). None for ``""``,
-        which has no recipe, and for ``intmp``, whose recipes come from a file.
+      recipe: recipe with every option at its default (one shard if the default is the device count); None for ``""``,
+        which does not quantize, and for ``intmp``, whose recipes come from a file.
       summary: description in one line.
-      libraries: libraries that run the config string; our own backends run every config string.
+      libraries: libraries whose backends run the string; jaxquant's own backends run every string.
       auto: backend that ``quant_backend: auto`` selects, or "".
-      options: names of the groups in ``GROUPS`` that the config string reads.
-      parts: rows of the three matmuls of a composition; None leaves a matmul in float.
+      options: names of the groups in ``GROUPS`` that the string reads.
+      parts: row of each matmul of a composition, or None for a float matmul; empty for other strings.
     """
 
     recipe: Recipe | None
@@ -55,7 +55,7 @@ class RecipeRow:
     def apply_options(self, options: Options) -> Recipe | None:
         """Return the recipe with the options applied; for a composition, they are applied to each part."""
         if not self.parts:
-            return apply(self.recipe, self.options, options)
+            return apply_groups(self.recipe, self.options, options)
         assert self.recipe is not None
         return compose(self.recipe.name, [part and part.apply_options(options) for part in self.parts])
 
@@ -73,40 +73,40 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
 
 
 def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
-    """Return a recipe with one dtype for weights, activations and gradients."""
+    """Return a recipe that uses the same dtype for weights, activations and gradients."""
     return _reusing(name, TensorSpec(dtype), TensorSpec(dtype), accumulator)
 
 
-def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynamic", "delayed"]) -> Recipe:
+def _per_tensor_recipe(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynamic", "delayed"]) -> Recipe:
     spec, grad = (TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype))
     return _reusing(name, spec, grad, arithmetic="lean")
 
 
-def _weight_only(name: str, spec: TensorSpec) -> Recipe:
-    """Return a recipe that quantizes the weight in forward and dlhs; the weight's gradient is straight-through."""
+def _weight_recipe(name: str, spec: TensorSpec) -> Recipe:
+    """Return a recipe that quantizes the weight in forward and dlhs, with a straight-through gradient."""
     return Recipe(name, fwd=MatmulSpec(None, keep_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
-def _encoded(codec: str, dtype: str) -> RecipeRow:
+def _codec_row(codec: str, dtype: str) -> RecipeRow:
     """Return a row whose weights are encoded in a tensor format and decoded in the forward pass."""
     summary = f"weights only, in GGML's {codec.upper()} as in llama.cpp, straight-through gradient"
-    return RecipeRow(_weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
+    return RecipeRow(_weight_recipe(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
 
 
-def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
-    """Return a recipe that quantizes each of the six operands separately, without reuse."""
+def _separate_recipe(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
+    """Return a recipe that quantizes all six operands separately, without reusing forward operands."""
     grad = MatmulSpec(backward, backward, accumulator)
     return Recipe(name, fwd=MatmulSpec(forward, keep_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
 
 def _mx(dtype: str) -> TensorSpec:
-    """Return the spec of tiles of 32 along the contraction, with power-of-two scales."""
+    """Return the spec of an operand in tiles of 32 along the contraction, with power-of-two scales."""
     return TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
 
 
-def _microscaling(name: str, dtype: str) -> Recipe:
+def _mx_recipe(name: str, dtype: str) -> Recipe:
     """Return a recipe that quantizes each operand in tiles along its own contraction."""
-    return _everywhere(name, _mx(dtype), _mx(dtype), "float32")
+    return _separate_recipe(name, _mx(dtype), _mx(dtype), "float32")
 
 
 # AQT multiplies by 1/scale, and rounds only the gradient stochastically.
@@ -123,7 +123,7 @@ _INT8_DELAYED = _reusing(
 )
 _AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)
 _AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, _AQT_E4M3, "bfloat16"))
-_AQT_FP8_FULL = _everywhere(
+_AQT_FP8_FULL = _separate_recipe(
     "aqt_fp8_full",
     TensorSpec("float8_e4m3fn", "per_tensor", reciprocal=True),
     TensorSpec("float8_e5m2", "per_tensor", reciprocal=True),
@@ -140,17 +140,17 @@ _FP8_BLOCK = Recipe(
 )
 
 
-def _nvfp4(**changes: Any) -> TensorSpec:
+def _nvfp4_spec(**changes: Any) -> TensorSpec:
     spec = TensorSpec("float4_e2m1fn", "per_tile", tile_size=16, scale_dtype="float8_e4m3fn", scale_rounding="nearest")
     return dataclasses.replace(spec, outer_scale=True, **{"micro": Micro(), **changes})
 
 
 # As in TransformerEngine: blocks of 16 by 16 serve both matmuls of the weight; its gradient's operands are rotated.
-_TE_TILE = _nvfp4(reciprocal=True)
-_TE_GRAD = _nvfp4(reciprocal=True, rounding="stochastic")
+_TE_TILE = _nvfp4_spec(reciprocal=True)
+_TE_GRAD = _nvfp4_spec(reciprocal=True, rounding="stochastic")
 _NVFP4 = Recipe(
     "nvfp4",
-    fwd=MatmulSpec(_TE_TILE, _nvfp4(reciprocal=True, granularity="per_block", free_size=16), "float32"),
+    fwd=MatmulSpec(_TE_TILE, _nvfp4_spec(reciprocal=True, granularity="per_block", free_size=16), "float32"),
     dlhs=MatmulSpec(_TE_GRAD, FORWARD, "float32"),
     drhs=MatmulSpec(_TE_TILE, _TE_GRAD, "float32", rotation=Rotation(16)),
 )
@@ -159,20 +159,20 @@ _NVFP4_NO_RHT = dataclasses.replace(
 )
 
 
-def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
+def _rotated_recipe(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
     """Return a recipe that rotates all backward operands with fresh signs and rounds them without bias."""
-    spec, grad = (_nvfp4(rounding=rounding, micro=micro, source=source) for source in ("forward", "original"))
+    spec, grad = (_nvfp4_spec(rounding=rounding, micro=micro, source=source) for source in ("forward", "original"))
     rotation = Rotation(size, "fresh")
     return Recipe(
         name,
-        fwd=MatmulSpec(_nvfp4(), _nvfp4(), "float32"),
+        fwd=MatmulSpec(_nvfp4_spec(), _nvfp4_spec(), "float32"),
         dlhs=MatmulSpec(grad, spec, "float32", rotation=rotation),
         drhs=MatmulSpec(spec, grad, "float32", rotation=rotation),
     )
 
 
-_QUARTET2 = _requantized("quartet2", 128, "nearest", Micro(17 / 16 * 0.93, 255.99, eden=128))
-_TETRAJET_V2 = _requantized("tetrajet_v2", 32, "stochastic", Micro(17 / 16))
+_QUARTET2 = _rotated_recipe("quartet2", 128, "nearest", Micro(17 / 16 * 0.93, 255.99, eden=128))
+_TETRAJET_V2 = _rotated_recipe("tetrajet_v2", 32, "stochastic", Micro(17 / 16))
 
 _AQT, _QWIX, _AQT_AND_QWIX = ("aqt",), ("qwix",), ("aqt", "qwix")
 _DELAYED, _FP4 = ("delayed", "experts"), ("four over six",)
@@ -187,12 +187,12 @@ RECIPES: dict[str, RecipeRow] = {
         None, "mixed precision by layer from quant_cfg_path, forward only", _AQT, ("file", "stored scales")
     ),
     "fp8": RecipeRow(
-        _per_tensor("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
+        _per_tensor_recipe("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
         "delayed scaling per tensor: e4m3 operands, e5m2 output gradient",
         options=_DELAYED,
     ),
     "nanoo_fp8": RecipeRow(
-        _per_tensor("nanoo_fp8", "float8_e4m3fnuz", "float8_e5m2fnuz", "delayed"),
+        _per_tensor_recipe("nanoo_fp8", "float8_e4m3fnuz", "float8_e5m2fnuz", "delayed"),
         "delayed scaling per tensor in AMD MI300's e4m3fnuz and e5m2fnuz",
         options=_DELAYED,
     ),
@@ -218,7 +218,7 @@ RECIPES: dict[str, RecipeRow] = {
         auto="aqt",
     ),
     "fp8_current": RecipeRow(
-        _per_tensor("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
+        _per_tensor_recipe("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
         "this step's amax per tensor: e4m3 operands, e5m2 output gradient",
         options=("experts",),
     ),
@@ -228,12 +228,12 @@ RECIPES: dict[str, RecipeRow] = {
         options=(*CALIBRATION, "scale format", "activation bound"),
     ),
     "mxfp8": RecipeRow(
-        _microscaling("mxfp8", "float8_e4m3fn"),
+        _mx_recipe("mxfp8", "float8_e4m3fn"),
         "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
         options=("activation bound", "square blocks"),
     ),
     "mxfp4": RecipeRow(
-        _microscaling("mxfp4", "float4_e2m1fn"), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
+        _mx_recipe("mxfp4", "float4_e2m1fn"), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
     ),
     "nvfp4": RecipeRow(
         _NVFP4,
@@ -254,24 +254,24 @@ RECIPES: dict[str, RecipeRow] = {
         "int8 for TPUs: delayed scaling of operands, this step's amax and stochastic rounding of the output gradient",
         options=_DELAYED,
     ),
-    "int8w": RecipeRow(_weight_only("int8w", TensorSpec("int8")), "int8 weights only, straight-through gradient"),
-    "int4w": RecipeRow(_weight_only("int4w", TensorSpec("int4")), "int4 weights only, straight-through gradient"),
+    "int8w": RecipeRow(_weight_recipe("int8w", TensorSpec("int8")), "int8 weights only, straight-through gradient"),
+    "int4w": RecipeRow(_weight_recipe("int4w", TensorSpec("int4")), "int4 weights only, straight-through gradient"),
     "mxfp4w": RecipeRow(
-        _weight_only("mxfp4w", _mx("float4_e2m1fn")), "weights only, MXFP4 as in gpt-oss, straight-through gradient"
+        _weight_recipe("mxfp4w", _mx("float4_e2m1fn")), "weights only, MXFP4 as in gpt-oss, straight-through gradient"
     ),
     "nvfp4w": RecipeRow(
-        _weight_only("nvfp4w", _nvfp4(micro=None)),
+        _weight_recipe("nvfp4w", _nvfp4_spec(micro=None)),
         "weights only, NVFP4 as in checkpoints, straight-through gradient",
     ),
     "fp8_blockw": RecipeRow(
-        _weight_only("fp8_blockw", _BLOCK_WEIGHT),
+        _weight_recipe("fp8_blockw", _BLOCK_WEIGHT),
         "weights only, e4m3 in blocks of 128 by 128 as in DeepSeek, straight-through gradient",
     ),
-    "ggml_q4_0": _encoded("q4_0", "int4"),
-    "ggml_q8_0": _encoded("q8_0", "int8"),
-    "ggml_q4_k": _encoded("q4_k", "int4"),
-    "ggml_q5_k": _encoded("q5_k", "int8"),
-    "ggml_q6_k": _encoded("q6_k", "int8"),
+    "ggml_q4_0": _codec_row("q4_0", "int4"),
+    "ggml_q8_0": _codec_row("q8_0", "int8"),
+    "ggml_q4_k": _codec_row("q4_k", "int4"),
+    "ggml_q5_k": _codec_row("q5_k", "int8"),
+    "ggml_q6_k": _codec_row("q6_k", "int8"),
 }
 """All config strings except the compositions."""
 
@@ -284,7 +284,7 @@ _ALIASES = {
     "te_mxfp8": "mxfp8",
     "te_nvfp4": "nvfp4",
 }
-_MAXTEXTS_OWN = {
+_MAXTEXT_ONLY = {
     "te_no_quant": "is MaxText's name for TransformerEngine's float matmuls; leave quantization empty",
     "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; use MaxText's quantization module for it",
 }
@@ -293,7 +293,7 @@ RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The config strings of the three matmuls; None leaves a matmul in float."""
+    """Config string of each of the three matmuls; None is float."""
 
     fwd: str | None
     dlhs: str | None = None
@@ -308,27 +308,27 @@ def spell(recipe: Any, place: str = "quantization") -> Any:
     """Return a composition (mapping or text) as its config string; return any other value unchanged.
 
     Raises:
-      ValueError, TypeError: the composition has an unknown key, lacks ``fwd``, or a value is not a string.
+      ValueError, TypeError: the composition has an unknown key, no key ``fwd``, or a value that is not a string.
     """
     if isinstance(recipe, str) and recipe.lstrip().startswith("{"):
-        recipe = parse(recipe, place)
+        recipe = parse_yaml(recipe, place)
     return str(build(Composition, recipe, place)) if isinstance(recipe, Mapping) else recipe
 
 
 @functools.lru_cache(maxsize=256)
-def _composition(name: str, place: str) -> RecipeRow:
+def _composition_row(name: str, place: str) -> RecipeRow:
     """Return the row of a composition."""
-    strings = build(Composition, parse(name, place), place)
+    strings = build(Composition, parse_yaml(name, place), place)
     rows: dict[str, RecipeRow | None] = {}
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} cannot be part of a composition; use another string or null")
+            raise ValueError(f"{place}.{matmul} {string!r} has no fixed recipe; use another config string, or null")
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} leaves fwd, dlhs and drhs in float; set one of them, or leave {place} empty")
     alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
-    summary = "each matmul from the string that it names, with operands quantized from the float tensors"
+    summary = "each matmul has the recipe of its own config string, with operands quantized from float tensors"
     recipe = compose(name, [row and row.recipe for row in parts])
     options = tuple(group for group in GROUPS if _reads(recipe, parts, group))
     return RecipeRow(recipe, summary, alike.libraries, options, parts, alike.auto)
@@ -336,13 +336,13 @@ def _composition(name: str, place: str) -> RecipeRow:
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
     """Return whether a group of options affects a composition through a row that reads the group."""
-    if GROUPS[group].change is None:  # only the forward weight has stored scales
+    if GROUPS[group].change is None:  # stored scales belong to the forward weight
         return parts[0] is not None and group in parts[0].options
-    probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
+    probed = [row and apply_groups(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
 
 
-_FLOAT = ("none", "null", "float", "off", "bf16", "bfloat16", "float32")
+_FLOAT_WORDS = ("none", "null", "float", "off", "bf16", "bfloat16", "float32")
 """Words that mean "no quantization" in other tools."""
 
 
@@ -351,23 +351,22 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
 
     Args:
       name: config string; a composition as ``spell`` writes it.
-      place: field in which the user wrote the config string, for errors.
+      place: config field that contains the string, for errors.
 
     Raises:
       TypeError: the name is not a string.
-      ValueError: the config string is unknown (the error names similar ones), or a composition quantizes nothing or
-        combines rows that contradict each other.
-      NotImplementedError: only a backward matmul of a composition has its weight in a tensor format, or only MaxText's
-        own module can run the string.
+      ValueError: the string is unknown (the error suggests similar strings), or a composition is not valid.
+      NotImplementedError: a backward matmul of a composition has its weight in a tensor format that the forward matmul
+        does not use, or only MaxText's own module can run the string.
     """
     if not isinstance(name, str):
         raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")
     if name.startswith("{"):
-        return _composition(name, place)
-    if name in _MAXTEXTS_OWN:
-        raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
+        return _composition_row(name, place)
+    if name in _MAXTEXT_ONLY:
+        raise NotImplementedError(f"{place} {name!r} {_MAXTEXT_ONLY[name]}")
     if name not in RECIPES:
         suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
-        fix = "write null (in Python: None) for float" if name.lower() in _FLOAT else suggestion
+        fix = "write null (in Python: None) for float" if name.lower() in _FLOAT_WORDS else suggestion
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

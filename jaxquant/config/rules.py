@@ -1,4 +1,4 @@
-"""Rules: the recipe of each layer, and the reason for it."""
+"""Rules that select the recipe of each layer and state the reason for the selection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOW_RANK_ENDINGS = ("lora_a", "lora_b")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One user rule.
+    """Rule of a user's config, which sets the recipe of all layers that match a regex.
 
     Attributes:
       path: regex that must match the complete "/"-joined module path.
@@ -45,10 +45,10 @@ class Rule:
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Replace a composition under ``recipe`` with its config string; a ``Recipe`` can only be passed in Python.
+        """Replace a composition (mapping) under ``recipe`` with its config string.
 
         Raises:
-          ValueError, TypeError: as for ``spell``.
+          ValueError, TypeError: raised by ``spell``.
         """
         if not isinstance(mapping.get("recipe"), Mapping):
             return mapping
@@ -76,7 +76,7 @@ def compile_pattern(pattern: str, place: str) -> Callable[[str], object]:
     """Compile a regex.
 
     Raises:
-      ValueError: the pattern is not a regex; names the pattern and its place.
+      ValueError: the pattern is not a regex; the message has the pattern and its place.
     """
     try:
         return full_matcher(pattern)
@@ -108,13 +108,13 @@ def default_exclusion(path: str, out_features: int, switches: Collection[str] = 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """A regex that decides by path: a user's rule, or an entry of an ``intmp`` file.
+class PathEntry:
+    """Regex on layer paths with the recipe of the matching layers, from a user's rule or an ``intmp`` file.
 
     Attributes:
       pattern: regex that must match the complete "/"-joined module path.
       recipe: recipe of the matching layers; None is float.
-      place: field in which the user wrote the pattern, for errors.
+      place: config field that contains the pattern, for errors.
       is_rule: whether the entry is a user's rule.
 
     Raises:
@@ -135,7 +135,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Resolver:
-    """Selector of the recipe of every layer: user rules, ``intmp`` entries, default exclusions, base recipe.
+    """Function that selects the recipe of a layer: by rules, ``intmp`` entries, default exclusions, or the base recipe.
 
     Attributes:
       entries: rules and entries; the first match decides.
@@ -145,7 +145,7 @@ class Resolver:
       switches: fields of ``SWITCHES`` that are on.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PathEntry, ...]
     base: Decision
     implementation: str | None = None
     float_ends: tuple[int, int] = (0, 0)
@@ -159,7 +159,7 @@ class Resolver:
 
     @property
     def patterns(self) -> tuple[tuple[str, Recipe | None], ...]:
-        """Regexes that decide by path, each with its recipe, in the order of matching."""
+        """Regexes of the entries with their recipes; the first match wins."""
         return tuple((entry.pattern, entry.recipe) for entry in self.entries)
 
     def __call__(self, path: str, out_features: int) -> Decision:
@@ -169,7 +169,7 @@ class Resolver:
           path: "/"-joined module path, spelled as in the model.
           out_features: number of outputs.
         """
-        entry = self._first(path)
+        entry = self._find_entry(path)
         if entry is not None:
             verb = "left in float by " if entry.recipe is None else ""
             reason = f"{verb}{entry.place} {entry.pattern!r}"
@@ -178,10 +178,11 @@ class Resolver:
         return self.base if excluded is None else Decision(None, excluded)
 
     def float_blocks(self, paths: Iterable[str], must_have: bool = True) -> dict[str, str]:
-        """Return the layers of the first and last blocks that stay in float unless a rule decides, with reasons.
+        """Return the layers of the first and last blocks that stay in float, with reasons; rules can override this.
 
-        A block is the outermost numbered part of a path, such as ``layers_3`` or ``blocks/7``, if there are several
-        with its name. The layer's own name does not count. Blocks of each name are counted separately.
+        A block is the outermost numbered part of a path, such as ``layers_3`` or ``blocks/7``, if the model has several
+        parts of this name with different numbers. The last part of a path is the layer's own name and is not a block.
+        Blocks of each name are counted separately.
 
         Args:
           paths: paths of all layers of a model.
@@ -201,34 +202,34 @@ class Resolver:
             return {}
         if must_have and not any(blocks.values()):
             raise ValueError(
-                f"{setting} count blocks by numbered path parts above the layers' own names, such as layers_3/ or "
-                f"blocks/7/, but the layers of this model have no such part ({', '.join(list(parts)[:4])}); scanned "
-                "layers share one path and one recipe, so give each its own path (scan_layers: false); leave a "
-                "numbered layer in float with a rule; or set both to 0"
+                f"{setting} require numbered blocks in the paths of layers, such as layers_3/ or blocks/7/, but the "
+                f"layers of this model have none ({', '.join(list(parts)[:4])}); scanned layers share one path and one "
+                "recipe, so use scan_layers: false for separate paths; use a rule to leave a numbered layer in float; "
+                "or set both to 0"
             )
         floats = {}
         for path, (name, number) in ((path, part) for path, in_path in blocks.items() for part in in_path):
             known = sorted(numbers[name])
             if first + last >= len(known):
-                raise ValueError(f"{setting} leave none of the {len(known)} blocks {name}* quantized; lower them")
-            if self._first(path) is None and number in known[:first] + known[len(known) - last :]:
+                raise ValueError(f"{setting} leave all {len(known)} blocks {name}* in float; lower one of them")
+            if self._find_entry(path) is None and number in known[:first] + known[len(known) - last :]:
                 floats[path] = f"block {name}{number}, left in float by {setting}"
         return floats
 
     def check_no_float_blocks(self) -> None:
-        """Raise if float blocks are configured. For callers that decide a layer without the paths of the other layers.
+        """Raise if float blocks are configured, for callers that do not know the paths of all layers.
 
         Raises:
           NotImplementedError: float blocks are configured.
         """
         if any(self.float_ends):
             raise NotImplementedError(
-                "float_first_blocks and float_last_blocks need the paths of all layers, but some layers are decided "
-                "before the others; call the complete model first, name the blocks in rules, or pass example inputs: "
+                "float_first_blocks and float_last_blocks require the paths of all layers, but not all of them are "
+                "known here; call the complete model first, name the blocks in rules, or pass example inputs: "
                 "jaxquant.maybe_quantize_model(model, config, *inputs)"
             )
 
-    def _first(self, path: str) -> Entry | None:
+    def _find_entry(self, path: str) -> PathEntry | None:
         return next((entry for entry in self.entries if entry.matches(path)), None)
 
     def check_used(self, paths: Iterable[str]) -> None:
@@ -241,7 +242,7 @@ class Resolver:
           ValueError: the regex of a rule or ``intmp`` entry matches no path, or earlier rules match all its layers.
         """
         paths = list(paths)
-        first = {path: self._first(path) for path in paths}
+        first = {path: self._find_entry(path) for path in paths}
         for entry in self.entries:
             matched = [path for path in paths if entry.matches(path)]
             if not matched:
@@ -250,10 +251,10 @@ class Resolver:
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"
                 )
-            # Only rules must win somewhere: an intmp file lists general entries first, so a later entry may cover an
-            # earlier one.
+            # This applies only to rules: an intmp file lists general entries first, so a later entry may match all
+            # layers of an earlier one.
             if entry.is_rule and all(first[path] is not entry for path in matched):
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} has no effect: the first match wins, and earlier rules match "
-                    f"every layer that it matches, such as {matched[0]}"
+                    f"all its layers, such as {matched[0]}; move it up, or remove it"
                 )

@@ -1,4 +1,4 @@
-"""Speed of a training step relative to bfloat16, by chip and config string, and a warning if it is below 1."""
+"""Table of training speeds relative to bfloat16 by chip and config string, and a warning for slow config strings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ quartet2         0.49  0.57  0.74  0.22  0.13  -
 tetrajet_v2      0.59  0.66  0.8   0.36  0.26  -
 int8_delayed     1.38  1.48  1.4   1.34  1.22  -
 """
-"""MLP step, estimated by the audit; written by ``jaxquant bench speeds --target CHIP --out benchmarks/results``."""
+"""Estimated speedup of an MLP step; ``jaxquant bench speeds --target CHIP --out benchmarks/results`` writes this."""
 
 _CHIPS = {
     r"\bH100": "h100",
@@ -44,11 +44,11 @@ _CHIPS = {
     "v6 lite|v6e": "v6e",
     "TPU ?v?7": "v7x",
 }
-"""Mapping from a pattern of the device kind to the chip."""
+"""Chip by a regex that matches JAX's device kind."""
 
 
 def speeds_on(chip: str) -> dict[str, float]:
-    """Return the speed of each config string on a chip, or {} if the chip is unknown."""
+    """Return the speedup over bfloat16 of each config string on a chip, or {} if the table does not have the chip."""
     (_, *chips), *rows = (line.split() for line in TABLE.splitlines())
     found = {string: cells[chips.index(chip)] for string, *cells in rows if chip in chips}
     return {string: float(cell) for string, cell in found.items() if cell != "-"}
@@ -56,14 +56,14 @@ def speeds_on(chip: str) -> dict[str, float]:
 
 @functools.cache
 def warn_if_slow(string: str, backend: str | None) -> None:
-    """Warn once if a training step with a string is slower than bfloat16 on the first device.
+    """Warn once if a training step with a config string is slower than a bfloat16 step on the first device.
 
     Args:
       string: config string.
-      backend: backend that runs the string; speeds are known only for the backend of ``quant_backend: auto``.
+      backend: backend that runs the string; the table has only the backend that ``quant_backend: auto`` selects.
 
     Warns:
-      UserWarning: the string is slower; names the faster string with the nearest numerics.
+      UserWarning: the string is slower; the message names the faster string with the nearest numerics.
     """
     kind = jax.devices()[0].device_kind
     chip = next((chip for pattern, chip in _CHIPS.items() if re.search(pattern, kind)), "")
@@ -71,15 +71,15 @@ def warn_if_slow(string: str, backend: str | None) -> None:
     speed = next((speeds[name] for name in speeds if RECIPES[name] is row), 1.0)
     if speed >= 1 or backend != row.auto:
         return
-    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # AQT is slower
+    faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # without AQT
     near = min(faster, key=lambda name: (*_distance(row.recipe, RECIPES[name].recipe), -speeds[name]), default="")
-    hint = f"{near!r} at {speeds[near]} times" if near else "no config string is faster than bfloat16 there"
+    hint = f"{near!r} reaches {speeds[near]} times" if near else "no config string is faster than bfloat16 there"
     about = f"an MLP at {speed} times the speed of bfloat16 on one {kind} (from benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 
 
 def _distance(one: Any, other: Any) -> tuple[int, int, bool]:
-    """Return the distance of two recipes: difference in operand bits, in dtypes, and in delayed scaling."""
+    """Return how much two recipes differ: in bits of operands, in number of dtypes, and in delayed scaling."""
     pairs = [
         [getattr(recipe.resolve(name, side), "dtype", "bfloat16") for recipe in (one, other)]
         for name in get_args(Matmul)

@@ -108,8 +108,8 @@ def current_scale(
       amax: largest magnitude of this tensor; only the warm-up reads it.
       element: element type to quantize to.
       spec: margin and first-step behaviour.
-      floor: smallest scale; below it the tensor is almost zero, and the scale becomes 1. Output gradients use the
-        smallest normal float32, so that tiny gradients do not become zero. Flax mode has no floor.
+      floor: smallest scale. A tensor with a smaller scale is almost zero, and its scale becomes 1. Output gradients use
+        the smallest normal float32, so that tiny gradients do not become zero. Flax mode has no floor.
 
     Returns:
       The scale; NaN if an optimizer has changed the state. (A checkpoint's state without bins does not show a change.)
@@ -192,7 +192,7 @@ def merge_states(states: Sequence[TensorState]) -> TensorState:
     is used, and a layer without a history uses the history of the others.
 
     Args:
-      states: states of the layers' inputs, not in flax mode; leading axes are kept.
+      states: states of the layers' inputs, not in flax mode; leading axes do not change.
     """
     merged = dict(next(filter(is_warm, states), states[0]))
     parts = [(state["scale"], state["amax_history"]) for state in states]
@@ -210,7 +210,7 @@ def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leadin
     """Return the history after a step: rolled by −1 along its last axis, with the step's amax in slot 0.
 
     Args:
-      history: amaxes of past steps; leading axes are kept.
+      history: amaxes of past steps; leading axes do not change.
       amax: amax of this step.
     """
     first = amax[..., None].astype(history.dtype)

@@ -53,7 +53,7 @@ def _integer(name: str, bits: int, held_by: str = "") -> Element:
 
 
 def floating(name: str, held_by: str = "") -> Element:
-    """Return a float type by the name of its dtype; also supports 6-bit types, which recipes do not."""
+    """Return a float type by the name of its dtype. The 6-bit types are not valid in recipes."""
     info = jnp.finfo(name)
     return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp, held_by=held_by)
 

@@ -75,8 +75,8 @@ class QTensor:
         contraction axis; the other contraction axes have size 1.
       input_scale: static scale of the activation that multiplies a converted weight, one for each stacked layer and
         batch element; None if the activation has its own scale.
-      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change this dtype, and
-        the dtype of the result is promoted from it.
+      dtype: dtype name of the float weight that a converted weight replaces. Casts in the model change this
+        dtype. The result of an op has the promoted dtype of the activation and this dtype.
       read_as: dtype name in which the op read the parameter when it was quantized, or None if that is not known.
     """
 
@@ -351,7 +351,7 @@ def _is_outer(outer: Shape, scale: Shape, shape: Shape) -> bool:
 def _check_encoded(tensor: QTensor, name: str) -> None:
     encoding, stored, block = ENCODINGS.get(tensor.codec or ""), tuple(tensor.qvalue.shape), tensor.block
     if encoding is None:
-        raise ValueError(f"{name} is in the unknown tensor format {tensor.codec!r}; known ones: {', '.join(ENCODINGS)}")
+        raise ValueError(f"{name} has the unknown tensor format {tensor.codec!r}; use one of {', '.join(ENCODINGS)}")
     if tensor.qvalue.dtype != jnp.uint8 or tensor.parts.keys() - {"input_scale"} != {"qvalue"}:
         raise ValueError(f"{name} is in the format {tensor.codec}, which stores only bytes, got {list(tensor.parts)}")
     if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:

@@ -301,7 +301,7 @@ def _words(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-# Jitted, so that a program contains them once.
+# Both functions are jitted, so that a program contains each of them once.
 @jax.jit
 def _mix(sums: Sequence[UInt32[Array, ""]]) -> UInt32[Array, ""]:
     total = hash_bits(sums[0], 1)

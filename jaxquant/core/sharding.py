@@ -225,7 +225,7 @@ def merge_axes(x: Array, like: Array) -> Array:
 
 
 def reshard_like(scale: Array, x: Array) -> Array:
-    """Reshard a scale of x's rank like x, so that the product needs no communication."""
+    """Reshard a scale along the axes of x, so that their product needs no communication."""
     target = explicit_sharding(x)
     if target is None or scale.ndim != x.ndim:
         return scale

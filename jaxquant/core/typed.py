@@ -66,7 +66,7 @@ def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
       cls: dataclass; fields may be str, int, float (accepts int), bool, None, Optional, Union, Literal, tuple, list,
         Mapping, Any or a dataclass.
       mapping: values by field name; missing fields have their defaults.
-      place: dotted place of the mapping for errors; the class's name if empty.
+      place: dotted path of the mapping for errors, or "" for the name of the class.
 
     Raises:
       ValueError: a key is unknown, a required field is missing, or a value is not one of a Literal; the error names the

@@ -137,7 +137,7 @@ def _write_tensors(
     source: Source, folder: Path, scheme: Scheme, dtype: str, limit: int, progress: Callable[[Row], None] | None
 ) -> list[Row]:
     linears, names = source.shape.linears(), list(source.shape.tensors())
-    shards, rows, places = _Shards(folder, limit, 5 * len(names)), [], {}
+    shards, rows, places = _ShardWriter(folder, limit, 5 * len(names)), [], {}
     for name in names:
         module = name.removesuffix(".weight")
         weight = source.finite(name)
@@ -187,7 +187,7 @@ def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> 
     return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
 
 
-class _Shards:
+class _ShardWriter:
     """Safetensors files of at most ``limit`` bytes each; a single file has no number in its name."""
 
     def __init__(self, folder: Path, limit: int, names: int):

@@ -22,10 +22,10 @@ from jaxquant.config.loader import read_json
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
 from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
-from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, block_of, decode, encode, header, padded, row_bytes
+from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, block_parameters, decode, encode, header, row_bytes
 from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
 from jaxquant.export.source import Source, Vocabulary
-from jaxquant.export.vocabulary import UNUSED, of_gguf, of_tokenizer_json
+from jaxquant.export.vocabulary import UNUSED, read_gguf, read_tokenizer
 
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
 """llama.cpp's file type for each type in which linear layers can be written."""
@@ -54,17 +54,17 @@ def gguf_name(name: str) -> str:
     return f"blk.{index}.{_LAYER_NAMES[rest]}.weight"
 
 
-def to_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
+def rows_to_gguf(weight: np.ndarray, heads: int) -> np.ndarray:
     """Permute the rows of q or k for a rotary embedding of neighbours."""
-    return _swap(weight, heads, (2, -1))
+    return _permute_rows(weight, heads, (2, -1))
 
 
-def to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Apply the inverse of ``to_neighbours``."""
-    return _swap(weight, heads, (-1, 2))
+def rows_to_hf(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Apply the inverse of ``rows_to_gguf``."""
+    return _permute_rows(weight, heads, (-1, 2))
 
 
-def _swap(weight: np.ndarray, heads: int, sizes: tuple[int, int]) -> np.ndarray:
+def _permute_rows(weight: np.ndarray, heads: int, sizes: tuple[int, int]) -> np.ndarray:
     return weight.reshape(heads, *sizes, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -80,10 +80,11 @@ def tensor_kind(shape: LlamaShape, name: str, kind: str) -> str:
     if name.removesuffix(".weight") not in shape.linears():
         return "F16"
     columns = shape.tensors()[name][1]
-    return next((each for each in (kind, _FALLBACKS.get(kind, "F16")) if columns % block_of(each)[0] == 0), "F16")
+    candidates = (kind, _FALLBACKS.get(kind, "F16"))
+    return next((each for each in candidates if columns % block_parameters(each)[0] == 0), "F16")
 
 
-def metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
+def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
     """Return the metadata of a GGUF file for a model."""
     shape = source.shape
     found: dict[str, Any] = {
@@ -156,10 +157,9 @@ def export_gguf(
       NotImplementedError: GGUF does not support the tokenizer, or a type needs the package gguf, which is not
         installed.
     """
-    out = Path(out)
-    shape = source.shape
+    out, rows, shape = Path(out), [], source.shape
     kinds = {each: (tensor_kind(shape, each, kind), size) for each, size in shape.tensors().items()}
-    head, rows = header(metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()}), []
+    head = header(make_metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()})
     with partial_path(out) as partial, partial.open("wb") as file:
         file.write(head)
         for each, (own, size) in kinds.items():
@@ -167,7 +167,7 @@ def export_gguf(
             if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
                 raise ValueError(f"{each} has {stored.nbytes} bytes, but {own} of shape {size} has another size")
             file.write(np.ascontiguousarray(stored).data)
-            file.write(b"\0" * (padded(stored.nbytes) - stored.nbytes))
+            file.write(b"\0" * (-stored.nbytes % ALIGNMENT))
             rows.append(Row(each, own, size, stored.nbytes, back))
             if progress is not None:
                 progress(rows[-1])
@@ -182,10 +182,10 @@ def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, fl
     tensor = source.quantized(name.removesuffix(".weight"))
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
         data = np.asarray(tensor.qvalue)
-        return data if heads is None else to_neighbours(data, heads), float("inf")
+        return data if heads is None else rows_to_gguf(data, heads), float("inf")
     weight = source.finite(name)
     if heads is not None:
-        weight = to_neighbours(weight, heads)
+        weight = rows_to_gguf(weight, heads)
     if kind == "F32":
         return weight.view(np.uint8), float("inf")
     if kind == "F16":
@@ -296,7 +296,7 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
 
     def read(name: str) -> np.ndarray:
         heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))
-        return array if heads is None else to_halves(array, heads)
+        return array if heads is None else rows_to_hf(array, heads)
 
     def quantized(module: str) -> QTensor | None:
         name = f"{module}.weight"
@@ -305,20 +305,20 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
             return None
         file.read(gguf_name(name))  # raises if a scale is not finite
         heads, data = _rotated_heads(shape, name), file.raw(gguf_name(name))
-        data = data if heads is None else to_halves(data, heads)
+        data = data if heads is None else rows_to_hf(data, heads)
         return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())
 
-    return Source(shape, read, _vocabulary(file) if has_tokenizer else None, quantized=quantized)
+    return Source(shape, read, _read_vocabulary(file) if has_tokenizer else None, quantized=quantized)
 
 
-def _vocabulary(file: GgufFile) -> Vocabulary | None:
+def _read_vocabulary(file: GgufFile) -> Vocabulary | None:
     beside, found = file.path.with_name("tokenizer.json"), None
     try:
-        found = of_gguf(file.metadata)
+        found = read_gguf(file.metadata)
     except NotImplementedError as error:
         if not beside.is_file():
             raise NotImplementedError(f"{file.path}: {error}; put the model's tokenizer.json next to it") from None
     if found is None and beside.is_file():
         ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding"))
-        return of_tokenizer_json(read_json(beside), *ids)
+        return read_tokenizer(read_json(beside), *ids)
     return found

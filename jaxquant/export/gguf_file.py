@@ -52,17 +52,17 @@ def row_bytes(kind: str, columns: int) -> int:
     Raises:
       ValueError: the block size of the type does not divide ``columns``.
     """
-    elements, size = block_of(kind)
+    elements, size = block_parameters(kind)
     if columns % elements:
         raise ValueError(f"a row of {columns} elements is not a multiple of the block size {elements} of {kind}")
     return columns // elements * size
 
 
-def block_of(kind: str) -> tuple[int, int]:
+def block_parameters(kind: str) -> tuple[int, int]:
     """Return the number of elements and the number of bytes in a block of a tensor type."""
     if kind in OWN:
         return OWN[kind].elements_per_block, OWN[kind].bytes_per_block
-    return (1, 4) if kind == "F32" else _library(kind).GGML_QUANT_SIZES[_library(kind).GGMLQuantizationType[kind]]
+    return (1, 4) if kind == "F32" else _package(kind).GGML_QUANT_SIZES[_package(kind).GGMLQuantizationType[kind]]
 
 
 def decode(kind: str, data: np.ndarray) -> np.ndarray:
@@ -70,17 +70,17 @@ def decode(kind: str, data: np.ndarray) -> np.ndarray:
     if kind in OWN:
         return decode_blocks(kind, data)
     with np.errstate(all="ignore"):
-        return _library(kind).quants.dequantize(data, _library(kind).GGMLQuantizationType[kind])
+        return _package(kind).quants.dequantize(data, _package(kind).GGMLQuantizationType[kind])
 
 
 def encode(kind: str, rows: np.ndarray) -> np.ndarray:
     """Return the bytes of float32 rows in a block type; gguf encodes types without a jaxquant codec."""
     if kind in OWN:
         return encode_blocks(kind, rows)["blocks"]
-    return _library(kind).quants.quantize(rows, _library(kind).GGMLQuantizationType[kind])
+    return _package(kind).quants.quantize(rows, _package(kind).GGMLQuantizationType[kind])
 
 
-def _library(kind: str) -> Any:
+def _package(kind: str) -> Any:
     try:
         import gguf  # imported here, because most files do not need it
     except ImportError:
@@ -97,53 +97,53 @@ class Tensor(NamedTuple):
     bytes: int
 
 
-def write_text(value: str) -> bytes:
+def encode_text(value: str) -> bytes:
     """Return the encoding of a string: its length, then its UTF-8 bytes."""
     data = value.encode("utf-8")
     return struct.pack("<Q", len(data)) + data
 
 
-def _write_value(value: Any) -> bytes:
+def _encode_value(value: Any) -> bytes:
     """Return the encoding of a metadata value with its type: str, bool, int32, ``U32``, float32, or a list of these."""
     if isinstance(value, list):
-        kinds = {_kind(each) for each in value} or {_STRING}
+        kinds = {_type_number(each) for each in value} or {_STRING}
         if len(kinds) > 1:
             raise ValueError(f"a GGUF array must have elements of one type, got {show(value)}")
         (kind,) = kinds
-        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(_payload(kind, each) for each in value)
-    return struct.pack("<I", _kind(value)) + _payload(_kind(value), value)
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(_encode_payload(kind, each) for each in value)
+    return struct.pack("<I", _type_number(value)) + _encode_payload(_type_number(value), value)
 
 
-def _kind(value: Any) -> int:
+def _type_number(value: Any) -> int:
     for kind, number in ((bool, _BOOL), (U32, 4), (int, 5), (float, 6), (str, _STRING)):
         if isinstance(value, kind):
             return number
     raise TypeError(f"GGUF metadata cannot hold a {type(value).__name__}")
 
 
-def _payload(kind: int, value: Any) -> bytes:
-    return write_text(value) if kind == _STRING else struct.pack(_SCALARS[kind], value)
+def _encode_payload(kind: int, value: Any) -> bytes:
+    return encode_text(value) if kind == _STRING else struct.pack(_SCALARS[kind], value)
 
 
 def header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """Return the bytes before the tensor data, padded to the alignment.
 
     Args:
-      metadata: values by key, of the types that ``_write_value`` encodes.
+      metadata: values by key, of the types that ``_encode_value`` encodes.
       tensors: type and shape by name, in the order in which the tensors follow; each is padded to the alignment.
     """
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
-    parts += [write_text(key) + _write_value(value) for key, value in metadata.items()]
+    parts += [encode_text(key) + _encode_value(value) for key, value in metadata.items()]
     offset = 0
     for name, (kind, shape) in tensors.items():
-        parts.append(write_text(name) + struct.pack("<I", len(shape)))
+        parts.append(encode_text(name) + struct.pack("<I", len(shape)))
         parts.append(struct.pack(f"<{len(shape)}Q", *reversed(shape)) + struct.pack("<IQ", TYPES[kind], offset))
-        offset += padded(row_bytes(kind, shape[-1]) * math.prod(shape[:-1]))
+        offset += align_up(row_bytes(kind, shape[-1]) * math.prod(shape[:-1]))
     data = b"".join(parts)
-    return data.ljust(padded(len(data)), b"\0")
+    return data.ljust(align_up(len(data)), b"\0")
 
 
-def padded(size: int, alignment: int = ALIGNMENT) -> int:
+def align_up(size: int, alignment: int = ALIGNMENT) -> int:
     """Return a size rounded up to a multiple of the alignment."""
     return -(-size // alignment) * alignment
 
@@ -169,20 +169,20 @@ class GgufFile:
         check_ordinary(self.path)
         with self.path.open("rb") as file:
             if self.path.stat().st_size < 24:
-                raise ValueError(f"{path} is not a GGUF file: it has {self.path.stat().st_size} bytes")
+                raise ValueError(f"{path} is not a GGUF file: it has fewer than 24 bytes")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
-        if self._take(4) != MAGIC:
+        if self._read_bytes(4) != MAGIC:
             raise ValueError(f"{path} is not a GGUF file: it does not begin with GGUF")
         version, count, keys = self._unpack("<I"), self._unpack("<Q"), self._unpack("<Q")
         if version != VERSION:
             raise NotImplementedError(f"{path} is GGUF version {version}, but only version {VERSION} is supported")
         self.metadata: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._text()
+            key = self._read_text()
             if key in self.metadata:
                 raise ValueError(f"{path} has the metadata key {show(key)} twice; convert the model again")
-            self.metadata[key] = self._value(self._unpack("<I"), 0)
+            self.metadata[key] = self._read_value(self._unpack("<I"), 0)
         self.tensors = self._read_tensors(count)
 
     def raw(self, name: str) -> np.ndarray:
@@ -208,11 +208,11 @@ class GgufFile:
         tensors: dict[str, Tensor] = {}  # offsets are relative to the end of the header
         end = 0
         for _ in range(count):
-            name = self._text()
+            name = self._read_text()
             place = f"{self.path}: tensor {show(name)}"
             axes = self._unpack("<I")
             if name in tensors or not 1 <= axes <= _MAX_AXES:
-                raise ValueError(f"{place} occurs twice, or has {axes} axes (1 to 4 are supported)")
+                raise ValueError(f"{place} has {axes} axes (1 to 4 are supported), or occurs twice")
             shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
             number, offset = self._unpack("<I"), self._unpack("<Q")
             if number not in _TYPE_NAMES:
@@ -231,34 +231,34 @@ class GgufFile:
                 )
             end = offset + size
             tensors[name] = Tensor(_TYPE_NAMES[number], shape, offset, size)
-        begin = padded(self._at, alignment)
+        begin = align_up(self._at, alignment)
         if begin + end > len(self._map):
             raise ValueError(f"{self.path} ends at byte {len(self._map)}, before its tensors end; download it again")
         return {name: tensor._replace(start=begin + tensor.start) for name, tensor in tensors.items()}
 
-    def _take(self, count: int) -> bytes:
+    def _read_bytes(self, count: int) -> bytes:
         if count > len(self._map) - self._at:
             raise ValueError(f"{self.path} ends at byte {len(self._map)}, before its header ends; download it again")
         self._at += count
         return self._map[self._at - count : self._at]
 
     def _unpack(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        return struct.unpack(form, self._read_bytes(struct.calcsize(form)))[0]
 
-    def _text(self) -> str:
+    def _read_text(self) -> str:
         try:
-            return self._take(self._unpack("<Q")).decode("utf-8")
+            return self._read_bytes(self._unpack("<Q")).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path} has text in its header that is not UTF-8 ({error.reason})") from None
 
-    def _value(self, kind: int, depth: int) -> Any:
+    def _read_value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:
-            return self._text()
+            return self._read_text()
         if kind in _SCALARS:
             return self._unpack(_SCALARS[kind])
         if kind != _ARRAY or depth >= _MAX_DEPTH:
             raise ValueError(f"{self.path} has a value of unknown type {kind} in its header")
         inner, count = self._unpack("<I"), self._unpack("<Q")
         if inner in _NUMPY:
-            return np.frombuffer(self._take(count * np.dtype(_NUMPY[inner]).itemsize), _NUMPY[inner])
-        return [self._value(inner, depth + 1) for _ in range(count)]
+            return np.frombuffer(self._read_bytes(count * np.dtype(_NUMPY[inner]).itemsize), _NUMPY[inner])
+        return [self._read_value(inner, depth + 1) for _ in range(count)]

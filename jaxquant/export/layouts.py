@@ -23,7 +23,7 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 NVFP4_RANGE = E4M3_MAX * E2M1_MAX
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _CHUNK = 1 << 22
-_BLOCKS_AT_ONCE, _FEW = 1 << 20, 1 << 16
+_CODEC_CHUNK, _SMALL_CODEC_CHUNK = 1 << 20, 1 << 16
 Tensors = dict[str, np.ndarray]
 
 
@@ -53,7 +53,7 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
 def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tuple[int, int] | None) -> np.ndarray:
     """Return ``cast(weight / scale)``, computed in chunks of rows; ``scale`` is per tensor, per row or per block."""
     parts = row_chunks(weight.shape, 1 if block is None else block[0])
-    return np.concatenate([cast(weight[rows] / _spread(scale, weight.shape, block, rows), dtype) for rows in parts])
+    return np.concatenate([cast(weight[rows] / _expand(scale, weight.shape, block, rows), dtype) for rows in parts])
 
 
 def decode_scaled(
@@ -64,8 +64,8 @@ def decode_scaled(
     for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
         part = weight[rows].astype(np.float32)
         if zero_point is not None:
-            part -= _spread(zero_point, weight.shape, block, rows)
-        np.multiply(part, _spread(scale, weight.shape, block, rows), out=out[rows])
+            part -= _expand(zero_point, weight.shape, block, rows)
+        np.multiply(part, _expand(scale, weight.shape, block, rows), out=out[rows])
     return out
 
 
@@ -86,7 +86,7 @@ def is_finite(array: np.ndarray) -> bool:
     return all(np.isfinite(flat[start : start + _CHUNK]).all() for start in range(0, flat.size, _CHUNK))
 
 
-def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:
+def _expand(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:
     scale = scale.astype(np.float32)
     if scale.size == 1:
         return scale.reshape(())
@@ -170,8 +170,8 @@ def decode_blocks(format: str, data: np.ndarray) -> np.ndarray:
 
 
 def _in_chunks(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndarray, elements: int) -> Tensors:
-    size = max(1, _BLOCKS_AT_ONCE // elements)
-    small = _FEW // elements
+    size = max(1, _CODEC_CHUNK // elements)
+    small = _SMALL_CODEC_CHUNK // elements
     step = small if len(blocks) <= small else size
     parts = []
     for start in range(0, len(blocks), step):
@@ -183,13 +183,13 @@ def _in_chunks(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.nda
 
 def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return packed e2m1 elements [..., in / 2] and E8M0 scales as bytes [..., in / 32]."""
-    found = _in_chunks(_mxfp4, weight.reshape(-1, 32), 32)
+    found = _in_chunks(_encode_mxfp4, weight.reshape(-1, 32), 32)
     packed, scale = pack_e2m1(found["qvalue"]), found["scale"].view(np.uint8)
     return packed.reshape(*weight.shape[:-1], -1), scale.reshape(*weight.shape[:-1], -1)
 
 
 @jax.jit
-def _mxfp4(blocks: jax.Array) -> dict[str, jax.Array]:
+def _encode_mxfp4(blocks: jax.Array) -> dict[str, jax.Array]:
     recipe = RECIPES["mxfp4w"].recipe
     assert recipe is not None
     return quantize(blocks, recipe.fwd.rhs, (1,)).parts  # pyright: ignore[reportArgumentType]

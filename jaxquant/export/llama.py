@@ -148,30 +148,30 @@ class LlamaShape:
         for key, (value, wanted) in refused.items():
             if value != wanted:
                 raise NotImplementedError(f"config.json has {key} {show(value)}; the decoder supports only {wanted!r}")
-        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        kv_heads = _size(config, "num_key_value_heads", heads)
+        hidden, heads = _read_size(config, "hidden_size"), _read_size(config, "num_attention_heads")
+        kv_heads = _read_size(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        head_dim = _size(config, "head_dim", max(1, hidden // heads))
+        head_dim = _read_size(config, "head_dim", max(1, hidden // heads))
         if head_dim % 2:
             raise ValueError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
         tied = config.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
             raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {show(tied)}")
         return cls(
-            _size(config, "vocab_size"),
+            _read_size(config, "vocab_size"),
             hidden,
-            _size(config, "intermediate_size"),
-            _size(config, "num_hidden_layers", most=_MAX_LAYERS),
+            _read_size(config, "intermediate_size"),
+            _read_size(config, "num_hidden_layers", most=_MAX_LAYERS),
             heads,
             kv_heads,
             head_dim,
-            _number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
-            _number(config, "rms_norm_eps", 1e-6),
+            _read_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
+            _read_number(config, "rms_norm_eps", 1e-6),
             tied,
-            _size(config, "max_position_embeddings", 2048),
+            _read_size(config, "max_position_embeddings", 2048),
         )
 
 
@@ -181,7 +181,7 @@ def fused_with(module: str) -> tuple[str, ...]:
     return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:
+def _read_size(config: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:
     value = config.get(key)
     if value is None:
         value = default
@@ -190,7 +190,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None, most:
     return value
 
 
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+def _read_number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default

@@ -16,8 +16,8 @@ from jaxquant.export.layouts import check_finite, row_chunks
 from jaxquant.export.llama import EMBEDDING, HEAD, LlamaShape
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import Source, Vocabulary
-from jaxquant.export.stored import StoredLayer, input_amax, read_layer
-from jaxquant.export.vocabulary import of_sentencepiece, of_tokenizer_json
+from jaxquant.export.stored import StoredLayer, read_layer, take_input_amax
+from jaxquant.export.vocabulary import read_sentencepiece, read_tokenizer
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -124,7 +124,7 @@ class HfFolder:
         for module in self.shape.linears():
             spec = self.spec(module)
             try:
-                amax = None if spec is None else input_amax(spec, self.tensors(module))
+                amax = None if spec is None else take_input_amax(spec, self.tensors(module))
             except ValueError as error:
                 raise ValueError(f"{self.folder}: {module}: {error}") from None
             if amax is not None:
@@ -142,12 +142,12 @@ class HfFolder:
         if path is None:
             return None
         if path.name == "tokenizer.model":
-            return of_sentencepiece(path.read_bytes())
+            return read_sentencepiece(path.read_bytes())
         if path.name != "tokenizer.json":
             raise NotImplementedError(f"{self.folder} has its tokenizer as {path.name}; save it as tokenizer.json")
         ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
         ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
-        return of_tokenizer_json(read_json(path), *(value if type(value) is int else None for value in ids))
+        return read_tokenizer(read_json(path), *(value if type(value) is int else None for value in ids))
 
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"

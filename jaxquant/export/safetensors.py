@@ -28,15 +28,15 @@ from jaxquant.export.hf.tensors import SAFETENSORS
 
 _MAX_ELEMENTS = 2**48
 _MAX_AXES = 32
-_PART = 1 << 22
+_CHUNK = 1 << 22
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Bits of the sub-byte types. Their arrays are read as bytes, so the last axis counts bytes."""
 DTYPES = {name: np.dtype(jnp.dtype(kind)) for name, kind in SAFETENSORS.items() if name not in SUB_BYTE}
 """Dtypes of the types with whole bytes."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Header entry of a tensor: type name, shape in elements, and offsets of the first byte and after the last byte."""
 
     dtype: str
@@ -73,12 +73,12 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
                 fix = "download it again, or update the package safetensors if the type is newer"
                 raise ValueError(f"{path} is not a safetensors file ({str(error)[:200]}); {fix}") from None
             length = struct.unpack("<Q", file.read(8))[0]
-            header = json.loads(file.read(length), object_pairs_hook=self._once)
+            header = json.loads(file.read(length), object_pairs_hook=self._reject_twice)
             self._start = 8 + length
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.entries = {name: self._entry(name, row) for name, row in header.items() if name != "__metadata__"}
+        self.entries = {name: self._read_entry(name, row) for name, row in header.items() if name != "__metadata__"}
 
-    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _reject_twice(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Return the pairs of a JSON object as a dict; raises if a name occurs twice."""
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -86,7 +86,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
             raise ValueError(f"{self.path} has {show(twice)} twice in its header; download it again")
         return found
 
-    def _entry(self, name: str, row: Any) -> Entry:
+    def _read_entry(self, name: str, row: Any) -> TensorEntry:
         # The safetensors library accepts a JSON array as an entry, and ignores unknown keys.
         if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(
@@ -100,7 +100,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
                 f"{self.path}: tensor {show(name)} of type {dtype} and shape {show(shape)} is not supported; "
                 f"types are {', '.join(DTYPES)}, and {', '.join(SUB_BYTE)} with whole bytes in each row"
             )
-        return Entry(dtype, tuple(shape), *row["data_offsets"])
+        return TensorEntry(dtype, tuple(shape), *row["data_offsets"])
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self.entries[name]
@@ -132,7 +132,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, names: int, metadata: Mapping[str, str]):
         self.path, self._metadata = path, dict(metadata)
         self._room = 8 * ((4096 + 512 * names) // 8)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._file = path.open("wb")
         self._file.seek(8 + self._room)
         self.bytes = 0
@@ -149,14 +149,14 @@ class SafetensorsWriter:
           ValueError: the name is already in the file, or the format does not support the dtype.
         """
         written = array.dtype if cast is None else np.dtype(cast)
-        kind = NAMES.get(written)
+        kind = TYPE_NAMES.get(written)
         if kind is None or name in self.entries or name == "__metadata__":
             raise ValueError(f"tensor {name!r} has the unsupported dtype {array.dtype.name}, or is already in the file")
         flat, size = np.ascontiguousarray(array).reshape(-1), array.size * written.itemsize
-        for start in range(0, flat.size, _PART):
-            part = flat[start : start + _PART]
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK]
             self._file.write((part if cast is None else part.astype(written)).view(np.uint8).data)
-        self.entries[name] = Entry(kind, array.shape, self.bytes, self.bytes + size)
+        self.entries[name] = TensorEntry(kind, array.shape, self.bytes, self.bytes + size)
         self.bytes += size
         return size
 

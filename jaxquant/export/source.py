@@ -55,7 +55,7 @@ class ScaledElements(NamedTuple):
     outer: np.ndarray
 
     @classmethod
-    def of(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
+    def from_qtensor(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
         """Return a tensor [out, in] with a scale for each block of a format, or None if its dtypes or blocks differ."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
@@ -119,7 +119,7 @@ class Source:
         elements: dict[str, ScaledElements] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):
             tensor = self.quantized(name)
-            scaled = None if tensor is None else ScaledElements.of(tensor, operand)
+            scaled = None if tensor is None else ScaledElements.from_qtensor(tensor, operand)
             if scaled is None:
                 return None
             elements[name] = scaled

@@ -34,9 +34,9 @@ from jaxquant.export.layouts import (
 )
 from jaxquant.export.source import Source
 
-_SCALES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
-_INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
-_LARGEST = {**{name: element(name).bound for name in ("float8_e4m3fn", "int8")}, "float4_e2m1fn": NVFP4_RANGE}
+_SCALE_DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
+_INPUT_SCALE_NAMES = (".input_scale", ".activation_scale", ".input_global_scale")
+_AMAX_PER_SCALE = {**{name: element(name).bound for name in ("float8_e4m3fn", "int8")}, "float4_e2m1fn": NVFP4_RANGE}
 """Ratio of the input amax to the static input scale, by element type."""
 
 
@@ -82,7 +82,7 @@ def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> Sto
         raise NotImplementedError("a weight with a scale per column is not supported; export it with a scale per row")
     unused = _UnusedTensors(tensors)
     layer = _PACKINGS[spec.packing].read(spec, shape, unused)
-    input_amax(spec, unused)
+    take_input_amax(spec, unused)
     unused.check_empty()
     return layer
 
@@ -101,13 +101,13 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
     """
     tensors = _PACKINGS[spec.packing].write(spec, source, module, weight)
     if spec.input is not None and spec.has_static_input:
-        scale = scale_of(source.fused_input_amax(module), _LARGEST[spec.input.dtype])
+        scale = scale_of(source.fused_input_amax(module), _AMAX_PER_SCALE[spec.input.dtype])
         is_reciprocal = spec.packing == "nvfp4-pack"
         tensors |= {".input_global_scale": np.float32(1) / scale} if is_reciprocal else {".input_scale": scale}
     return tensors
 
 
-def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
+def take_input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
     """Remove the static input scale of a layer from its tensors; returns the amax that the scale represents, or None.
 
     Args:
@@ -118,12 +118,12 @@ def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
     """
     if spec.input is None or not spec.has_static_input:
         return None
-    name = next((name for name in _INPUT_SCALES if name in tensors), None)
+    name = next((name for name in _INPUT_SCALE_NAMES if name in tensors), None)
     if name is None:
         return None
     scale = tensors.pop(name)
     value = _positive_scalar(scale, "the static scale of the input")
-    largest = _LARGEST.get(spec.input.dtype)
+    largest = _AMAX_PER_SCALE.get(spec.input.dtype)
     if largest is None:
         raise ValueError(f"a static scale of {spec.input.dtype} inputs is not supported; export with dynamic scales")
     return largest / value if spec.packing == "nvfp4-pack" else largest * value
@@ -156,16 +156,16 @@ def _positive_scalar(array: np.ndarray, what: str) -> float:
     return float(value[0])
 
 
-def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
+def _check_array(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != np.dtype(dtype) or array.shape != shape:
         raise ValueError(f"{name} is {array.dtype.name}{array.shape}; config requires {np.dtype(dtype).name}{shape}")
 
 
-def _layer(
+def _make_layer(
     spec: LayerSpec, shape: tuple[int, int], elements: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None
 ) -> StoredLayer:
     """Return elements with their scales: one scale for the tensor, or one for each row or block."""
-    if scale.dtype not in _SCALES:
+    if scale.dtype not in _SCALE_DTYPES:
         raise ValueError(f"weight_scale is {scale.dtype.name}, which is not a supported scale dtype")
     if scale.dtype == np.uint8:  # E8M0 as bytes
         scale = np.ascontiguousarray(scale).view(ml_dtypes.float8_e8m0fnu)
@@ -186,7 +186,7 @@ def _layer(
     return StoredLayer(elements, scale, block, None if zero_point is None else zero_point.reshape(counts))
 
 
-def _zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -> np.ndarray | None:
+def _take_zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -> np.ndarray | None:
     """Remove and return the zero points, which are int8 or packed into int32 along the rows (not the columns)."""
     zero_point = unused.take("weight_zero_point", is_needed=not spec.weight.symmetric)
     if zero_point is None:
@@ -202,20 +202,20 @@ def _zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: int) -
     return None if spec.weight.symmetric else zero_point
 
 
-def _plain(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_plain(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     weight = unused.take("weight")
     kind = "int8" if spec.weight.dtype == "int4" else spec.weight.dtype
-    _expect("weight", weight, jnp.dtype(kind), shape)
+    _check_array("weight", weight, jnp.dtype(kind), shape)
     scale = unused.take("weight_scale", "weight_scale_inv")
-    return _layer(spec, shape, weight, scale, _zero_point(spec, unused, 8, shape[0]))
+    return _make_layer(spec, shape, weight, scale, _take_zero_point(spec, unused, 8, shape[0]))
 
 
 def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    elements, scale = _encoded(spec, source, module, weight)
+    elements, scale = _encode(spec, source, module, weight)
     return {".weight": elements, ".weight_scale" if spec.weight.block_size is None else ".weight_scale_inv": scale}
 
 
-def _encoded(
+def _encode(
     spec: LayerSpec, source: Source, module: str, weight: np.ndarray, scale_dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return elements and scales that map the amax of the tensor, row or block to the largest element value.
@@ -236,36 +236,36 @@ def _encoded(
     return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
 
 
-def _packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
         raise NotImplementedError(f"{spec.weight.dtype} cannot be packed into int32; choose another format")
     packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
-    _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
+    _check_array("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
     stored = unused.take("weight_shape", is_needed=False)
     if stored is not None and tuple(stored.tolist()) != shape:
         raise ValueError(f"weight_shape is {stored.tolist()}, but the model requires {list(shape)}")
     elements = unpack_int(packed, bits, shape[1])
-    return _layer(spec, shape, elements, scale, _zero_point(spec, unused, bits, shape[0]))
+    return _make_layer(spec, shape, elements, scale, _take_zero_point(spec, unused, bits, shape[0]))
 
 
 def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    elements, scale = _encoded(spec, source, module, weight, ml_dtypes.bfloat16)
+    elements, scale = _encode(spec, source, module, weight, ml_dtypes.bfloat16)
     shape = np.array(weight.shape, np.int64)
     return {".weight_packed": pack_int4(elements), ".weight_scale": scale, ".weight_shape": shape}
 
 
-def _nvfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_nvfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     is_modelopt = spec.packing == "modelopt"
     name = "weight" if is_modelopt else "weight_packed"
     packed, scale = unused.take(name), unused.take("weight_scale")
     outer = unused.take("weight_scale_2" if is_modelopt else "weight_global_scale")
-    _expect(name, packed, np.uint8, (shape[0], shape[1] // 2))
-    _expect("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
+    _check_array(name, packed, np.uint8, (shape[0], shape[1] // 2))
+    _check_array("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
     value = np.full(1, _positive_scalar(outer, "the scale of the tensor"), np.float32)
     whole = scale.astype(np.float32) * value if is_modelopt else scale.astype(np.float32) / value
     levels = scale, value if is_modelopt else 1 / value
-    return dataclasses.replace(_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
+    return dataclasses.replace(_make_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
 
 
 def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
@@ -282,12 +282,12 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
     return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
 
 
-def _mxfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_mxfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
     packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
-    _expect("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
+    _check_array("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
     if scale.dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
         raise ValueError(f"weight_scale has dtype {scale.dtype.name}, but scales of MXFP4 must be E8M0")
-    return _layer(spec, shape, unpack_e2m1(packed), scale, None)
+    return _make_layer(spec, shape, unpack_e2m1(packed), scale, None)
 
 
 def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
@@ -304,10 +304,10 @@ class _Packing(NamedTuple):
 
 
 _PACKINGS = {
-    "plain": _Packing(_plain, _write_plain),
-    "pack-quantized": _Packing(_packed, _write_packed),
-    "nvfp4-pack": _Packing(_nvfp4, _write_nvfp4),
-    "modelopt": _Packing(_nvfp4, _write_nvfp4),
-    "mxfp4-pack": _Packing(_mxfp4, _write_mxfp4),
+    "plain": _Packing(_read_plain, _write_plain),
+    "pack-quantized": _Packing(_read_packed, _write_packed),
+    "nvfp4-pack": _Packing(_read_nvfp4, _write_nvfp4),
+    "modelopt": _Packing(_read_nvfp4, _write_nvfp4),
+    "mxfp4-pack": _Packing(_read_mxfp4, _write_mxfp4),
 }
 """Reader and writer of each packing."""

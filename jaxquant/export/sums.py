@@ -18,7 +18,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
+def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
@@ -28,7 +28,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
     os.replace(partial, path)
 
 
-def files_of(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """Return the paths of the files in a folder, relative to the folder and without ``SHA256SUMS``."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name not in (NAME, f"{NAME}.partial"))
@@ -37,8 +37,8 @@ def files_of(folder: Path) -> list[str]:
 def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
     """Write the checksums of all files of a folder; with ``names``, update only these entries."""
     sums = read_sums(folder) if names is not None and (folder / NAME).is_file() else {}
-    sums |= {name: sha256_of(folder / name) for name in (files_of(folder) if names is None else names)}
-    write_whole(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    sums |= {name: sha256_of(folder / name) for name in (list_files(folder) if names is None else names)}
+    write_atomically(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
 def read_sums(folder: Path, *, required: bool = True) -> dict[str, str]:
@@ -78,7 +78,7 @@ def check_sums(
     if not required and not (folder / NAME).is_file():
         return
     sums = read_sums(folder, required=required)
-    for name in files_of(folder) if required else ():
+    for name in list_files(folder) if required else ():
         if name not in sums and name not in late:
             raise ValueError(f"{folder / name} has no checksum in {NAME}; move it elsewhere, or copy the folder again")
     for name in sums if names is None else names:

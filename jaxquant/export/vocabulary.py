@@ -24,7 +24,7 @@ _LLAMA3 = (
 )
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _SPLIT = {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}
-_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_LEVEL],
     "smollm": [{"type": "Digits", "individual_digits": True}, _LEVEL],
     "llama-bpe": [_SPLIT, _LEVEL | {"use_regex": False}],
@@ -54,10 +54,10 @@ def byte_vocabulary(size: int) -> Vocabulary:
         raise ValueError(f"a vocabulary of size {size} is too small for the {len(tokens)} byte tokens")
     level = _LEVEL | {"trim_offsets": False, "use_regex": False}
     kinds = [NORMAL] * 256 + [CONTROL] * len(BYTE_SPECIAL)
-    return _read(_bpe(tokens, kinds, [], 256, {}, pre_tokenizer=level, decoder=level), 256, 257, 258, "bytes")
+    return _build(_bpe_json(tokens, kinds, [], 256, {}, pre_tokenizer=level, decoder=level), 256, 257, 258, "bytes")
 
 
-def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
+def read_tokenizer(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.json``.
 
     If GGUF has no name for the pre-tokenizer, ``pre`` is empty; such a tokenizer can only be written to a Hugging Face
@@ -71,12 +71,12 @@ def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None,
       ValueError: the file has no vocabulary, or a part of the file is invalid.
     """
     try:
-        return _read(data, bos, eos, pad)
+        return _build(data, bos, eos, pad)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"tokenizer.json is not a tokenizers file ({type(error).__name__}: {error})") from None
 
 
-def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
+def read_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
     """Return the vocabulary in the metadata of a GGUF file, or None if there is none.
 
     Raises:
@@ -88,10 +88,10 @@ def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
     if model in ("none", "no_vocab"):
         return None
     is_spm, merges = model == "llama", found.get("merges", [])
-    if not is_spm and (model != "gpt2" or (len(merges) and pre not in _PRE_TOKENIZERS)):
+    if not is_spm and (model != "gpt2" or (len(merges) and pre not in PRE_TOKENIZERS)):
         raise NotImplementedError(
             f"tokenizer.ggml.model {show(model)} with tokenizer.ggml.pre {show(pre)} is not supported; supported "
-            f"are llama, and gpt2 with {', '.join(_PRE_TOKENIZERS)}"
+            f"are llama, and gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
     try:
         tokens = found["tokens"]
@@ -100,17 +100,17 @@ def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
         bos, eos, pad = (found.get(f"{name}_token_id", usual.get(name)) for name in ("bos", "eos", "padding"))
         bos = bos if found.get("add_bos_token", is_spm or pre == "llama-bpe") else None
         if is_spm:
-            data = _sentencepiece(tokens, kinds, found["scores"], bos, found.get("add_space_prefix", True))
+            data = _spm_json(tokens, kinds, found["scores"], bos, found.get("add_space_prefix", True))
         else:
-            cut = {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS.get(pre, [_LEVEL])}
+            cut = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS.get(pre, [_LEVEL])}
             pairs, whole = [merge.split(" ") for merge in merges], {"ignore_merges": pre == "llama-bpe"}
-            data = _bpe(tokens, kinds, pairs, bos, whole, pre_tokenizer=cut, decoder=_LEVEL)
-        return _read(data, bos, eos, pad, f"tokenizer.ggml, {model}")
+            data = _bpe_json(tokens, kinds, pairs, bos, whole, pre_tokenizer=cut, decoder=_LEVEL)
+        return _build(data, bos, eos, pad, f"tokenizer.ggml, {model}")
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"tokenizer.ggml is not a {model} tokenizer ({type(error).__name__}: {error})") from None
 
 
-def of_sentencepiece(data: bytes) -> Vocabulary:
+def read_sentencepiece(data: bytes) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.model`` of SentencePiece.
 
     Source: ``sentencepiece_model.proto``.
@@ -120,8 +120,8 @@ def of_sentencepiece(data: bytes) -> Vocabulary:
       ValueError: the file is not a SentencePiece model.
     """
     try:
-        parts = _fields(data)
-        pieces, (trainer,), (normalizer,) = ([_fields(each) for each in parts[key]] for key in (1, 2, 3))
+        parts = _parse_protobuf(data)
+        pieces, (trainer,), (normalizer,) = ([_parse_protobuf(each) for each in parts[key]] for key in (1, 2, 3))
         one = lambda fields, key, default: fields.get(key, [default])[-1]  # noqa: E731
         if one(trainer, 3, 1) != 2 or one(normalizer, 2, b"") or one(normalizer, 4, 1):
             raise NotImplementedError("tokenizer.model is not BPE, or it normalizes text; provide a tokenizer.json")
@@ -129,13 +129,13 @@ def of_sentencepiece(data: bytes) -> Vocabulary:
         scores = np.array([one(piece, 2, 0) for piece in pieces], np.uint32).view(np.float32).tolist()
         ids = [one(trainer, key, default) for key, default in ((41, 1), (42, 2), (43, -1))]
         bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: does not exist
-        prefixed = _sentencepiece(tokens, kinds, scores, bos, one(normalizer, 3, 1))
-        return _read(prefixed, bos, eos, pad, "tokenizer.model")
+        prefixed = _spm_json(tokens, kinds, scores, bos, one(normalizer, 3, 1))
+        return _build(prefixed, bos, eos, pad, "tokenizer.model")
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, DecodeError) as error:
         raise ValueError(f"tokenizer.model is not a SentencePiece model ({type(error).__name__}: {error})") from None
 
 
-def _fields(data: bytes) -> dict[int, list[Any]]:
+def _parse_protobuf(data: bytes) -> dict[int, list[Any]]:
     """Return the values of a protocol buffer (integers or bytes) by field number."""
     found: dict[int, list[Any]] = {}
     for field in UnknownFieldSet(Empty.FromString(data)):
@@ -143,7 +143,7 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
     return found
 
 
-def _bpe(
+def _bpe_json(
     tokens: Sequence[str], kinds: Sequence[int], merges: Any, bos: int | None, model: Mapping[str, Any], **parts: Any
 ) -> dict[str, Any]:
     """Return the contents of a ``tokenizer.json``; ``model`` adds fields to its BPE model, ``parts`` to the file."""
@@ -168,7 +168,7 @@ def _bpe(
     return {**base, **whole, "model": {"type": "BPE", **plain, **rest}}
 
 
-def _sentencepiece(
+def _spm_json(
     tokens: Sequence[str], kinds: Sequence[int], scores: Iterable[float], bos: int | None, has_prefix: bool
 ) -> dict[str, Any]:
     """Return the contents of a ``tokenizer.json`` for SentencePiece BPE, with merges in the order of the scores.
@@ -178,17 +178,17 @@ def _sentencepiece(
     if (longest := max(map(len, tokens))) > 1000:  # a merge looks up every split of a token
         raise ValueError(f"a token has {longest} characters")
     ranked = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
-    merges = sorted(_pairs(ranked), key=lambda pair: (-ranked["".join(pair)], -len(pair[0])))
+    merges = sorted(_splits(ranked), key=lambda pair: (-ranked["".join(pair)], -len(pair[0])))
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
     parts = {"normalizer": _PREFIX if has_prefix else _ESCAPE, "decoder": {"type": "Sequence", "decoders": decoders}}
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     model = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
-    return _bpe(tokens, kinds, merges, bos, model, **parts)
+    return _bpe_json(tokens, kinds, merges, bos, model, **parts)
 
 
-def _pairs(tokens: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _splits(tokens: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield every pair of tokens whose concatenation is a token."""
     known = dict.fromkeys(tokens)
     for token in known:
@@ -196,7 +196,7 @@ def _pairs(tokens: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield from ((left, right) for left, right in halves if left in known and right in known)
 
 
-def _read(
+def _build(
     data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None, origin: str = "tokenizer.json"
 ) -> Vocabulary:
     model: Any = data.get("model")
@@ -220,18 +220,18 @@ def _read(
     for row in added:
         is_unknown = has_bytes and row["content"] == model.get("unk_token")
         kinds[row["id"]] = UNKNOWN if is_unknown else CONTROL if row.get("special") else USER
-    scores = _scores(data, tokens, kinds, merges) if is_bpe and has_bytes else ()
-    pre = "default" if scores else _pre_tokenizer(data) if is_bpe else ""
+    scores = _find_scores(data, tokens, kinds, merges) if is_bpe and has_bytes else ()
+    pre = "default" if scores else _find_pre_tokenizer(data) if is_bpe else ""
     return Vocabulary(tokens, merges, tuple(kinds), bos, eos, pad, data, pre, scores, origin)
 
 
-def _scores(
+def _find_scores(
     data: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]
 ) -> tuple[float, ...]:
     """Return scores with which SentencePiece merges in the same order, or () if no scores have this effect."""
     pairs = [tuple(pair.split(" ")) for pair in merges]
     normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
-    if data.get("normalizer") not in (_ESCAPE, _PREFIX) or data.get("pre_tokenizer") or set(_pairs(normal)) - {*pairs}:
+    if data.get("normalizer") not in (_ESCAPE, _PREFIX) or data.get("pre_tokenizer") or set(_splits(normal)) - {*pairs}:
         return ()
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
@@ -239,12 +239,12 @@ def _scores(
     return tuple(-float(ranks.get(token, 0)) for token in tokens)
 
 
-def _pre_tokenizer(data: Mapping[str, Any]) -> str:
+def _find_pre_tokenizer(data: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of the pre-tokenizer, or "" if it has no name."""
     cut = data.get("pre_tokenizer") or {}
     parts = cut.get("pretokenizers", [cut]) if isinstance(cut, Mapping) else []
     if data.get("normalizer") is not None or not parts or parts[-1].get("type") != "ByteLevel":
         return ""
     parts = [*parts[:-1], {**_LEVEL, **parts[-1], "trim_offsets": True}]  # does not change tokens
-    found = (name for name, known in _PRE_TOKENIZERS.items() if parts == known)
+    found = (name for name, known in PRE_TOKENIZERS.items() if parts == known)
     return next(found, "") if data["model"].get("merges") else "default"

@@ -64,7 +64,7 @@ def encode_f16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
 
 
 def encode_bf16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
-    """Round to nearest even on the bits, to keep subnormal numbers; a NaN becomes quiet."""
+    """Round to nearest even with integer arithmetic, which keeps subnormal numbers; a NaN becomes quiet."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     quiet = (bits >> 16 | 0x40).astype(jnp.uint16)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(jnp.uint16)

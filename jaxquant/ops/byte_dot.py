@@ -109,8 +109,8 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 ROWS = 64
 """Smallest number of rows of the other operand for which GPUs copy an int8 operand.
 
-On an H200 the copy moves two bytes an element at 4 TB/s. Without it, the matmul computes two operations an element and
-row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). Both are equally fast at about 40 rows.
+On an H200 the copy moves two bytes an element at 4 TB/s. Without the copy, the matmul computes two operations an
+element and row at 0.13 PFLOP/s instead of 0.7 (``benchmarks/results/on-chip.md``). The two are equal at 40 rows.
 """
 
 _algorithm = Primitive("fp8_algorithm")

@@ -39,7 +39,8 @@ class Observation(NamedTuple):
     """Scale and amax of an operand that was quantized with delayed scaling.
 
     Attributes:
-      scale: scale that the operand was quantized with, float32 of shape (1,). None if the residual's tensor stores it.
+      scale: scale that the operand was quantized with, float32 of shape (1,). None if the residual's tensor stores the
+        scale.
       amax: largest magnitude of the operand, a scalar.
     """
 
@@ -94,8 +95,8 @@ def quantize_operand(
       recipe: recipe that the spec belongs to.
       batch: batch axes of x.
       state: quant state of the operand before this step. Required if the spec uses delayed scaling.
-      static_scale: one scale for the whole operand, or one for each tile along its contraction axis. It overrides the
-        scaling of the spec (with ``outer_scale``: only the outer scale), and no observation is returned.
+      static_scale: one scale for the whole operand, or one for each tile along its contraction axis. This scale
+        overrides the scaling of the spec (with ``outer_scale``: only the outer scale), and no observation is returned.
       key: random key for stochastic rounding.
       shards: number of blocks along the first contraction axis that are quantized separately.
       floor: scales below this value are replaced by 1.
@@ -154,7 +155,7 @@ def quantize_operand(
         tensor, _, _ = cast(jax.lax.optimization_barrier(x), scale, refusal=why)
     if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
         # Compute the cast and the amax in one read of x: without a barrier, XLA fuses the amax with another consumer
-        # of x and reads x twice. A barrier gives its outputs the same varying axes, so it is left out if the amax is
+        # of x and reads x twice. A barrier gives its outputs the same varying axes, so there is none if the amax is
         # reduced over devices and the cast is not.
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)

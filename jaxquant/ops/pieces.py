@@ -41,7 +41,7 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
       make: call that creates the state, for the error.
 
     Raises:
-      ValueError: the state is missing or has other tensors.
+      ValueError: the state is missing, or contains other tensors than the recipe needs.
     """
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
@@ -62,7 +62,7 @@ def check_float(op: str, **operands: Array | QTensor) -> None:
     """
     for name, operand in operands.items():
         if not isinstance(operand, QTensor) and not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; quantized ops need float operands")
+            raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; cast it to a float dtype")
 
 
 def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, reason: str) -> None:
@@ -90,7 +90,7 @@ def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, re
 
 
 def hashable_precision(precision: Any) -> Any:
-    """Return ``lax.dot_general``'s precision (one, or one for each operand) in a hashable form."""
+    """Return the ``precision`` of ``lax.dot_general`` (one value, or one for each operand) in a hashable form."""
     if isinstance(precision, (tuple, list)):
         return tuple(map(jax.lax.Precision, precision))
     return None if precision is None else jax.lax.Precision(precision)

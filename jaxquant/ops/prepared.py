@@ -1,9 +1,10 @@
 """prepared: an operand of a contraction as the forward pass reads it, and its residual for the backward pass.
 
-Both are independent of the other operand of the contraction. An activation that several layers read (query, key and
-value) is therefore prepared only once, by ``share``:
+The operand and the residual do not depend on the other operand of the contraction. An activation that several layers
+read (query, key and value) is therefore prepared only once, by ``share``:
 
-    x ── share, by all their states ──► QuantizedOperand ──► dot_general(x, weight, state, prepared) in each layer
+    x ── share, with the states of all layers ──► QuantizedOperand ──► dot_general(x, weight, state, prepared) in each
+    layer
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Residual(NamedTuple):
     """Residual of an operand for the backward pass.
 
     Attributes:
-      tensor: qvalues of the forward pass, a separate quantization, or the float tensor.
+      tensor: quantized tensor of the forward pass, a separately quantized tensor, or the float tensor.
       mask: bit mask of clipped elements, eight to a byte. None if no element can be clipped, or if the qvalues show
         which elements were clipped.
       observation: observation of delayed scaling, without the scale if ``tensor`` stores the scale.
@@ -83,7 +84,7 @@ def make_prepared(
       side: side of the operand in the forward contraction.
       axes: contraction axes of x.
       batch: batch axes of x.
-      state: quant state of its delayed scaling, or None.
+      state: quant state of the operand, for delayed scaling, or None.
       key: the caller's random key.
       implementation: implementation of the casts.
       has_values: whether the forward product reads bfloat16 values, which a kernel may write.
@@ -167,7 +168,7 @@ def _share(x, states, recipe, axes, implementation, is_stored):
 
 
 def can_share(recipe: Recipe) -> bool:
-    """Check whether an activation is quantized in the same way for all its contractions: without noise or flax mode."""
+    """Check whether an activation is quantized in the same way for all contractions (no noise, no flax mode)."""
     kinds = [spec for spec in (recipe.fwd.lhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     return bool(kinds) and not recipe.matches_flax and all(spec.rounding == "nearest" for spec in kinds)
 
@@ -175,7 +176,7 @@ def can_share(recipe: Recipe) -> bool:
 def reads_clip(operand: Operand) -> bool:
     """Check whether qvalues show which elements were clipped: those with the largest value of a fixed range.
 
-    Elements that round up to the largest value lose their gradient too.
+    The gradient of elements that round up to the largest value becomes zero, too.
     """
     if not isinstance(operand, TensorSpec):
         return False
@@ -198,7 +199,7 @@ def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | No
 def cast_all(
     x: Array, casts: tuple[Cast, ...], *, recipe: Recipe, implementation: str | None, others: Any = ()
 ) -> list[tuple[Dequantized | None, QTensor | None]] | None:
-    """Return an operand's values and elements for each cast, or None if XLA computes the casts separately.
+    """Return the bfloat16 values and the tensor of each cast, or None if XLA computes the casts separately.
 
     Args:
       x: operand.
@@ -244,7 +245,7 @@ def abstract_tensor(spec: TensorSpec, shape: Axes, axes: Axes, batch: Axes, like
 def cast_forward(
     x: Array, recipe: Recipe, side: Side, axes: Axes, batch: Axes, has_values: bool, implementation: str | None
 ) -> tuple[Dequantized | QTensor, QTensor | Array] | None:
-    """Return an operand as the forward pass reads it and its residual, or None if XLA computes them.
+    """Return the operand of the forward pass and the residual, or None if XLA computes both.
 
     Args:
       x, recipe, side, axes, batch, implementation: arguments of ``make_prepared``.

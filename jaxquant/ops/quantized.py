@@ -162,7 +162,7 @@ class Operation(abc.ABC):
         return None
 
     def cast_gradients(self, grad: Array, others: Any) -> tuple[Any, Any]:
-        """Quantize the output gradient for each gradient in one read. Returns (None, None) if each quantizes it.
+        """Quantize the output gradient for each gradient in one read, or return (None, None) if that is not possible.
 
         Args:
           grad: output gradient.

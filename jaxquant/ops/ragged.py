@@ -379,7 +379,7 @@ class _Ragged(Operation):
 
         The dtypes are the same as in ``contract``, except for integers in tiles: these become float32 here, while a
           dense
-        matmul adds the sums of tiles. Two operands in blocks are multiplied by our kernel, if it is selected.
+        matmul adds the sums of tiles. Two operands in blocks are multiplied by our kernel, if the kernel is selected.
         """
         sides, precision = (lhs, rhs), None
         arrays = [side for side in sides if not isinstance(side, (QTensor, Rows))]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from jaxquant.core.qtensor import QTensor, check
-from jaxquant.export.safetensors import NAMES
+from jaxquant.export.safetensors import TYPE_NAMES
 from jaxquant.formats.packing import PACKED_DTYPES
 
 _AS_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -137,7 +137,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
             raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; remove it")
         for key, child in node.items():
             if not isinstance(key, str):
-                raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; use string keys")
+                raise TypeError(f"{path or 'params'} has the key {key!r} of type {type(key).__name__}; use string keys")
             if not key or "/" in key:
                 raise ValueError(f'{path or "params"} has the key {key!r}; use a key that is not empty and has no "/"')
             yield from _walk(child, (*keys, key), empty)
@@ -181,8 +181,8 @@ def _dtype_name(path: str, array: Any) -> str:
     name = array.dtype.name
     if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(f"{path} is {name}, which JAX would load in 32 bits; cast it or set jax_enable_x64")
-    if name not in PACKED_DTYPES and array.dtype not in NAMES:
-        supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in NAMES)))
+    if name not in PACKED_DTYPES and array.dtype not in TYPE_NAMES:
+        supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in TYPE_NAMES)))
         raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {supported}")
     return name
 

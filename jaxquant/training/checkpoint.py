@@ -20,7 +20,7 @@ import tensorstore as ts
 import yaml
 
 from jaxquant.core.typed import to_mapping
-from jaxquant.export.sums import check_sums, write_whole
+from jaxquant.export.sums import check_sums, write_atomically
 from jaxquant.serving.placement import first_line
 from jaxquant.training import processes, sums
 from jaxquant.training.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
@@ -30,7 +30,7 @@ from jaxquant.training.step import TrainState
 def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write the resolved configuration atomically as ``config.yml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
+    write_atomically(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
 def read_final_loss(run_dir: Path, config: TrainConfig) -> float | None:

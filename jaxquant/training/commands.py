@@ -83,10 +83,10 @@ def import_(source: str, out: str, changes: Sequence[str], serve: bool) -> None:
     """Import a Llama from a Hugging Face folder or a GGUF file: as a run to train, or a checkpoint to serve."""
     run = importing.import_to_serve if serve else importing.import_to_run
     with _measure_cost() as cost, _show_rows("importing") as progress:
-        run(source, out, parse_overrides(changes), progress)
+        config = run(source, out, parse_overrides(changes), progress)
+    fields = f"dataset={config.dataset} quantization={config.quantization}; to change a field, import again with it"
     print(f"{out}: {cost()}.")
-    if not serve:
-        print(f"train it with: jaxquant train {out}/config.yml run_dir={out}")
+    print(f"Next: jaxquant serve {out}" if serve else f"Next: jaxquant train {out}/config.yml run_dir={out}\n{fields}")
 
 
 def serve(

@@ -19,10 +19,9 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 These fields set the run's length, checks, outputs and devices. All other fields determine the numerics of the run and
-must be equal to the fields of the checkpoint, except for those in ``ADJUSTABLE``; ``quantization_local_shard_count`` is
-compared after it is resolved for the mesh. An 8-bit optimizer state loads only with the ``optimizer_state_axis`` of the
-checkpoint. ``steps`` also sets the end of the cosine schedule: a run resumed with more steps continues along the longer
-schedule.
+must equal the fields of the checkpoint, except for the fields of ``ADJUSTABLE``. ``quantization_local_shard_count`` is
+compared after it is resolved for the mesh. ``optimizer_state_axis`` must be the axis of a saved 8-bit optimizer state.
+``steps`` also sets the end of the cosine schedule: a run with more steps continues along the longer schedule.
 """
 
 ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
@@ -62,70 +61,87 @@ class TrainConfig(DecoderOptions, QuantConfig):
     """One training run.
 
     Attributes:
-      run_dir: folder of the run; if it is empty, ``runs/NAME``, where NAME consists of the config file's name and the
+      run_dir: folder of the run. "" means ``runs/NAME``, where NAME contains the name of the config file and the
         quantization.
       framework: Flax API of the decoder; only ``linen`` is supported.
-      seed: random seed for the initial parameters and for stochastic rounding.
+      seed: seed of the initial parameters and of stochastic rounding.
       steps: number of optimizer steps.
-      vocab_size: rows of the embedding; 0 selects the tokenizer's vocabulary size, rounded up to a multiple of 64.
-      emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
-      num_experts, num_experts_per_tok: number of experts of width ``mlp_dim`` in each layer (0: one MLP for all
-        tokens), and number of experts per token.
-      shared_experts: number of additional experts that every token uses, as one MLP of width ``shared_experts *
-        mlp_dim``.
-      kv_lora_rank, q_lora_rank, rope_head_dim: sizes in latent attention: size of the latent of keys and
-        values (0: grouped-query attention), of the latent of queries (0: no latent), and of the rotated part of a head.
+      vocab_size: number of rows of the embedding. 0 means the vocabulary size of the tokenizer, rounded up to a
+        multiple of 64.
+      emb_dim: size of the embedding and of the residual stream.
+      mlp_dim: width of the MLP in each layer, or of each expert.
+      num_layers: number of layers.
+      num_query_heads: number of query heads in each layer.
+      num_kv_heads: number of key and value heads in each layer.
+      head_dim: number of features in each head.
+      num_experts: number of experts in each layer; each has the width ``mlp_dim``. 0 means a single MLP for all tokens.
+      num_experts_per_tok: number of experts that each token uses.
+      shared_experts: number of further experts that every token uses. They are one MLP of width
+        ``shared_experts * mlp_dim``.
+      kv_lora_rank: size of the latent of keys and values in latent attention. 0 means grouped-query attention without
+        latents.
+      q_lora_rank: size of the latent of queries in latent attention. 0 means queries without a latent.
+      rope_head_dim: number of features in each head that are rotated in latent attention.
       rope_theta: base of the rotary embedding's wavelengths.
-      norm_epsilon: value added to the mean square in RMSNorm.
+      norm_epsilon: value that RMSNorm adds to the mean square.
       logits_via_embedding: whether the output head is the transposed embedding (tied).
-      scan_layers: whether the layers are traced once and scanned; False gives every layer its own path
-        (``layers_0/mlp/wi_0``).
-      remat_policy: values that are saved for the backward pass. ``none``: everything; ``full``: layer inputs only;
-        ``dots``: results of float and 8-bit matmuls; ``matmuls``: results of matmuls and of attention kernels, see
-        ``jaxquant.save_matmuls``; ``quantized``: only the named residuals of
-        quantized matmuls.
-      saved_activations: format in which inputs of norms and of the MLP's gate are saved for the backward pass: ``full``
-        keeps their dtype; ``fp8`` (``jaxquant.compress_residuals``) requires remat_policy ``none`` or ``quantized``.
-      attention: attention implementation. ``auto``: cuDNN on NVIDIA GPUs and splash attention on TPUs if they support
-        the shapes, otherwise ``xla``; ``cudnn`` and ``splash`` select that kernel or raise an error.
-      head_chunks: number of chunks in which the loss computes a sequence's logits; 0 selects the number so that a chunk
-        has at most half a gigabyte per sequence.
+      scan_layers: whether the layers are traced once and scanned. If false, every layer has its own path, such as
+        ``layers_0/mlp/wi_0``.
+      remat_policy: values that are saved for the backward pass. ``none`` saves everything. ``full`` saves only the
+        inputs of layers. ``dots`` saves the results of float and 8-bit matmuls. ``matmuls`` saves the results of
+        matmuls and attention kernels, as ``jaxquant.save_matmuls`` does. ``quantized`` saves the residuals of quantized
+        matmuls.
+      saved_activations: dtype in which the inputs of norms and of the MLP's gate are saved for the backward pass.
+        ``full`` keeps their dtype. ``fp8`` compresses them, as ``jaxquant.compress_residuals`` does; it requires
+        remat_policy ``none`` or ``quantized``.
+      attention: attention implementation. ``auto`` selects cuDNN on NVIDIA GPUs and splash attention on TPUs if they
+        support the shapes, otherwise ``xla``. ``cudnn`` and ``splash`` raise an error if the kernel does not support
+        the shapes.
+      head_chunks: number of chunks into which the loss splits the logits of a sequence. 0 selects a number that keeps
+        each chunk under half a gigabyte per sequence.
       dtype: dtype of activations and matmuls.
-      dataset: ``stdlib`` (sources of Python's standard library), ``text`` (text files,
-        split into documents at line ends), ``jsonl`` or ``parquet``.
-      dataset_path: file or folder of the dataset.
-      dataset_text_field: JSON key or Parquet column that contains the text.
-      tokenizer_path: Hugging Face ``tokenizer.json``; empty for bytes.
-      data_seed: random seed for the order of the documents.
-      packing: whether a row holds as many documents as fit, instead of one.
+      dataset: type of the training data. ``stdlib`` is the source code of Python's standard library. ``text`` has one
+        document in each file of a folder; a single file is split into documents at line ends. ``jsonl`` has one
+        document in each line, and ``parquet`` has one document in each row.
+      dataset_path: file or folder of the training data; folders are searched recursively.
+      dataset_text_field: JSON field or Parquet column that contains the text.
+      tokenizer_path: path of a Hugging Face ``tokenizer.json``; "" means that each byte is a token.
+      data_seed: seed of the order of the training data.
+      packing: whether a sequence contains as many documents as fit. If false, each sequence contains one document.
       sequence_length: number of tokens in a sequence.
       batch_size: number of sequences in an optimizer step, over all devices and micro-batches.
       gradient_accumulation_steps: number of micro-batches in an optimizer step.
-      learning_rate: peak learning rate. The rate reaches the peak after the fraction ``warmup_steps_fraction`` of the
-        steps and then decays along a cosine to ``learning_rate_final_fraction`` times the peak.
+      learning_rate: highest learning rate, which is reached after the warmup; it then decays along a cosine.
+      learning_rate_final_fraction: learning rate at the last step, as a fraction of ``learning_rate``.
+      warmup_steps_fraction: fraction of the steps in which the learning rate rises to ``learning_rate``.
       optimizer: ``adamw`` or ``muon``. ``muon`` uses Muon for the matrices of the layers (momentum 0.95, learning rates
-        of AdamW), and Adam with Nesterov momentum for all other parameters.
-      adam_b1, adam_b2, adam_eps, weight_decay: parameters of AdamW; the decay applies only to matrices, and with
-        ``muon`` only to the matrices that Muon updates.
-      optimizer_state: format of the optimizer's moments: a scheme of ``jaxquant.optim.SCHEMES``, or float32.
-      optimizer_state_axis: axis along which 8-bit moments are grouped: ``last``, ``rows`` (the axis before the last, or
-        an axis with larger groups), or ``auto`` (``rows`` on TPUs, otherwise ``last``). A checkpoint loads only with
-        the axis that it was saved with.
+        of AdamW), and Adam with Nesterov momentum for the rest.
+      adam_b1: decay rate of AdamW's first moment.
+      adam_b2: decay rate of AdamW's second moment.
+      adam_eps: value that AdamW adds to the root of the second moment.
+      weight_decay: weight decay of matrices. With ``muon``, it applies only to the matrices that Muon updates.
+      optimizer_state: format of the optimizer's moments: ``float32``, or a scheme of ``jaxquant.optim.SCHEMES``.
+      optimizer_state_axis: axis along which elements of an 8-bit optimizer state share a scale. ``last`` is the last
+        axis of a parameter; ``rows`` is usually the second-last axis. ``auto`` selects ``rows`` on TPUs and ``last``
+        elsewhere. A run must be resumed with the axis of its checkpoint.
       weight_dtype: dtype of the parameters; bfloat16 parameters have no float32 copy.
       stochastic_rounding: whether bfloat16 weights are rounded stochastically (``optim.stochastic_round``) instead of
         to nearest.
-      gradient_clipping_threshold: largest global norm of the gradient; 0 turns clipping off.
-      mesh_data, mesh_fsdp, mesh_tensor: number of devices along each mesh axis: copies of the model, shards of every
-        parameter, and shards of the heads and of ``mlp_dim``; -1 selects all remaining devices.
-      log_every: number of steps between two progress lines; metrics.jsonl has every step.
-      eval_every, eval_batches: number of steps between two evaluations on held-out text (0: only at the end), and
-        number of batches of each.
-      checkpoint_every, checkpoint_keep: number of steps between two checkpoints (0: only at the end), and number of
-        checkpoints to keep.
+      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 turns clipping off.
+      mesh_data: number of devices along the mesh axis ``data``, each with a copy of the model; -1 means all remaining
+        devices.
+      mesh_fsdp: number of devices over which every parameter is sharded; -1 means all remaining devices.
+      mesh_tensor: number of devices over which the heads and ``mlp_dim`` are sharded; -1 means all remaining devices.
+      log_every: number of steps between two progress lines; ``metrics.jsonl`` has every step.
+      eval_every: number of steps between two held-out losses. 0 means only at the end.
+      eval_batches: number of batches of a held-out loss.
+      checkpoint_every: number of steps between two checkpoints. 0 means only at the end.
+      checkpoint_keep: number of checkpoints to keep.
       tensorboard: whether to write TensorBoard events.
-      health_every: number of steps between two rows of health.jsonl (0: none).
-      health_sequences: number of sequences of the step's batch on which health is measured (0: an eighth of the batch,
-        at most a micro-batch).
+      health_every: number of steps between two rows of ``health.jsonl``, see ``jaxquant.training.health``. 0 writes
+        none.
+      health_sequences: number of sequences of a batch from which health is measured. 0 means an eighth of the batch,
+        but at most a micro-batch.
     """
 
     run_dir: str = ""
@@ -198,10 +214,10 @@ class TrainConfig(DecoderOptions, QuantConfig):
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "change one of them"
+                "set num_kv_heads to a divisor of num_query_heads"
             )
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
-            raise ValueError("stochastic_rounding requires bfloat16 weights; set weight_dtype: bfloat16")
+            raise ValueError("stochastic_rounding requires bfloat16 weights; set weight_dtype to bfloat16")
         if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
             raise ValueError(
                 f"optimizer_state_axis {self.optimizer_state_axis!r} requires an 8-bit optimizer_state, but "
@@ -217,8 +233,8 @@ class TrainConfig(DecoderOptions, QuantConfig):
             )
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
-                f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} equal micro-batches; change one of them"
+                f"batch_size {self.batch_size} is not a multiple of gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}; change one of them"
             )
 
     def _check_experts(self) -> None:
@@ -231,8 +247,8 @@ class TrainConfig(DecoderOptions, QuantConfig):
             )
         if not rank and (self.q_lora_rank or rotated):
             raise ValueError(
-                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} require latent attention, which "
-                "kv_lora_rank 0 turns off; set kv_lora_rank, too"
+                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} require latent attention, but "
+                "kv_lora_rank is 0; set kv_lora_rank, or set all three to 0"
             )
         if rank and self.num_kv_heads != heads:
             raise ValueError(
@@ -250,7 +266,7 @@ def _check_range(name: str, value: float, least: float, most: float, other: str 
         raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
 
 
-_SIZE = 2**24  # larger than any real axis
+_SIZE = 2**24  # maximum size of an axis, larger than any model
 _STEPS = 2**31 - 1  # steps are counted in int32
 _TINY, _HUGE = 1.2e-38, 3.4e38  # normal float32 numbers; the optimizer runs in float32
 _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
@@ -273,4 +289,4 @@ _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
     (0, 0.9999999): ("adam_b1", "adam_b2"),
 }
-"""(minimum, maximum) -> fields with these limits; mesh and quantization fields are checked elsewhere."""
+"""Fields by their minimum and maximum; the fields of the mesh and of quantization have their own checks."""

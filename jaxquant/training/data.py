@@ -153,10 +153,10 @@ class Data:
     belongs to another document.
 
     Attributes:
-      train: iterator over endless batches.
-      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the held-out
-        part has fewer batches, each of its tokens is returned once, and padding rows fill the last batch.
-      vocab_size: size of the tokenizer's vocabulary; every token is smaller.
+      train: endless iterator over training batches.
+      held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the text has
+        fewer batches, each token is returned once, and padding rows fill the last batch.
+      vocab_size: multiple of 64 that is larger than every token.
       description: one line with source, files, tokens and split.
     """
 

@@ -24,7 +24,7 @@ from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.core.quant_state import HISTORY
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
-from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
+from jaxquant.export.vocabulary import byte_vocabulary, read_tokenizer
 from jaxquant.state import rows_of
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import calibrate_run, open_parameters, quant_fields, require_new, trained_kernels
@@ -221,5 +221,5 @@ def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quanti
     vocabulary = byte_vocabulary(shape.vocab_size)
     if config.tokenizer_path:
         data = json.loads(Path(config.tokenizer_path).read_bytes())
-        vocabulary = of_tokenizer_json(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
+        vocabulary = read_tokenizer(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
     return Source(shape, tensor, vocabulary, quantized=kernel)

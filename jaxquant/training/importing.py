@@ -279,7 +279,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
     recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
-    if len(specs) == 1 and (spec := specs.pop()) is not None:
+    if len(specs) == 1 and (spec := next(iter(specs))) is not None:
         with contextlib.suppress(NotImplementedError):  # no matching recipe
             weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
             kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
@@ -288,7 +288,8 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
                 return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
-    raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
+    problem = "has a quantization that no config string computes" if specs - {None} else "is a float checkpoint"
+    raise ValueError(f"{checkpoint} {problem}; {keeping}{fix}")
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:

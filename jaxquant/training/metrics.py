@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant import terminal
-from jaxquant.export.sums import write_whole
+from jaxquant.export.sums import write_atomically
 from jaxquant.training import processes
 from jaxquant.training.config import TrainConfig
 
@@ -41,7 +41,7 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
     kept = [line + b"\n" for line, number in lines if number is not None and number <= step]
     if damaged:
         say(f"{path}: removed {damaged} damaged line{'s' if damaged > 1 else ''}")
-    write_whole(path, b"".join(kept))
+    write_atomically(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -34,13 +34,13 @@ BYTES = {
 }
 COVERAGE = ("path", "shapes", *MATMULS, "scales", "times", "reason")
 """Columns of the coverage table, which lists every matmul of the traced step by module."""
-HEALTH = {  # title, bad values, colours from good to bad, whether the colours show the logarithm
-    "sqnr": ("SQNR, dB", "below 20 with eight bits, below 10 with four, or falling", "OrRd_r", False),
-    "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
-    "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", True),
-    "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", True),
-    "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", True),
-    "nonfinite": ("Not finite", "any value above 0; the error started in the first such layer", "OrRd", True),
+HEALTH = {  # title, bad values, colours from good to bad, range of the colours (log10 except for SQNR)
+    "sqnr": ("SQNR, dB", "below 20 with eight bits, below 10 with four, or falling", "OrRd_r", (5, 45)),
+    "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", (-4, -1)),
+    "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", (-4, 0)),
+    "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", (None, None)),
+    "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", (None, None)),
+    "nonfinite": ("Not finite", "any value above 0; the error started in the first such layer", "OrRd", (-4, 0)),
 }
 
 
@@ -100,7 +100,7 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     """
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) != len(paths):
-        raise ValueError(f"run folders {', '.join(map(str, paths))} contain one folder twice; name each folder once")
+        raise ValueError(f"run folders {', '.join(map(str, paths))} have a folder twice; pass each folder once")
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
     return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
@@ -241,7 +241,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         heading, _, more = map(html.escape, about.partition(": "))
         if not isinstance(content, str):
             content.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
-            shown = {"displaylogo": False, "responsive": True}
+            shown = {"displayModeBar": False, "responsive": True}
             content = content.to_html(full_html=False, include_plotlyjs=False, config=shown)
         body.append(f"<section><h2>{heading}</h2><p>{more}</p>{content}</section>")
     summaries = [run.summary for run in runs if run.summary]
@@ -264,7 +264,10 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     colours = {run.name: "gray" if run is baseline else some[number % len(some)] for number, run in enumerate(runs)}
 
     def curves(unit: str, points: Sequence[tuple[Run, dict[int, float], dict[str, Any]]]) -> go.Figure:
-        figure = go.Figure(layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified"})
+        legend = {"orientation": "h", "yanchor": "bottom", "y": 1}
+        figure = go.Figure(
+            layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified", "legend": legend}
+        )
         for run, values, more in points:
             y = [value if math.isfinite(value) else None for value in values.values()]
             name, line = html.escape(run.name), {"color": colours[run.name]}
@@ -275,11 +278,10 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         known = [(run, value) for run, value in zip(runs, values, strict=True) if value is not None]
         figure = go.Figure(layout={"xaxis_title": unit, "yaxis_autorange": "reversed", "height": 90 + 40 * len(known)})
         names, marks = [html.escape(run.name) for run, _ in known], {"color": [colours[run.name] for run, _ in known]}
-        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
+        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:.4~s}"}
         return figure.add_bar(x=[value for _, value in known], y=names, **bar)
 
-    dots = {"mode": "lines+markers"}
-    loss = "loss (nats per token)"
+    dots, loss = {"mode": "lines+markers"}, "loss (nats per token)"
     smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
         "Training loss: smoothed, each step has weight 0.1": curves(loss, smoothed),
@@ -304,27 +306,25 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
 
     Non-finite numbers have no colour; a statistic without numbers has no map.
     """
-    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
     found: dict[str, go.Figure] = {}
-    for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
+    for statistic, (title, bad, colours, (low, high)) in HEALTH.items() if run.health else ():
         values = np.array([[row[tensor][statistic] for tensor in TENSORS] for row in run.health], float)
         values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None becomes NaN
         if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
             continue
         names, steps = run.health[0]["layers"], [str(row["step"]) for row in run.health]
-        floor = np.min(values[values > 0], initial=1) / 10  # lower limit of the log scale, for zeros
-        shown = np.log10(np.maximum(values, floor)) if is_log else values
-        figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
+        floor = np.min(values[values > 0], initial=1) / 10  # colour of zeros on the log scale
+        shown = values if statistic == "sqnr" else np.log10(np.maximum(values, floor))
+        figure = make_subplots(len(TENSORS), 1, shared_xaxes=True, subplot_titles=[*TENSORS], vertical_spacing=0.08)
         for place in range(len(TENSORS)):
             hover = "%{y}<br>step %{x}: %{text:.4g}<extra></extra>"
-            numbers = {"z": shown[:, place].T, "text": values[:, place].T}
-            figure.add_trace(
-                go.Heatmap(x=steps, y=names, coloraxis="coloraxis", hovertemplate=hover, **numbers), 1, place + 1
-            )
-        unit = f"log<sub>10</sub> {title}" if is_log else title
-        figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit})
+            data: dict[str, Any] = {"z": shown[:, place].T, "text": values[:, place].T, "hovertemplate": hover}
+            figure.add_heatmap(x=steps, y=names, coloraxis="coloraxis", row=place + 1, col=1, **data)
+        unit = title if statistic == "sqnr" else f"log<sub>10</sub> {title}"
+        figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit, "cmin": low, "cmax": high})
+        figure.update_layout(height=140 + len(TENSORS) * (40 + 16 * len(names)))
         figure.update_yaxes(autorange="reversed")
         about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences per batch: bad is {bad}"
         found[about] = figure

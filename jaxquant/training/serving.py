@@ -79,7 +79,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; pass the folder of a run or a converted checkpoint")
+        raise FileNotFoundError(f"{directory} is not a folder; pass the folder of a run or a converted checkpoint")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "model.safetensors").exists():
             return _open_converted(folder, overrides or {})

@@ -75,7 +75,7 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         raise ValueError(f"dataset_text_field {field!r} has no effect with dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
-            raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text, or another")
+            raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text or jsonl")
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} requires dataset_path; set it to a file or a folder")

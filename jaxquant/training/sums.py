@@ -26,8 +26,8 @@ _FILE_FIELDS = ("quant_cfg_path", "tokenizer_path")
 
 
 def write_checkpoint_sums(folder: Path) -> None:
-    """Write the checksums of a checkpoint folder before orbax renames the folder."""
-    sums.write_sums(folder, [name for name in sums.files_of(folder) if name not in LATE_FILES])
+    """Write the checksums of a checkpoint before it is renamed."""
+    sums.write_sums(folder, [name for name in sums.list_files(folder) if name not in LATE_FILES])
 
 
 def add_late_sums(folder: Path) -> None:

@@ -21,7 +21,7 @@ class Tokenizer:
 
     Attributes:
       label: name in messages.
-      vocab_size: size of the vocabulary; every token is smaller.
+      vocab_size: size of the vocabulary; all token ids are below it.
       bos, eos: tokens at the beginning and the end of a text, or None.
       pad: padding token.
       dtype: dtype of the arrays.

@@ -1,4 +1,4 @@
-"""Compile steps for H200s that are not here; print the matmuls, the collectives and the casts of each as JSON."""
+"""Compile steps for H200s that are not attached; print the matmuls, collectives and casts of each step as JSON."""
 
 import collections
 import json
@@ -44,7 +44,7 @@ def shape_of(v, count=1, spec=WHOLE):
 
 
 def lowered(string, layers, x, count=1):
-    """Lower a step of ``count`` devices, with parameters and rows divided among them."""
+    """Lower a step for ``count`` devices, with parameters and batch rows sharded over them."""
     x = shape_of(x, count, CUT)
     model = Mlp(layers)
     with on_device_of(x):
@@ -67,7 +67,7 @@ def lowered(string, layers, x, count=1):
 
 
 def matmuls(text):
-    """Return operand dtypes, the call and whether both operands have their contraction last, of each matmul."""
+    """Return, for each matmul, its operand dtypes, its call, and whether both operands contract their last axis."""
     types = dict(re.findall(r"%([\w.\-]+) = (\w+\[[\d,]*\]\{[\d,]*)", text))
     found = []
     for line in text.splitlines():
@@ -83,7 +83,7 @@ def matmuls(text):
 
 
 def sent(program):
-    """Return how many elements of whole tensors each kind of collective sends; those of scales and amaxes are few."""
+    """Return the number of elements of large arrays that each kind of collective sends; scales and amaxes are small."""
     counts = collections.Counter()
     for each in program.collectives:
         counts[each.kind] += round(each.bytes * 8 / {"s8": 8, "f8e4m3fn": 8, "bf16": 16, "f32": 32}[each.dtype])
@@ -91,7 +91,7 @@ def sent(program):
 
 
 def of_mlp(string, count):
-    """Return the matmuls, what is sent, and how often each kind of product and each kernel of ours runs."""
+    """Return the matmuls and collectives, and how often each kind of product and each of our kernels runs."""
     text = (
         lowered(string, (WIDE, HIDDEN), jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.bfloat16), count).compile().as_text()
     )
@@ -101,7 +101,7 @@ def of_mlp(string, count):
 
 
 def casts(string):
-    """Count the casts to narrow floats of a traced layer without kernels, and those of the compiled one."""
+    """Count casts to narrow floats in a traced layer without kernels, and in the compiled layer."""
     step = lowered(f"{string}/xla", (128,), jax.ShapeDtypeStruct((128, 256), jnp.bfloat16))
     asked = re.findall(rf"stablehlo\.convert .*-> tensor<[\dx]*({NARROW})>", step.as_text())
     found = re.findall(r"= (f[84]e\w+)\[[\d,]*\]\S* convert\(", step.compile().as_text() or "")
@@ -109,7 +109,7 @@ def casts(string):
 
 
 def encoded_again():
-    """Count the casts to e4m3 of two updates in one program, the second of which takes the codes of the first."""
+    """Count casts to e4m3 in a program of two updates, in which the second update reads the codes of the first."""
     tx = quantize_state(optax.sgd(0.1, momentum=0.9), "fp8_coat")
     params = jax.ShapeDtypeStruct((256, 4096), jnp.float32)
     params, moments = jax.tree.map(shape_of, (params, jax.eval_shape(tx.init, params)))

@@ -1,4 +1,4 @@
-"""Compiling for chips that are not here."""
+"""Compilation for chips that are not attached."""
 
 import json
 from importlib import metadata
@@ -21,7 +21,7 @@ WIDTH = 256
 
 
 class Net(nn.Module):
-    """Layers among which one has two contracting axes, as attention's output has."""
+    """Layers, one of which has two contracting axes, like the output projection of attention."""
 
     @nn.compact
     def __call__(self, x):
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def gradients(string, sharding=None):
-    """Give a step that is a function of parameters, quant state and inputs, and its shapes."""
+    """Return a step of (parameters, quant state, inputs), and the shapes of its arguments."""
     config = {"quantization": string, "quant_backend": "native"}
     x = jax.ShapeDtypeStruct((8, 64, WIDTH), jnp.bfloat16, sharding=sharding)
     model = jaxquant.maybe_quantize_model(Net(), config, x)
@@ -51,7 +51,7 @@ def gradients(string, sharding=None):
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["h200", "v6e"])
 def test_every_matmul_of_every_layer_is_in_8_bits(target):
-    # One step for all strings: half of an audit's time is starting its process.
+    # One step contains all strings, because starting the process takes half of an audit's time.
     steps, shapes = zip(*(gradients(string) for string in STRINGS), strict=True)
 
     def step(shapes):
@@ -94,7 +94,7 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path, capsys)
     assert main(["audit", *words, "--topology", "8", "--out", str(tmp_path / "out")]) == 0
     assert "All 21 matmuls requested in 8 bits run in 8 bits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "audit-tiny-fp8-h200-8.json").read_text())
-    # Layers in a scan count as often as it runs. The compiler merges products of one operand, quantized once.
+    # Layers in a scan count once per iteration. The compiler merges matmuls that share an operand, quantized once.
     assert written["counts"]["f8e4m3fn"] == 2 * len(("query, key and value", "out", "wi_0 and wi_1", "wo"))
     assert written["unquantized"]["outcome"]["asked"] == {}
     assert (tmp_path / "out" / "audit-tiny-unquantized-h200-8.json").is_file()

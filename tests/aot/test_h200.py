@@ -1,7 +1,7 @@
-"""XLA for an absent H200, at default flags: which kernels are picked, the layout of 8-bit matmuls, and every cast.
+"""XLA for an H200 that is not attached, with default flags: selected kernels, layout of 8-bit matmuls, and every cast.
 
-8-bit matmuls go to cuBLASLt in the layout that it is fast in. XLA for GPUs drops a cast to a narrower float that is
-cast back, unless it is held.
+8-bit matmuls use cuBLASLt, in the layout for which it is fast. XLA for GPUs removes a cast to a narrower float if the
+value is cast back, unless the op prevents it.
 """
 
 import json
@@ -23,19 +23,19 @@ PICKED = {
     "int8": {"jaxquant_fp8_einsum": 6},
     "mxfp8": {"dot": 6, "jaxquant block_quantize": 6},
     "fp8_block": {"jaxquant_block_matmul": 6, "jaxquant block_quantize": 6},
-    # Input, weights and output gradient lie in memory; the activation in between is cast where it is computed.
+    # Input, weights and output gradient are in memory; the activation between the layers is cast in its producer.
     "fp8": {"__cublas$lt$matmul$f8": 6, "jaxquant quantize": 4},
 }
-INT8 = {1: ("int8/xla", "int4/xla"), 8: ("int8", "int4")}  # no kernel is picked where operands are cut
+INT8 = {1: ("int8/xla", "int4/xla"), 8: ("int8", "int4")}  # no kernel is selected for sharded operands
 FP8 = {1: ("fp8", "fp8_full"), 8: ("fp8",)}
 STRINGS = {1: ("bf16", *PICKED, "fp8_block/xla", *INT8[1], "fp8_full"), 8: ("bf16", *INT8[8], *FP8[8])}
 CASTS = ("fp8_block", "mxfp4", "fp4", "nvfp4w")
-"""Whose matmuls take values of narrow floats in wider ones, or in another one, all rounded to nearest."""
+"""Strings whose matmuls store values of narrow floats in another dtype, all rounded to nearest."""
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What the compiler makes of all of them, in one process."""
+    """Compile all steps in one process and return the worker's results."""
     command = [sys.executable, "-m", "tests.aot.h200_worker"]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_kernels_that_pay_are_picked_unless_xla_is_asked_for(compiled):
 def test_every_matmul_has_its_contraction_last_and_fp8_is_never_tritons(compiled, devices):
     found = compiled[0][str(devices)]
     matmuls, plain, _ = found["bf16"]
-    assert [(*dtypes, call) for *dtypes, call, _ in matmuls] == [("bf16", "bf16", "dot")] * 6  # Triton's, as by default
+    assert [(*dtypes, call) for *dtypes, call, _ in matmuls] == [("bf16", "bf16", "dot")] * 6  # Triton's default
     for string in INT8[devices]:
         assert [dtypes for *dtypes, _, _ in found[string][0]] == [["s8", "s8"]] * 6, string
     for string in FP8[devices]:
@@ -72,7 +72,7 @@ def test_every_cast_of_a_layer_and_of_an_update_is_in_the_program(compiled):
     assert again == 2
     for string, (asked, kept) in found.items():
         if string == "fp4":
-            del asked["f8e4m3fn"]  # which holds the numbers of e2m1, and rounds none
+            del asked["f8e4m3fn"]  # e4m3 represents all values of e2m1 exactly
         assert asked, string
         assert all(kept.get(name, 0) >= count for name, count in asked.items()), (string, asked, kept)
 

@@ -1,4 +1,4 @@
-"""What a step holds by part, and the search of the largest batch: without a compiler."""
+"""Memory of a step by part, and the search for the largest batch; no compiler is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_arguments_are_told_by_part_and_dtype_and_a_parameter():
     state = State(params, [shape(jnp.int8, P(None, "fsdp"), 64, 32), shape(jnp.int8, P(), 7)])
     given = (state, {"inputs": shape(jnp.int32, P("fsdp"), 8, 16)})
     names = memory.part_names(lambda state, batch: None, given)
-    found = memory.parts(names, given, 4)
+    found = memory.part_rows(names, given, 4)
     assert {(row["part"], row["dtype"]): row["bytes"] for row in found} == {
         ("params", "bfloat16"): 2 * 16 * 32,
         ("params", "float32"): 4 * 32,
@@ -42,7 +42,7 @@ def test_arguments_are_told_by_part_and_dtype_and_a_parameter():
 
 
 def audit(peak: float, capacity: float) -> Any:
-    """What ``largest_batch`` reads of an audit."""
+    """Return the fields of an audit that ``largest_batch`` reads."""
     found: Any = report.Audit.__new__(report.Audit)
     found.refusal, found.fits = "", peak <= capacity
     found.memory = {"peak": int(peak), "capacity": int(capacity)}

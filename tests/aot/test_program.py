@@ -1,6 +1,6 @@
-"""Reading a compiler's program: small HLO texts with known matmuls, moves and collectives."""
+"""Parser of a compiler's program: small HLO texts with known matmuls, moves and collectives."""
 
-# ruff: noqa: E501  (the texts are as compilers write them)
+# ruff: noqa: E501  (compilers write such long lines)
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ import pytest
 
 from jaxquant.aot import hlo, links, report, worker
 from jaxquant.aot.chips import CHIPS, chip, gpu_target
-from jaxquant.aot.outcome import Outcome, compare, layer
+from jaxquant.aot.outcome import Outcome, compare, locate
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Collective, Matmul, Program, read_program
+from jaxquant.aot.program import Collective, HloStep, Matmul, read_program
 from jaxquant.core.typed import build
 
 GPU = """HloModule jit_step, is_scheduled=true
@@ -151,7 +151,7 @@ def test_moves_count_slices_and_updates_not_what_they_are_taken_from():
     quantize, update = (move.bytes for move in program.moves if move.kind == "fusion")
     # one of four layers in float32, the counter, the quantized layer out
     assert quantize == 4 * 256 * 512 + 4 + 256 * 512
-    # the row is read and written, the counter read; the stack stays where it is
+    # one row is read and written, the counter is read; the stack is not copied
     assert update == 2 * 2 * 128 * 512 + 4
     assert program.moved == 4 * (quantize + update) + sizes["copy"][0]
     assert program.big_moves == 1
@@ -202,10 +202,10 @@ ENTRY %main (a: bf16[4096,1024], b: f32[1024,1024]) -> f32[1024,1024] {
 
 def test_what_lies_in_vmem_is_no_traffic_and_a_prefetch_no_move():
     program = read_program(VMEM)
-    assert program.prefetched == 2 * 1024 * 1024 + 4 * 1024 * 1024  # the slice, and not what it is taken from
+    assert program.prefetched == 2 * 1024 * 1024 + 4 * 1024 * 1024  # the slice, not the array that is sliced
     fusion, odd = program.moves
     assert (fusion.bytes, fusion.cycles) == (4 * 1024 * 1024 + 4 * 1024 * 1024, 7000)
-    assert (odd.kind, odd.path) == ("mystery", "jit(step)/odd")  # its attributes go over several lines
+    assert (odd.kind, odd.path) == ("mystery", "jit(step)/odd")  # the kernel's attributes span several lines
     assert program.unknown == ["mystery"]
     found = estimate(chip("v6e"), program)
     assert found.moves == pytest.approx(7000 / 1.75e9 + odd.bytes / 1.64e12)
@@ -258,24 +258,24 @@ def test_attention_kernels_have_flops_and_a_causal_one_half_of_them(direction, m
 
 
 def collective(kind, size, groups):
-    return Collective(kind, "bf16", size, "", 1, links.members(groups))
+    return Collective(kind, "bf16", size, "", 1, links.first_group(groups))
 
 
 def test_collectives_are_priced_one_way_by_kind_and_by_whose_links_they_take():
     h200, v6e = chip("h200"), chip("v6e")
     inside, across = "replica_groups={{0,1,2,3,4,5,6,7}}", "replica_groups=[1,64]<=[64]"
-    gather = links.seconds(h200, collective("all-gather", 8e9, inside), 64)
+    gather = links.duration(h200, collective("all-gather", 8e9, inside), 64)
     assert gather == pytest.approx(7e9 / 450e9)
-    assert links.seconds(h200, collective("all-reduce", 8e9, inside), 64) == pytest.approx(2 * gather)
-    # Of 8 domains each card fetches an eighth of the seven eighths that others hold.
-    wide = links.seconds(h200, collective("all-gather", 8e9, across), 64)
+    assert links.duration(h200, collective("all-reduce", 8e9, inside), 64) == pytest.approx(2 * gather)
+    # With 8 domains, each card fetches one eighth of the data of the seven other domains.
+    wide = links.duration(h200, collective("all-gather", 8e9, across), 64)
     assert wide == pytest.approx(max(8e9 * 7 / 8 / 8 / 50e9, 7e9 / 450e9))
-    assert links.seconds(v6e, collective("all-gather", 8e9, across), 64) == pytest.approx(8e9 * 63 / 64 / 224e9)
-    assert links.members("replica_groups=[8,8]<=[8,8]T(1,0)") == (0, 8, 16, 24, 32, 40, 48, 56)
-    assert links.members("source_target_pairs={{0,1},{7,8}}") == (0, 1)
-    strided = links.seconds(h200, collective("all-gather", 8e9, "replica_groups=[8,8]<=[8,8]T(1,0)"), 64)
-    assert strided == pytest.approx(8e9 * 7 / 8 / 50e9)  # nobody in a domain helps
-    assert links.seconds(h200, collective("all-reduce", 8e9, ""), 1) == 0
+    assert links.duration(v6e, collective("all-gather", 8e9, across), 64) == pytest.approx(8e9 * 63 / 64 / 224e9)
+    assert links.first_group("replica_groups=[8,8]<=[8,8]T(1,0)") == (0, 8, 16, 24, 32, 40, 48, 56)
+    assert links.first_group("source_target_pairs={{0,1},{7,8}}") == (0, 1)
+    strided = links.duration(h200, collective("all-gather", 8e9, "replica_groups=[8,8]<=[8,8]T(1,0)"), 64)
+    assert strided == pytest.approx(8e9 * 7 / 8 / 50e9)  # no other chip of the domain fetches a share
+    assert links.duration(h200, collective("all-reduce", 8e9, ""), 1) == 0
 
 
 def test_a_fallback_is_found_by_its_path():
@@ -289,7 +289,7 @@ PATH = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
 
 
 def audit_of(asked, emitted, size=8):
-    """Give the audit of a step as the worker puts it together, from the texts before and after a compiler."""
+    """Return the audit that the worker makes from the HLO texts before and after compilation."""
     traced = SimpleNamespace(as_hlo_module=lambda: SimpleNamespace(to_string=lambda: asked))
 
     def compiled():
@@ -336,7 +336,7 @@ def test_a_refused_step_shows_no_figures():
     huge = audit_of(TRACED, FELL_BACK, 10**12)
     assert (huge.fits, "DOES NOT FIT" in str(huge)) == (False, True)
     made = audit_of(TRACED, FELL_BACK)
-    made.unquantized = found  # beside one that was refused
+    made.unquantized = found  # compared with a refused step
     assert {row["unquantized"] for row in report.summary_rows(made)} == {"–", "does not fit", "0 s"}
     assert report.speedup(made) == ""
 
@@ -347,17 +347,17 @@ def test_layers_are_named_without_the_transformations():
         ("transpose(jvp(Net))/Net/while/body/checkpoint/rematted_computation/mlp", "Net/mlp", "recomputed"),
         ("jvp(Net)/while/body/Net.<lambda>/Net.layer/Net/mlp", "Net.layer/Net/mlp", "forward"),
     ):
-        assert layer(f"jit(step)/{path}/dot_general") == (name, kind)
+        assert locate(f"jit(step)/{path}/dot_general") == (name, kind)
 
 
 WORK = 2 * 8192**3
 
 
 def seconds(target, lhs, rhs):
-    """Estimate one large matmul of operands of these dtypes."""
+    """Estimate the time of one large matmul with operands of these dtypes."""
     arrays = (hlo.Array(lhs, (8192, 8192)), hlo.Array(rhs, (8192, 8192)), hlo.Array("bf16", (8192, 8192)))
     matmul = Matmul(*arrays, "dot", "", 1, WORK)
-    return estimate(dataclasses.replace(chip(target), shares={}), Program([matmul])).matmul
+    return estimate(dataclasses.replace(chip(target), shares={}), HloStep([matmul])).matmul
 
 
 def test_matmuls_are_priced_at_the_rate_of_their_unit_and_of_bf16_where_there_is_none():

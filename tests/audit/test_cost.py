@@ -1,4 +1,4 @@
-"""Program size and saved bytes, against functions whose cost can be told by hand."""
+"""Program size and saved bytes, on functions whose cost can be computed by hand."""
 
 import jax
 import jax.numpy as jnp

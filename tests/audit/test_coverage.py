@@ -1,4 +1,4 @@
-"""Coverage says of every contraction what the program has, against recipes, another count, and loops told by hand."""
+"""Coverage of every contraction, compared with recipes, an independent count, and loops counted by hand."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.models import Block, Scanned
 
 LINEAR = ("mix/query", "mix/out", "mix/down")
 X = jax.ShapeDtypeStruct((4, 7, 32), jnp.float32)
-WIDE = 32  # times as wide, for tiles and blocks of up to 128
+WIDE = 32  # factor of the width, for tiles and blocks of up to 128
 
 
 class Mix(nn.Module):
-    """Three kinds of linear layer around attention scores."""
+    """Three kinds of linear layers, and attention scores."""
 
     width: int = 1
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def gradient(model, config, x=X):
-    """Give (function, arguments) of a quantized model's loss and gradients."""
+    """Return a function for a quantized model's loss and gradients, and its arguments."""
     quantized = jaxquant.maybe_quantize_model(model, config, x)
     keys = {"params": jax.random.key(0), "quant": jax.random.key(0)}
     params, state = jaxquant.state.split(jax.eval_shape(quantized.init, keys, x))
@@ -68,7 +68,7 @@ def rows_of(found, path):
 
 
 def specs_of(recipe, matmul):
-    """The specs of both operands, what is reused of the forward matmul resolved."""
+    """Return the specs of both operands; a reused forward tensor has its forward spec."""
     found = []
     for side in ("lhs", "rhs"):
         spec = getattr(getattr(recipe, matmul), side)
@@ -81,7 +81,7 @@ def scale_of(spec):
         return ""
     if spec.codec is not None:
         return f"per block of {spec.codec}, {spec.scaling}"
-    # What a program shows of blocks is the tiles that they make of the contraction.
+    # In a program, blocks appear as tiles of the contraction axis.
     return f"{spec.granularity.replace('_', ' ').replace('block', 'tile')}, {spec.scaling}"
 
 
@@ -89,7 +89,7 @@ PAIRS = [
     *(("aqt_fp8", "aqt"), ("int8", "qwix"), ("int8", "native"), ("fp8", "native"), ("fp4", "native")),
     *(("int8w", "native"), ("mxfp8", "native"), ("quartet2", "native"), ("ggml_q8_0", "native")),
 ]
-"""Pairs that differ in kind; tests/gallery checks the coverage of every string."""
+"""Pairs of different kinds; tests/gallery checks the coverage of every string."""
 
 
 @pytest.mark.parametrize(("string", "backend"), PAIRS)
@@ -109,7 +109,7 @@ def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
             specs = specs_of(recipe, matmul)
             assert (row.lhs_scale, row.rhs_scale) == tuple(map(scale_of, specs)), matmul
             dtypes = [spec and (spec.codec or spec.dtype) for spec in specs]
-            # No matmul has the scales of tiles.
+            # No matmul supports scales of tiles.
             assert row.is_low == (all(dtypes) and not is_tiled)
             assert row.reason.startswith("tiles of") == (all(dtypes) and is_tiled)
             shown = [
@@ -125,12 +125,12 @@ def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
 
 
 def rotations(recipe):
-    """How many products with a Hadamard matrix a layer has: one an operand of a rotated matmul; they are no layers."""
+    """Return the number of products with a Hadamard matrix: one for each operand of a rotated matmul."""
     return 2 * sum(matmul.rotation is not None for matmul in (recipe.dlhs, recipe.drhs))
 
 
 def mlir(dtype, backend):
-    # CPUs have no matmul of int4, and GPUs none of e2m1 alone.
+    # CPUs have no int4 matmul, and GPUs have no e2m1 matmul without block scales.
     integer, held = ("i8", "f8E4M3FN") if backend == "native" else ("i4", "f4E2M1FN")
     names = {"float32": "f32", "int8": "i8", "int4": integer, "float4_e2m1fn": held}
     return names.get(dtype.split(" ")[0]) or dtype.replace("float8_", "f8").replace("e", "E").replace("m", "M").replace(
@@ -184,12 +184,12 @@ def test_layers_of_a_rematerialized_scan_are_counted():
         times[row.path, row.matmul, row.is_recomputed] += row.times
         assert row.is_low
     expected = {(f"layers/{name}", matmul, False): 6 for name in ("wi", "wo") for matmul in MATMULS}
-    times.pop(("layers/wo", "fwd", True), None)  # the last matmul's result is not needed again
+    times.pop(("layers/wo", "fwd", True), None)  # the result of the last matmul is not recomputed
     assert times == expected | {("layers/wi", "fwd", True): 6}
 
 
 class Lifted(nn.Module):
-    """A scan of a rematerialized function of a block, whose backward scopes repeat the function's name."""
+    """A scan over a rematerialized method of a block; the backward scopes repeat the method's name."""
 
     def setup(self):
         self.layers = Block(16)

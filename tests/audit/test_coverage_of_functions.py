@@ -1,4 +1,4 @@
-"""Coverage of any function names the layers that ``jaxquant.quantize`` names, decides as it does, reads all of it."""
+"""Coverage of any function: it reads the whole function, with the layers and decisions of ``jaxquant.quantize``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INT8 = {"quantization": "int8", "quant_backend": "native"}
 
 
 def array(*shape, dtype=jnp.float32):
-    """Nothing here is computed, all is traced."""
+    """Return a shape: these tests only trace."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -64,7 +64,7 @@ def tied_embedding():
 
 
 def experts():
-    """A router, an einsum over experts, and a head that no name tells of."""
+    """Return a router, an einsum over experts, and a head without a telling name."""
 
     def fn(params, tokens):
         x = params["embedding"][tokens]
@@ -95,7 +95,7 @@ def scan_and_remat():
 
 
 def shared_jits_and_remat():
-    """Layers that look alike share one jitted program, which the backward pass runs again."""
+    """Layers of equal shape share one jitted program, which the backward pass recomputes."""
 
     @jax.jit
     def block(layer, x):
@@ -122,7 +122,7 @@ def ragged_and_convolution():
 
 
 def training_loop():
-    """A loop of training steps carries the parameters."""
+    """Return a loop of training steps whose carry has the parameters."""
     quantized, x = jaxquant.quantize(mlp, FP8), array(8, 32)
     state = jax.eval_shape(quantized.init, mlp_params(), x)
 
@@ -167,10 +167,10 @@ def test_layers_of_a_quantized_function_are_those_of_its_report(build):
     assert {row.path for row in found.rows if row.has_parameter and row.matmul == "fwd"} >= layers
     assert {row.path for row in found.rows if row.is_low} == {row.path for row in report.quantized}
     assert all(row.name not in ("", "no path") for row in found.rows)
-    # The same layers without a word of what was asked for.
+    # The same layers, without the config.
     plain = jaxquant.coverage(step, *args)
     assert [(row.path, row.matmul) for row in plain.rows] == [(row.path, row.matmul) for row in found.rows]
-    # Every layer has a gradient with respect to its weight, as often as it runs.
+    # Every layer has one weight gradient per execution.
     times = Counter[tuple[str, str]]()
     for row in found.rows:
         times[row.path, row.matmul] += row.times * (not row.is_recomputed)
@@ -194,7 +194,7 @@ def test_what_stays_float_by_structure_has_the_reason_of_the_report():
 
 
 class Spectral(nn.Module):
-    """A float layer, flax's own in complex numbers, and a complex parameter."""
+    """A float layer, a flax layer with complex numbers, and a complex parameter."""
 
     @nn.compact
     def __call__(self, x):
@@ -258,7 +258,7 @@ def test_an_op_of_ones_own_is_no_fault_though_no_name_tells_its_gradients(wrap):
     assert all(row.is_low for row in found.rows)
 
 
-# -- a step is read whole ----------------------------------------------------------------------------------------------
+# -- a whole step ------------------------------------------------------------------------------------------------------
 
 
 class Pair(NnxChain):
@@ -285,7 +285,7 @@ def pair():
 
 
 def update(model, optimizer, x):
-    """A step that returns nothing but its loss."""
+    """A step that returns only its loss."""
     value, grads = jaxquant.state.value_and_grad(lambda model: square(model(x)))(model)
     jaxquant.state.apply_gradients(model, optimizer, grads)
     return value
@@ -296,7 +296,7 @@ def test_an_nnx_step_that_returns_its_loss_is_read_whole(wrap):
     found = jaxquant.coverage(wrap(update), *pair(), X, config=FP8)
     found.check()
     assert {(row.path, row.matmul) for row in found.rows} == ALL
-    assert isinstance(pair()[0].up.kernel.get_value(), jax.ShapeDtypeStruct)  # the model itself is as it was
+    assert isinstance(pair()[0].up.kernel.get_value(), jax.ShapeDtypeStruct)  # the model itself is unchanged
 
 
 def test_an_nnx_step_without_quantization_that_only_updates():

@@ -1,4 +1,4 @@
-"""Coverage lists what is needed and no more, and strict asks for both gradients of every layer to quantize."""
+"""Coverage of gradients: it lists only the needed ones, and strict requires both gradients of every quantized layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Two(nnx.Module):
 
 
 def found_in(model, backend="native", frozen="", x_is_trained=True):
-    """Coverage of the loss and gradients of a model quantized to int8, those of a frozen layer left out."""
+    """Return the coverage of the loss and gradients of an int8 model, without the gradients of a frozen layer."""
     config = INT8 | {"quant_backend": backend}
     graph, frozen_params, params, rest = nnx.split(
         jaxquant.maybe_quantize_model(model, config, X),
@@ -50,7 +50,7 @@ def found_in(model, backend="native", frozen="", x_is_trained=True):
 
 
 def with_gradients(change, b, h):
-    """Call a layer, and let ``change`` put others in place of its kernel's and its input's gradient."""
+    """Call a layer, and replace the gradients of its kernel and its input with the results of ``change``."""
     graph, state = nnx.split(b)
 
     def plain(state, h):
@@ -77,11 +77,11 @@ def stolen(change):
     return Two(functools.partial(with_gradients, change))
 
 
-# -- float gradients in place of those that a recipe asks for ----------------------------------------------------------
+# -- float gradients instead of gradients with the recipe --------------------------------------------------------------
 
 
 def test_a_gradient_that_is_float_or_has_no_matmul_is_missing():
-    """In place of one that the recipe asks for; a float one of the layer's own activation is that layer's."""
+    """The recipe requires a quantized gradient. A float gradient of the layer's own activation belongs to the layer."""
     found = found_in(stolen(lambda h, grad, dk, dh: ((3 * h).T @ (2 * grad), dh)))
     [row] = [row for row in found.rows if row.path == ""]
     assert (row.dtypes.is_low, row.reason) == (False, "no parameter: activation × activation")
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_float_or_has_no_matmul_is_missing():
 
 
 class Three(nnx.Module):
-    """Layers of one input and one shape."""
+    """Three layers with the same input and the same shape."""
 
     def __init__(self):
         for name in "abc":
@@ -114,7 +114,7 @@ def test_layers_that_share_an_input_have_a_weight_gradient_each(backend, x_is_tr
     assert sorted((row.path, row.matmul) for row in found.rows) == sorted((p, m) for p in "abc" for m in matmuls)
 
 
-# -- gradients that nobody asked for -----------------------------------------------------------------------------------
+# -- additional gradients ----------------------------------------------------------------------------------------------
 
 
 def test_only_the_gradients_of_what_is_trained_are_needed():
@@ -128,12 +128,12 @@ def test_only_the_gradients_of_what_is_trained_are_needed():
     with pytest.raises(ValueError, match="without has 'a drhs', which is not missing; missing are b drhs"):
         found.check(without=["a drhs"])
     graph, state = nnx.split(jaxquant.maybe_quantize_model(Two(), INT8, X))
-    jaxquant.coverage(lambda state, x: nnx.merge(graph, state)(x), state, X).check()  # a forward pass has none
+    jaxquant.coverage(lambda state, x: nnx.merge(graph, state)(x), state, X).check()  # a forward pass has no gradients
 
 
 @jax.custom_vjp
 def remade_attention(q, k):
-    """Scores times k, whose backward pass makes the scores again, as flash attention does."""
+    """Compute scores times k; the backward pass recomputes the scores, like flash attention."""
     return nnx.softmax(q @ k.T) @ k
 
 
@@ -154,7 +154,7 @@ def test_gradients_of_attention_scores_are_no_fault():
         assert {row.reason for row in found.rows if not row.path} == {"no parameter: activation × activation"}
 
 
-# -- what nobody reads -------------------------------------------------------------------------------------------------
+# -- unused results ----------------------------------------------------------------------------------------------------
 
 
 def count(function):
@@ -187,7 +187,7 @@ def test_a_matmul_that_decides_or_is_told_is_listed():
     assert count(printed) == 1
 
 
-# -- gradients of which nothing says whose -----------------------------------------------------------------------------
+# -- gradients without a known layer -----------------------------------------------------------------------------------
 
 FP8 = {"quantization": "fp8_current", "quant_backend": "native"}
 
@@ -198,7 +198,7 @@ def without_gradient_of_b(variables):
 
 
 def found_in_dense(loss, prepare=lambda variables: variables):
-    """Coverage of the gradients alone of three quantized layers."""
+    """Return the coverage of the gradients of three quantized layers, without the forward pass."""
     model = jaxquant.maybe_quantize_model(chain(a=32, b=32, c=32), FP8, X)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     step = jax.grad(lambda variables, x: loss(model.apply(prepare(variables), x)))
@@ -206,7 +206,7 @@ def found_in_dense(loss, prepare=lambda variables: variables):
 
 
 def test_gradients_of_a_sum_are_those_of_their_layers():
-    """The gradient of the output is made of later kernels, and the last layer's result is read by nobody."""
+    """Later kernels are multiplied into the output's gradient, and the result of the last layer is unused."""
     found = found_in_dense(jnp.sum)
     found.check()
     backward = ["a drhs", "b dlhs", "b drhs", "c dlhs", "c drhs"]
@@ -221,7 +221,7 @@ def test_gradients_of_other_layers_do_not_stand_for_one_that_is_missing():
 
 
 class Gated(nn.Module):
-    """Kernels of mirrored shapes in one module: neither sizes nor scopes tell their gradients apart."""
+    """Kernels of mirrored shapes in one module, whose gradients have the same sizes and scopes."""
 
     @nn.compact
     def __call__(self, x):

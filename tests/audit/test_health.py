@@ -1,4 +1,4 @@
-"""The health of layers: the right tensors, scales and rows, of Linen models and of functions of ``quantize``."""
+"""Health of layers: tensors, scales and rows, for Linen models and for functions of ``quantize``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.reference import quantize
 
 INPUT, KERNEL, OUTPUT_GRAD = range(3)
 X = jax.random.normal(jax.random.key(0), (6, 32))
-# What the loss multiplies a layer's output with is that output's gradient.
+# The loss is linear in the layer's output, so the factor of the output is the output's gradient.
 GRAD = jax.random.normal(jax.random.key(1), (6, 16)) * jnp.exp2(jax.random.randint(jax.random.key(2), (6, 16), -9, 1))
 
 
 def measure(model, config, loss, x, params=None, quant_state=None):
-    """Quantize, initialize where no parameters are given, and measure; {row: {statistic: its three numbers}}."""
+    """Quantize a model, initialize missing parameters, and measure; return {row: {statistic: three numbers}}."""
     quantized = maybe_quantize_model(model, config, x)
     if params is None:
         params, quant_state = state.split(jax.jit(quantized.init)(jax.random.key(3), x))
@@ -46,7 +46,7 @@ def native(quantization, **fields):
 
 
 def expected(x, dtype, axis, keeps_grid=False):
-    """Statistics in numpy; ``axis`` is the contraction, None for a scale per tensor."""
+    """Compute statistics in numpy; ``axis`` is the contraction axis, or None for per-tensor scales."""
     x = np.asarray(x, np.float32)
     qvalue, own = quantize(x, dtype, axis, keeps_grid=keeps_grid)
     back = qvalue * own
@@ -80,13 +80,13 @@ def test_a_dense_layer_in_numpy(string, dtypes, axes):
     check(row, INPUT, expected(X, dtypes[0], axes[0]))
     keeps_grid = string == "int4"
     check(row, KERNEL, expected(kernel, dtypes[1], axes[1], keeps_grid))
-    # Per channel, the kernel's scale goes into the gradient before that is quantized; the amax is the gradient's own.
+    # A per-channel kernel scale multiplies the gradient before it is quantized; the amax is that of the gradient alone.
     folded = GRAD if axes[1] is None else GRAD * quantize(kernel, dtypes[1], axes[1], keeps_grid=keeps_grid)[1]
     check(row, OUTPUT_GRAD, expected(folded, dtypes[2], axes[2]) | {"amax": np.abs(GRAD).max()})
 
 
 def test_delayed_scaling_is_measured_with_the_scale_of_the_step():
-    """History says 1 for each tensor: what is larger saturates, and the scale is 1 over the largest value."""
+    """The history contains 1 for each tensor: larger values saturate, and the scale is 1 over the largest value."""
     quantized = maybe_quantize_model(nn.Dense(16), native("fp8"), X)
     params, quant_state = state.split(jax.jit(quantized.init)(jax.random.key(3), X))
     seen = jax.tree_util.tree_map_with_path(
@@ -156,7 +156,7 @@ def test_a_layer_that_is_used_twice_counts_both_uses():
         for name in ("amax", "scale"):
             largest = factor * single[name][place] * (1 - SMALL_SUM_RTOL)
             assert largest <= row[name][place] <= factor * single[name][place] * (1 + BIN_RTOL)
-    # Both uses have the rounding of the one, as their scales follow them: together they have it too.
+    # Both uses have the same relative rounding error, because their scales follow their magnitudes.
     assert row["sqnr"][INPUT] == pytest.approx(single["sqnr"][INPUT], abs=SQNR_ATOL_DB)
     assert row["flushed"][OUTPUT_GRAD] == pytest.approx(single["flushed"][OUTPUT_GRAD], rel=SMALL_SUM_RTOL)
 
@@ -172,13 +172,13 @@ def test_other_backends_are_measured_like_the_native_one(string, backend):
     for name in ("amax", "scale", "saturated", "flushed", "sqnr"):
         found, wanted = (each["dense"][name][:2] for each in (theirs, ours))
         np.testing.assert_allclose(found, wanted, rtol=SMALL_SUM_RTOL, err_msg=name)
-    # The head stays float in both.
+    # The head stays in float in both models.
     assert np.isnan(theirs["logits"]["sqnr"]).all()
     assert theirs["logits"]["amax"][KERNEL] == ours["logits"]["amax"][KERNEL]
 
 
 def test_a_float_model_has_magnitudes_alone():
-    """Nothing quantizes it: the loss is read as a function of the parameters, and its layers are tapped there."""
+    """The model is not quantized: the loss is traced as a function of the parameters, and its layers are tapped."""
     found, params = measure(Scanned(16), {"quantization": ""}, square, X)
     assert list(found) == [f"layers/{name}, layer {i}" for i in range(2) for name in ("wi", "wo")]
     kernel = np.abs(params["layers"]["wo"]["kernel"]).max((1, 2))
@@ -218,7 +218,7 @@ def test_a_function_has_the_statistics_of_the_linen_monitor():
 
 
 def test_experts_have_a_row_each_and_weights_may_stand_first():
-    """Each expert by itself is measured as a layer of its own, with the weight on either side."""
+    """Each expert is measured like a separate layer, with the weight on either side."""
     weights = jax.random.normal(jax.random.key(1), (2, 32, 8))
     x, numbers = jnp.stack([X, 5 * X[::-1]]), (((2,), (1,)), ((0,), (0,)))
     swapped = tuple(each[::-1] for each in numbers)

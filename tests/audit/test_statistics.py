@@ -1,4 +1,4 @@
-"""Statistics of one tensor against a loop over its elements."""
+"""Statistics of one tensor, compared with a loop over its elements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one(x, spec, tensor) -> dict[str, float]:
 
 
 def loop(x, spec: TensorSpec, tensor) -> dict[str, float]:
-    """Count element by element, in double precision."""
+    """Compute the statistics element by element, in double precision."""
     scale = np.asarray(tensor.scale, np.float64)
     zero = np.zeros_like(scale) if tensor.zero_point is None else np.asarray(tensor.zero_point, np.float64)
     size = [n // m for n, m in zip(x.shape, scale.shape, strict=True)]

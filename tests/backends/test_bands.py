@@ -1,12 +1,13 @@
-"""The bands: distances of a quantized decoder from its float twin, as MaxText measured them.
+"""Distance of a quantized decoder from its float twin, compared with the bands that MaxText measured.
 
-int8 on Qwix, as it was measured; the others on native. ``tests/twins`` compares native with AQT, Qwix and flax.
+int8 runs on Qwix, as in the measurement; the other strings run on native. ``tests/twins`` compares native with AQT,
+Qwix and flax.
 
-The decoder's shapes are those of the published measurements: no activation has a kernel's shape. Its initial values are
-MaxText's: kernels truncated normal with variance 1 / fan-in, the query divided by the square root of the head's width,
-embeddings of unit variance. So is its compute dtype, bfloat16, whose own rounding is part of the published int8 logits
-(.0143 in float32, .0172 in bfloat16), and so is the pooling of the layers in an average over parameters: MaxText scans
-its layers, so that each parameter is one tensor for all of them.
+The decoder's shapes are the shapes of the published measurements: no activation has the shape of a kernel. Its initial
+values are MaxText's: truncated normal kernels with variance 1 / fan-in, the query divided by the square root of the
+head's width, embeddings with variance 1. The compute dtype is MaxText's, too: bfloat16, whose rounding is part of the
+published int8 logits (0.0143 in float32, 0.0172 in bfloat16). Averages over parameters pool the layers, because MaxText
+scans its layers and each parameter is one tensor for all of them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Decoder(nn.Module):
 
 
 SEEDS = (0, 1)
-"""Of parameters, tokens and rounding; the distances are averages over them."""
+"""Seeds of parameters, tokens and rounding; the distances are averages over these seeds."""
 TOKENS = [jax.random.randint(jax.random.key(seed), (BATCH, SEQUENCE), 0, VOCAB) for seed in SEEDS]
 
 
@@ -90,7 +91,7 @@ def params() -> list[Any]:
 
 
 def outputs(model: Any, params: list[Any]) -> list[Any]:
-    """Return the logits of each seed, and the gradient of mean(logits²) by parameter, its layers in one tensor."""
+    """Return the logits of each seed, and the gradient of mean(logits²) by parameter, with the layers stacked."""
     quant_state = unseen(split(jax.eval_shape(model.init, KEYS[0], TOKENS[0]))[1])
 
     @jax.jit
@@ -99,7 +100,7 @@ def outputs(model: Any, params: list[Any]) -> list[Any]:
             logits = model.apply(merge(params, quant_state), batch, rngs={"quant": key})
             return jnp.mean(jnp.square(logits.astype(jnp.float32))), logits
 
-        with frozen():  # one gradient, after which nothing advances
+        with frozen():  # only one gradient, so the state need not advance
             (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
         layers = [grads.pop(f"layers_{layer}") for layer in range(LAYERS)]
         return logits, grads | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}

@@ -1,4 +1,4 @@
-"""Experts, convolutions, 4 bits, edges and converted models on AQT and Qwix; what is left open is native's."""
+"""Experts, convolutions, 4 bits, edges and converted models on AQT and Qwix, completed by the native backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grouped(p, x):
 
 
 def model(p, x):
-    """Experts, a convolution and a matmul."""
+    """Compute experts, a convolution and a matmul."""
     rows = jnp.tanh(grouped(p, x)).reshape(2, 6, 6)
     numbers = ("NWC", "WIO", "NWC")
     rows = jax.lax.conv_general_dilated(rows, p["filter"]["kernel"], (1,), "SAME", dimension_numbers=numbers)
@@ -71,7 +71,7 @@ def test_nothing_behind_the_last_group_reaches_a_number():
 
 @pytest.mark.parametrize("name", ["int4", "fp4"])
 def test_4_bits_on_qwix_compile_for_cpus_and_convert(name):
-    """XLA:CPU fails on 4-bit operands that it need not reshape."""
+    """XLA:CPU fails on 4-bit operands that need no reshape."""
     x, params = normal(0, 8, 32), {"w": normal(1, 32, 16)}
     q = jaxquant.quantize(lambda p, x: x @ p["w"], config_of(name, "qwix"))
     assert [row.recipe for row in q.report(params, x).rows] == [name]
@@ -111,7 +111,7 @@ class Converted(nn.Module):
         return nn.Einsum((24, 2, 8), "bk,khd->bhd", use_bias=False)(x)
 
 
-@pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix")])  # native: ops/test_edges.py
+@pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix")])  # native: test_edges.py
 def test_the_input_gradient_of_a_converted_model_is_that_of_the_dequantized_one(string, backend):
     config, plain = config_of(string, backend), Converted()
     served = jaxquant.convert(plain, plain.init(jax.random.key(1), X), config, X)

@@ -30,7 +30,7 @@ X = jax.random.normal(jax.random.key(0), (4, 8))
 
 
 class Block(nn.Module):
-    """A model that plumbs quantization by hand."""
+    """A model that passes the quantization handle to its ops by hand."""
 
     quant: object
 
@@ -64,7 +64,7 @@ def quantize(config, mode="train"):
 
 def test_modes():
     assert [get_quant_mode(mode) for mode in MODES] == [QuantMode.TRAIN, QuantMode.CONVERT, QuantMode.SERVE]
-    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; known ones are 'train', 'convert', 's"):
+    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; use one of 'train', 'convert', 's"):
         get_quant_mode("eval")
     for mode in MODES:
         quant = configure_quantization({"quantization": "int8"}, mode)
@@ -90,7 +90,7 @@ def config_of(case):
 
 @functools.cache
 def modes_of(case):
-    """Run a model with a history in train and convert mode: its variables, both outputs and what was stored."""
+    """Run a model in train and convert mode; return its variables, both outputs and the stored tensors."""
     config = config_of(case)
     variables = filled(jax.eval_shape(quantize(config).init, jax.random.key(1), X))
     trained = jax.jit(lambda v: quantize(config).apply(v, X))(variables)
@@ -100,7 +100,7 @@ def modes_of(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_convert_and_serve_repeat_training_bit_for_bit(case):
-    """What serves has none of the float kernels: the matched ones are gone, and zeros are in their place."""
+    """Serve mode has no float kernels: matched kernels are removed, and the layers pass zeros."""
     _, einsum, dtype, _ = CASES[case]
     variables, trained, converted, stored = modes_of(case)
     assert not np.array_equal(trained, Model(None).apply({"params": variables["params"]}, X))
@@ -128,7 +128,7 @@ def stored_tensors(stored):
 
 
 class Handing(nn.Module):
-    """A layer as MaxText's: while serving it has no kernel, and hands zeros over."""
+    """A layer like MaxText's: in serve mode it has no kernel and passes zeros to the op."""
 
     quant: object
 
@@ -170,7 +170,7 @@ def test_native_models_that_hand_over_zeros_serve_under_a_scan():
 
 
 def test_native_init_of_each_mode_makes_what_it_reads():
-    """Convert mode makes the same parameters and state as training; serve mode makes what convert mode writes."""
+    """Convert mode creates the parameters and state of training; serve mode creates the tensors of convert mode."""
     made = {mode: jax.eval_shape(quantize(config_of("fp8"), mode).init, jax.random.key(1), X) for mode in MODES}
     assert made["convert"] == made["train"] | {"aqt": made["convert"]["aqt"]}
     assert set(made["serve"]) == {"params", "aqt"}
@@ -182,7 +182,7 @@ def test_what_convert_and_serve_lack_is_named():
     convert, serve = (quantize(config_of("fp8"), mode) for mode in ("convert", "serve"))
     fresh = jax.jit(quantize(config_of("fp8")).init)(jax.random.key(1), X)
     int8 = modes_of("int8")[3]
-    less = jax.tree.map(lambda leaf: leaf, stored)  # the cached one stays whole
+    less = jax.tree.map(lambda leaf: leaf, stored)  # the cached parameters are unchanged
     kept = less["aqt"]["block"]["out"]["Fp8DirectDotGeneralOp_0"]["qrhs"]
     kept["frozen"] = dataclasses.replace(kept["frozen"], input_scale=None)
     other = quantize({"quantization": "aqt_fp8", "quant_backend": "aqt"}, "serve")
@@ -233,7 +233,7 @@ def test_stored_tensors_are_named_after_the_kernels_axes(backend, replicate):
 
 
 def test_recipes_by_path(tmp_path):
-    """An intmp file: the einsum's weight lives in the block itself, the tile keeps the name on its inner axis."""
+    """An intmp file: the einsum's weight belongs to the block, and a tile's inner axis keeps the axis name."""
     path = tmp_path / "mixed.json"
     bits = {"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4, "tile_size": 4}, "block": {"w_bits": 4}}
     path.write_text(json.dumps(bits))
@@ -253,12 +253,12 @@ def test_a_rule_that_matches_no_layer_is_found_after_init():
     for quant in quants:
         jax.eval_shape(Model(quant).init, jax.random.key(1), X)
     quants[0].check_used()
-    with pytest.raises(ValueError, match=r"rules\[1\]\.path 'blok/out' matches no layer; .* block, block/ga"):
+    with pytest.raises(ValueError, match=r"rules\[1\]\.path 'blok/out' matches no layer; .* block/out, block/ga"):
         quants[1].check_used()
 
 
 class Pair(nn.Module):
-    """Two ops of each kind in one module, as a gated expert layer has them."""
+    """Two ops of each kind in one module, as in a gated expert layer."""
 
     quant: object
 

@@ -1,4 +1,4 @@
-"""What a backend does not say it honours is refused by its name, fields that are added later among it."""
+"""A backend raises an error for every field that it does not list as supported, including later fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_field_that_a_backend_has_not_heard_of_is_refused(name):
 
 
 def test_a_model_is_refused_before_it_runs():
-    """The check comes with the quantization, also where a layer's op is only made at its first call."""
+    """A model is checked when it is quantized, even if the op of a layer is only created at the first call."""
     recipe = Recipe("mine", MatmulSpec(TensorSpec("float4_e2m1fn"), INT8))
     config = QuantConfig(quant_backend="aqt", rules=(jaxquant.config.rules.Rule(".*", recipe),))
     for refuse in (
@@ -48,7 +48,7 @@ def test_a_model_is_refused_before_it_runs():
 
 @pytest.mark.parametrize("backend", ["native", "aqt", "qwix"])
 def test_float16_is_right_or_refused(backend):
-    """Sums of 960 products of int8 are above 65504; the scales of weights are below the root of its smallest number."""
+    """Sums of 960 int8 products exceed 65504, and weight scales are below the root of the smallest float16."""
     x, layer = jax.random.normal(jax.random.key(0), (4, 960), jnp.float16), nn.Dense(8, dtype=jnp.float16)
     model = jaxquant.maybe_quantize_model(layer, {"quantization": "int8", "quant_backend": backend})
     variables = layer.init(jax.random.key(0), x)
@@ -62,7 +62,7 @@ def test_float16_is_right_or_refused(backend):
 
 @pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_e4m3", "qwix")])
 def test_shards_that_do_not_divide_are_refused(string, backend):
-    """Of 5 shards over 8 rows Qwix made 4 blocks, and 16 failed in words of its own."""
+    """With 5 shards of 8 rows, Qwix used 4 blocks; 16 shards raised one of Qwix's own errors."""
     for count in (4, 5):
         config = {"quantization": string, "quant_backend": backend, "quantization_local_shard_count": count}
         model = jaxquant.maybe_quantize_model(nn.Dense(4), config, X)

@@ -1,4 +1,4 @@
-"""AQT and Qwix do what the recipe says: the reuse of forward tensors, shards, bounds, the stream of noise, refusals."""
+"""AQT and Qwix follow the recipe: reuse of forward tensors, shards, bounds, noise streams, errors."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def reusing(shards=1, grad=INT8):
 
 
 def aqt_dot(recipe, x, w, **product):
-    """The matmul of two matrices on AQT."""
+    """Multiply two matrices with AQT."""
     return load("aqt").contract(x, w, Setup(recipe, (((1,), (0,)), ((), ())), **product))
 
 
 def quantize(x, axis):
-    """int8 per channel as AQT computes it: multiply by 1/scale, round half to even, clip at 127."""
+    """Quantize to int8 per channel like AQT: multiply by 1/scale, round half to even, clip at 127."""
     scale = np.max(np.abs(x), axis=axis, keepdims=True) / np.float32(127.5)
     return np.clip(np.round(x * (1 / scale)), -127, 127), scale
 
@@ -82,7 +82,7 @@ def test_aqt_reuses_the_forward_qvalues():
 
 
 def test_each_constant_bound_reaches_its_operand():
-    """A small bound clips that operand; a forward one also stops the gradient of what it clips."""
+    """A small bound clips its operand; a bound of a forward operand also zeroes the gradient of clipped elements."""
     x = jax.random.normal(jax.random.key(0), (8, 16))
     w = jax.random.normal(jax.random.key(1), (16, 6))
 
@@ -103,7 +103,7 @@ def test_each_constant_bound_reaches_its_operand():
 
 
 class Einsum(nn.Module):
-    """An einsum of a model that plumbs AQT's op by hand."""
+    """An einsum of a model that passes AQT's op by hand."""
 
     recipe: Recipe
     equation: str
@@ -115,7 +115,7 @@ class Einsum(nn.Module):
 
 
 def test_aqt_einsum_gives_each_operand_its_own_spec():
-    """An int4 weight and an int8 activation, whichever way the einsum is turned into a matmul."""
+    """An int4 weight and an int8 activation, for both operand orders of the einsum."""
     equation = "bsd,fd->fbs"
     x, w = (np.asarray(jax.random.normal(jax.random.key(i), shape)) for i, shape in enumerate([(3, 5, 8), (4, 8)]))
     recipe = Recipe("intmp", MatmulSpec(TensorSpec("int8"), TensorSpec("int4")))
@@ -145,7 +145,7 @@ def test_aqt_refuses_what_it_would_ignore():
 
 
 class Scanned(nn.Module):
-    """Two equal layers under scan and remat; the second sees what the first saw."""
+    """Two equal layers under scan and remat, with the same input."""
 
     @nn.compact
     def __call__(self, x):
@@ -158,7 +158,7 @@ class Scanned(nn.Module):
 
 @pytest.mark.parametrize("backend", ["aqt", "qwix"])
 def test_stochastic_rounding_follows_the_stream(backend):
-    """Gradients differ by key and by scanned layer, the forward does not, and each element has its own noise."""
+    """Gradients depend on the key and the scanned layer, the forward pass does not; elements have independent noise."""
     model = jaxquant.maybe_quantize_model(Scanned(), {"quantization": "int8", "quant_backend": backend}, X[0])
     params = Scanned().init(jax.random.key(1), X[0])
     cotangent = jnp.tile(jax.random.normal(jax.random.key(2), (7, 1)), 8)
@@ -173,11 +173,11 @@ def test_stochastic_rounding_follows_the_stream(backend):
     np.testing.assert_array_equal(g0, g2)
     assert not np.array_equal(g0, g1)
     assert not np.array_equal(g0[0], g0[1])
-    # Noise shared along a row of the gradient, whose columns are equal, would leave them equal.
+    # The columns of the gradient are equal. Noise shared along a row would keep them equal.
     assert not np.array_equal(g0[0, :, :1], g0[0, :, 1:2])
 
 
-# -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
+# -- Qwix: the layers that it quantizes --------------------------------------------------------------------------------
 
 
 def test_qwix_refuses_options_that_it_drops():
@@ -190,7 +190,7 @@ def test_qwix_refuses_options_that_it_drops():
 
     config = {"quantization": "fp8_e4m3", "quant_backend": "qwix"}
     native = config | {"quant_backend": "native"}
-    for last, asked in (("wo", config), ("wo", native), ("logits", config)):  # a layer in float keeps its own
+    for last, asked in (("wo", config), ("wo", native), ("logits", config)):  # a float layer keeps its kernel
         model = jaxquant.maybe_quantize_model(Model(last), asked, X)
         is_refused = (last, asked) == ("wo", config)
         refused = pytest.raises(NotImplementedError, match=r"Qwix ignores precision.*; use quant_backend 'native'")
@@ -198,7 +198,7 @@ def test_qwix_refuses_options_that_it_drops():
             jax.eval_shape(model.init_with_output, jax.random.key(0), X)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 E4M3, FP4 = TensorSpec("float8_e4m3fn"), TensorSpec("float4_e2m1fn")
 NOISY_FP8 = TensorSpec("float8_e5m2", rounding="stochastic")

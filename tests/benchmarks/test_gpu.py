@@ -1,4 +1,4 @@
-"""The benchmark commands refuse what they cannot measure, and the one call for a GPU runs to its end on a CPU."""
+"""The benchmark commands raise errors for what they cannot measure, and the GPU command runs to its end on a CPU."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_a_speedrun_compares_rows_and_draws_them(tmp_path):
     assert main(["bench", "speedrun", *words, "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path)
     assert [(row["row"], row["curve"][-1][0]) for row in rows] == [("bf16", 4), ("jaxquant int8", 4)]
-    assert all(loss < 5.77 for row in rows for *_, loss in row["curve"])  # log(320), of a guess
+    assert all(loss < 5.77 for row in rows for *_, loss in row["curve"])  # log(320), the loss of a uniform guess
     assert next(tmp_path.glob("*.svg")).read_text().count("<polyline") == 2
 
 

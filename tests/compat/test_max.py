@@ -1,4 +1,4 @@
-"""MAX's QuantConfig: what it says of configs of published checkpoints, its errors, and its views of a config."""
+"""MAX's QuantConfig: parsing of published checkpoints' configs, errors, and views of a config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.export.hf_published import (
 ALL = object()
 CHANNEL, TOKEN = scheme("channel"), scheme("token", True)
 
-# What is read: format, input (granularity, origin, dtype, block), weight (granularity, dtype, block), (m, n, k).
+# Parsed fields: format, input (granularity, origin, dtype, block), weight (granularity, dtype, block), (m, n, k).
 CHANNELS = "compressed-tensors-fp8", (COLWISE, DYNAMIC, FP8, None), (ROWWISE, "float32", None), (1, 1, -1)
 FLOATS_ALONE = "compressed-tensors-fp8", None, (ROWWISE, "float32", None), None
 INT8 = "int8-w8a8", (COLWISE, DYNAMIC, "float32", None), (ROWWISE, "float32", None), (1, 1, -1)
@@ -55,12 +55,12 @@ MX8 = "mxfp8", (BLOCK, DYNAMIC, "float8_e8m0fnu", (1, 32)), (BLOCK, "float8_e8m0
 
 
 def whole(format: str) -> tuple:
-    """A scale for each tensor, fixed beforehand."""
+    """Return the spec of a static scale per tensor."""
     return format, (TENSOR, STATIC, "float32", None), (TENSOR, "float32", None), (-1, -1, -1)
 
 
 def blocks(format: str) -> tuple:
-    """Blocks of 128 by 128."""
+    """Return the spec of blocks of 128 by 128."""
     return format, (BLOCK, DYNAMIC, "float32", (1, 128)), (BLOCK, "float32", (128, 128)), (1, 128, 128)
 
 
@@ -71,7 +71,7 @@ NO_ATTENTION = compressed(CHANNEL, TOKEN, ["lm_head", "re:.*self_attn.*"])
 FROM_1 = range(1, 126)
 W8A8 = compressed(scheme("channel", kind="int"), scheme("token", True, kind="int"), format="int-quantized")
 CASES = {
-    # name: (config, layers, tensors, dtype), what is read, MLP layers, attention layers
+    # name: (config, layers, tensors, dtype), parsed fields, MLP layers, attention layers
     "RedHat FP8-dynamic": ((CT_DYNAMIC, 4, tensors(), FP8), CHANNELS, ALL, ALL),
     "FP8 static": ((CT_STATIC, 4, tensors(shape=(1,), **STATIC_INPUT), FP8), whole("compressed-tensors-fp8"), ALL, ALL),
     "FP8_BLOCK preset": ((PRESET, 4, tensors(shape=(1, 1)), FP8), blocks("compressed-tensors-fp8"), ALL, ALL),
@@ -132,12 +132,12 @@ ERRORS = [
     (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\], got \[64, 64\]"),
     (compressed(CHANNEL, TOKEN, [UP]), "assumes uniform quantization for MLPs; layer 1 leaves out mlp.up_proj"),
     (compressed(CHANNEL, TOKEN, [Q_PROJ]), "attention QKV and output projections; layer 1 leaves out self_attn.q_proj"),
-    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, others float8_e4m3fn; a QuantConfig holds one"),
+    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, others have float8_e4m3fn; a QuantConfig has one"),
 ]
 """A config, and the error."""
 MIXED_SCALES = tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))
 TENSOR_ERRORS = [
-    (CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}, "no tensor is named layers.0.mlp.down_proj.weight_scale"),
+    (CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}, "there is no tensor layers.0.mlp.down_proj.weight_scale"),
     (FBGEMM, {}, "could not find weight scale dtype for FBGEMM FP8"),
     (FBGEMM, tensors(shape=(1, 2)), "only row-wise weight quantization"),
     (FBGEMM, MIXED_SCALES, "uniform weight scale dtype is supported for FBGEMM FP8"),
@@ -279,7 +279,7 @@ def test_scales_interleave_as_defined_and_come_back(shape, dtype):
         assert back.dtype == scales.dtype
         back = back if dtype == "float32" else jax.lax.bitcast_convert_type(back, jnp.uint8)
         np.testing.assert_array_equal(back, raw)
-    with pytest.raises(ValueError, match="do not hold scales of shape"):
+    with pytest.raises(ValueError, match="do not match scales of shape"):
         hf.deinterleave_scales(out, (shape[0] + 128, shape[1]))
 
 

@@ -1,4 +1,4 @@
-"""MLC's functions against plain numpy, over its shapes: values, layouts, layers, experts, latent attention, rules."""
+"""MLC's functions compared with numpy: values, shapes, layouts, layers, experts, latent attention, rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxquant.core.recipe import TensorSpec
 from tests import numerics
 from tests.models import chain
 
-linear = mlc.block_scale_linear
+linear, split = mlc.block_scale_linear, mlc.split_kv_b_proj
 BLOCK = (128, 128)
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 F32 = np.float32
@@ -30,7 +30,7 @@ def normal(*shape, seed=0, dtype=F32):
 
 
 def groups_of(x, group, dtype, scale_of):
-    """Quantize group by group: elements, and scales by ``scale_of`` the largest magnitude of each."""
+    """Quantize group by group; ``scale_of`` maps a group's largest magnitude to its scale."""
     q, scales = np.zeros(x.shape, dtype), np.zeros((*x.shape[:-1], -(-x.shape[-1] // group)), F32)
     for index in np.ndindex(*scales.shape):
         part = (*index[:-1], slice(index[-1] * group, (index[-1] + 1) * group))
@@ -49,21 +49,21 @@ def ours(dtype):
 
 
 def values(q, scale, block):
-    """Return what elements and scales stand for, in float64."""
+    """Return the values of elements and scales, in float64."""
     for axis, step in zip(range(-len(block), 0), block, strict=True):
         scale = np.repeat(scale, step, axis).take(range(q.shape[axis]), axis)
     return np.asarray(q, np.float64) * np.asarray(scale, np.float64)
 
 
 def weight(*shape, block=BLOCK, dtype="float8_e4m3fn"):
-    """Return elements and scales as MLC's tests make them, the scales at random."""
+    """Return elements and random scales, as in MLC's tests."""
     counts = [-(-n // step) for n, step in zip(shape[-2:], block, strict=True)]
     scale = np.random.default_rng(7).random((*shape[:-2], *counts)).astype(F32) / F32(448) + F32(1e-3)
     return normal(*shape, seed=1).astype(dtype), scale
 
 
 def close(found, x, w, bias=0.0):
-    """Compare with x · wᵀ + bias of float64, up to the roundings of a float32 matmul and one of the sum."""
+    """Compare with x · wᵀ + bias in float64, within the rounding of a float32 matmul and of one sum."""
     want = x @ w.swapaxes(-1, -2) + bias
     bound = numerics.dot_bound(x, w.swapaxes(-1, -2)) + numerics.FLOAT32_EPS * np.abs(want)
     np.testing.assert_array_less(np.abs(np.asarray(found, np.float64) - want), bound)
@@ -84,7 +84,7 @@ def test_groups_are_quantized_as_mlc_does(shape, group, dtype, x_dtype):
     q, scale = jax.jit(lambda x: mlc.rowwise_group_quant_fp8(x, group, dtype))(x)
     np.testing.assert_array_equal(np.asarray(q).view(np.uint8), want_q.view(np.uint8))
     np.testing.assert_array_equal(scale, want)
-    static = want.reshape(-1, want.shape[-1])[-1]  # by known scales: those of the last row
+    static = want.reshape(-1, want.shape[-1])[-1]  # with known scales: the scales of the last row
     want_q, _ = groups_of(x, group, dtype, lambda _, index: static[index[-1]])
     q = jax.jit(lambda x, s: mlc.static_activation_group_quant_fp8(x, s, group, dtype))(x, static)
     np.testing.assert_array_equal(np.asarray(q).view(np.uint8), want_q.view(np.uint8))
@@ -123,7 +123,7 @@ def test_a_group_of_zeros_has_mlcs_least_scale_and_a_tiny_one_keeps_its_digits_b
     )(tiny)
     assert float(scale[0, 0]) == float(F32(1e-10) / F32(448))
     assert not np.any(np.asarray(q[0], F32))
-    for each, low, high in (((q, scale), 0.5, 1), (own, 0, 0.04)):  # relative RMSE of 1 × 128 in e4m3: .026
+    for each, low, high in (((q, scale), 0.5, 1), (own, 0, 0.04)):  # relative RMSE of 1 × 128 in e4m3: 0.026
         error = values(*map(np.asarray, each), (128,)) - tiny.astype(np.float64)
         assert low <= np.sqrt(np.mean(error**2) / np.mean(tiny.astype(np.float64) ** 2)) <= high
     np.testing.assert_array_equal(own[1], tensor.scale)
@@ -138,11 +138,11 @@ def test_mlcs_flags_name_layouts():
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "how", "block", "dtype"),  # 576 and 100 end within a block
+    ("n", "k", "how", "block", "dtype"),  # 576 and 100 are not multiples of a block
     [
         (256, 576, "row", BLOCK, "float8_e4m3fn"),
         (200, 100, "static", BLOCK, "float8_e4m3fn"),
-        (200, 192, "own", (64, 96), "float8_e5m2"),  # which MLC reads, and has no matmul of
+        (200, 192, "own", (64, 96), "float8_e5m2"),  # MLC reads this format, but has no matmul for it
     ],
 )
 def test_a_linear_layer_is_that_of_the_values(n, k, how, block, dtype):
@@ -182,7 +182,7 @@ def test_a_row_in_float_is_mlcs_gemv_and_a_quantized_one_is_a_row_of_a_prefill()
     left = values(*groups_of(x, 128, w.dtype.name, ours(w.dtype.name)), (128,))
     bound = 2 * numerics.dot_bound(left[:1], values(w, scale, BLOCK).T)
     assert not np.all(np.abs(np.asarray(run(x[:1], w, scale) - prefilled[:1])) <= bound)
-    # In bfloat16 both operands are rounded before the product, and the result: half an eps each.
+    # In bfloat16, both operands and the result are rounded: half an eps each.
     exact, size = left @ values(w, scale, BLOCK).T, np.abs(left) @ np.abs(values(w, scale, BLOCK)).T
     bound = numerics.BFLOAT16_EPS * (size * (1 + 2**-8) + np.abs(exact) / 2 + size * 2**-8)
     found = mlc.block_scale_linear(jnp.asarray(x), w, scale)
@@ -203,27 +203,27 @@ REFUSED = [
     (lambda x, w, s: linear(x, w[0], np.ones((2, 1, 1), F32)), "weight with weight_scale_inv has"),
     (lambda x, w, s: linear(x, w[0], np.ones((2, 2), F32)), r"has scales of shape \(2, 2\), not \(1, 1\)"),
     (lambda x, w, s: linear(x, w[0], s[0], activation_scale=np.ones(3, F32)), "3 static scales are not valid for an"),
-    (lambda x, w, s: linear(x[:, :9], w[0], s[0]), r"x \(4, 9\) must end in the K of weight \[N, K\] = \(64, 96\)"),
+    (lambda x, w, s: linear(x[:, :9], w[0], s[0]), r"x \(4, 9\) must equal K of weight \[N, K\] = \(64, 96\)"),
     (lambda x, w, s: linear(x, w[0], s[0], bias=np.ones(1, F32)), r"bias must have shape \(64,\), got \(1,\)"),
     (lambda x, w, s: linear(x, w[0], s[0], out_dtype="int8"), "out_dtype must be float, got int8"),
     (lambda x, w, s: linear(x, w[0], s[0], block_size=32), r"must be \(rows, columns\)"),
     (lambda x, w, s: mlc.block_scale_experts(x, w[0], s[0], np.array([4])), r"must be \[E, N, K\]"),
-    (lambda x, w, s: mlc.block_scale_experts(x, w, s, np.array([1.0, 4.0])), "must hold integers"),
-    (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), "end in the K of"),
+    (lambda x, w, s: mlc.block_scale_experts(x, w, s, np.array([1.0, 4.0])), "must be an array of integers"),
+    (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), "must equal K of"),
     (lambda x, w, s: mlc.block_scale_experts(x[None], w, s, [1, 4]), r"x must be \[tokens, K\]"),
-    (lambda x, w, s: mlc.block_scale_experts(x[:2], w, s, np.array([[0, 1, 0]])), "x has 1 or 3 rows, got 2"),
+    (lambda x, w, s: mlc.block_scale_experts(x[:2], w, s, np.array([[0, 1, 0]])), "x needs 1 or 3 rows, got 2"),
     (lambda x, w, s: mlc.group_sizes(np.array([1, 2, 3, 4]), 5), r"\(4,\); for 5 experts it must be \(5,\) or \(6,\)"),
-    (lambda x, w, s: mlc.absorb(w[0, 0], s[0], 2, 128, 128), r"weight must be \[rows, C\], got"),
-    (lambda x, w, s: mlc.absorb(*weight(1152, 192), 3, 128, 256), "kv_lora_rank 192 is not a multiple of 128, of the"),
-    (lambda x, w, s: mlc.absorb(*weight(1152, 256), 3, 192, 192), "qk_nope_head_dim 192 is not a multiple of 128"),
-    (lambda x, w, s: mlc.absorb(*weight(960, 256), 3, 256, 64), "v_head_dim 64 is not a multiple of 128"),
-    (lambda x, w, s: mlc.absorb(*weight(1152, 256), 3, 128, 257), "rows, not num_heads 3 times qk_nope_head_dim 128"),
+    (lambda x, w, s: split(w[0, 0], s[0], 2, 128, 128), r"weight must be \[rows, C\], got"),
+    (lambda x, w, s: split(*weight(1152, 192), 3, 128, 256), "kv_lora_rank 192 is not a multiple of 128 "),
+    (lambda x, w, s: split(*weight(1152, 256), 3, 192, 192), "qk_nope_head_dim 192 is not a multiple of 128"),
+    (lambda x, w, s: split(*weight(960, 256), 3, 256, 64), "v_head_dim 64 is not a multiple of 128"),
+    (lambda x, w, s: split(*weight(1152, 256), 3, 128, 257), "rows, not num_heads 3 times qk_nope_head_dim 128"),
     (lambda x, w, s: mlc.skip_reason("mlp.up", 8, "mlp"), "must be a list of modules, got 'mlp'"),
     (lambda x, w, s: mlc.block_scale_bmm(x[None], w, s), r"\(1, 4, 96\) must be \[H, M, K\] with as"),
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x, 32, "int8"), "dtype must be float8_e4m3fn or"),
     (lambda x, w, s: mlc.rowwise_group_quant_fp8(x.astype("int32"), 32), "x has dtype int32"),
     (lambda x, w, s: mlc.static_activation_group_quant_fp8(x, jnp.ones(2), 32), "has 2 scales; x .* has groups of 32"),
-    (lambda x, w, s: ScaleLayout.MLC_BMM.write(x), "three or more axes, got 2"),
+    (lambda x, w, s: ScaleLayout.MLC_BMM.write(x), "at least three axes, got 2"),
 ]
 
 
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 def test_experts_are_grouped_by_both_forms_of_indptr():
-    sizes = np.array([3, 0, 1, 4, 0])  # empty experts, and two rows behind the last
+    sizes = np.array([3, 0, 1, 4, 0])  # empty experts, and two rows after the last expert
     (w, scale), x = weight(5, 256, 200), normal(10, 200)
     x[8:] = np.nan
     left = values(*groups_of(x[:8], 128, w.dtype.name, ours(w.dtype.name)), (128,))
@@ -262,9 +262,9 @@ def test_a_single_token_goes_to_its_experts():
         assert y.shape == (3, 200)
         for i, expert in enumerate(chosen[0]):
             close(y[i], left[i % len(left)], dense[expert])
-    out = run(x, w, scale, np.array([[-1, 2, 5]], np.int32), quantizes_row=False)  # there is no -1 nor 5
+    out = run(x, w, scale, np.array([[-1, 2, 5]], np.int32), quantizes_row=False)  # -1 and 5 are not experts
     np.testing.assert_array_equal(np.isnan(out).any(axis=1), [True, False, True])
-    many = [np.repeat(part[:1], 128, axis=0) for part in (w, scale)]  # as many experts as int8 cannot count
+    many = [np.repeat(part[:1], 128, axis=0) for part in (w, scale)]  # more experts than int8 can index
     out = run(x[:1], *many, np.array([[-1, 2]], np.int8))
     np.testing.assert_array_equal(np.isnan(out).any(axis=1), [True, False])
 
@@ -276,13 +276,13 @@ HEADS, NOPE, VALUE, RANK = 3, 128, 256, 256
 
 def test_the_absorbed_projections_are_those_of_kv_b_proj():
     w, scale = weight(HEADS * (NOPE + VALUE), RANK)
-    found = mlc.absorb(w, scale, HEADS, NOPE, VALUE)
+    found = split(w, scale, HEADS, NOPE, VALUE)
     dense = values(w, scale, BLOCK).reshape(HEADS, NOPE + VALUE, RANK)
     assert (found.w_uk.shape, found.w_uk_scale_inv.shape) == ((HEADS, RANK, NOPE), (HEADS, RANK // 128, 1))
     np.testing.assert_array_equal(values(found.w_uk, found.w_uk_scale_inv, BLOCK), dense[:, :NOPE].swapaxes(1, 2))
     np.testing.assert_array_equal(values(found.w_uv, found.w_uv_scale_inv, BLOCK), dense[:, NOPE:])
     oblong = weight(HEADS * (NOPE + VALUE), RANK, block=(128, 64))
-    w_uk, uk_scale, *_ = mlc.absorb(*oblong, HEADS, NOPE, VALUE, (128, 64))  # its blocks are turned, too
+    w_uk, uk_scale, *_ = split(*oblong, HEADS, NOPE, VALUE, (128, 64))  # its blocks are transposed, too
     want = values(*oblong, (128, 64)).reshape(dense.shape)[:, :NOPE].swapaxes(1, 2)
     np.testing.assert_array_equal(values(w_uk, uk_scale, (64, 128)), want)
     bmm = jax.jit(mlc.block_scale_bmm)

@@ -1,4 +1,4 @@
-"""MLC's block-scale presets, read for a checkpoint."""
+"""MLC's block-scale presets, parsed for a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_the_head_gates_and_excluded_modules_stay_in_float():
 
 
 REFUSED = [
-    ("fp8", BLOCKS, "MLC quantization 'fp8' is not known; known ones are"),
-    (DYNAMIC, {"quant_method": "fbgemm_fp8"}, "needs a checkpoint with quant_method 'fp8', got 'fbgemm_fp8'"),
-    (DYNAMIC, {}, "needs a checkpoint with quant_method 'fp8', got none"),
+    ("fp8", BLOCKS, "MLC quantization 'fp8' is not known; use one of"),
+    (DYNAMIC, {"quant_method": "fbgemm_fp8"}, "requires a checkpoint with quant_method 'fp8', got 'fbgemm_fp8'"),
+    (DYNAMIC, {}, "requires a checkpoint with quant_method 'fp8', got none"),
     (DYNAMIC, {"quant_method": "fp8"}, "weight_block_size must be specified"),
     (DYNAMIC, MINISTRAL, "activation_scheme is 'static' and use_activation_scale of .* is False"),
     ({"name": "x", "weight_block_size": [64, 64]}, BLOCKS, r"is \(64, 64\), but the checkpoint has \(128, 64\)"),

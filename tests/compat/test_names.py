@@ -1,4 +1,4 @@
-"""The page on MLC: every name of ours in it is there, and every public one is in it."""
+"""The page on MLC lists every public name of the module, and every name that it lists exists."""
 
 from __future__ import annotations
 

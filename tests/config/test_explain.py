@@ -1,4 +1,4 @@
-"""What is said of a recipe is read from it: every string can be explained, and no field can change unsaid."""
+"""Explanations come from the recipe: every string can be explained, and every field changes the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_string_is_explained_by_its_recipe():
         for spec in row.recipe.specs.values() if row.recipe else ():
             if isinstance(spec, TensorSpec):
                 assert explain.describe_operand(spec) in text
-        assert (explain.LEAN in text) == bool(row.recipe and row.recipe.is_lean)
+        assert (explain.LEAN_ARITHMETIC in text) == bool(row.recipe and row.recipe.is_lean)
 
 
 def test_options_change_what_is_said():
@@ -31,9 +31,9 @@ def test_options_change_what_is_said():
 
 
 def spoiled(string: str) -> set[str]:
-    """Return the tensors in which one NaN makes results NaN that do not depend on it in float."""
+    """Return the tensors in which one NaN makes further results NaN, which do not depend on it in float."""
     x, w, g = jax.random.normal(jax.random.key(0), (3, 256, 256))
-    config = {"quantization": string, "quant_backend": "native"}  # XLA:CPU's maximum, which AQT takes, can lose a NaN
+    config = {"quantization": string, "quant_backend": "native"}  # AQT uses XLA:CPU's maximum, which can lose a NaN
     product = jaxquant.quantize(lambda params, x: x @ params["w"], config)
     state = product.init({"w": w}, x)
 
@@ -45,7 +45,7 @@ def spoiled(string: str) -> set[str]:
     bad = jnp.zeros((256, 256)).at[3, 0].set(jnp.nan)
     found = {
         "input": step(x + bad, w, g)[0][4:],
-        "weight": step(x, w + bad, g)[0][:, 128:],  # fp8_block's are 128 by 128
+        "weight": step(x, w + bad, g)[0][:, 128:],  # blocks of fp8_block are 128 by 128
         "output gradient": step(x, w, g + bad)[1][4:],
     }
     return {tensor for tensor, values in found.items() if jnp.isnan(values).any()}
@@ -54,7 +54,7 @@ def spoiled(string: str) -> set[str]:
 OPTIMIZED = False
 
 
-@pytest.mark.parametrize("string", ["int8", "fp8", "fp8_full", "nvfp4", "int8w"])  # those that differ in kind
+@pytest.mark.parametrize("string", ["int8", "fp8", "fp8_full", "nvfp4", "int8w"])  # strings of different kinds
 def test_where_one_nan_spoils_a_tensor_is_said(string: str):
     whole = explain.poisoned_tensors(RECIPES[string].recipe)
     assert set(whole) == spoiled(string)

@@ -1,4 +1,4 @@
-"""Which layer gets which recipe, and the reason."""
+"""The recipe of each layer, and the reason for it."""
 
 import re
 
@@ -77,7 +77,7 @@ def test_check_used():
         ValueError, match=re.escape("rules[1].path '.*/w0' matches no layer; the model's layers are lay")
     ):
         resolver((".*/wo", None), (".*/w0", None)).check_used(paths)
-    message = "rules[1].path '.*/wo' has no effect: the first match wins, and earlier rules match every layer"
+    message = "rules[1].path '.*/wo' has no effect: the first match wins, and earlier rules match all its layers"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolver((".*/mlp/.*", None), (".*/wo", "int8")).check_used(paths)
     resolver().check_used([])
@@ -115,6 +115,6 @@ def test_a_rule_may_carry_a_recipe_of_ones_own():
     assert decide("mlp/wi", 8) == Decision(MINE, "rules[0].path 'mlp/.*'", "mlp/.*")
     assert decide("other", 8).recipe is None
     assert hash(config.rules) == hash(QuantConfig(rules=config.rules).rules)
-    backends = {"": "native", "int8": "native", "aqt_fp8": "aqt"}  # native honours every recipe
+    backends = {"": "native", "int8": "native", "aqt_fp8": "aqt"}  # native supports every recipe
     for string, backend in backends.items():
         assert QuantConfig(rules=(Rule(".*", MINE),), quantization=string).resolved_backend == backend

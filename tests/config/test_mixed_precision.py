@@ -1,4 +1,4 @@
-"""``intmp`` files: inheritance, last match, clipping, tiles, errors, and the three that are shipped."""
+"""``intmp`` files: inheritance, last match, clipping, tiles, errors, and the three shipped files."""
 
 import dataclasses
 import json
@@ -53,12 +53,12 @@ def test_inheritance_and_last_match(tmp_path):
     path = write(tmp_path, entries)
     decide = resolver(path)
     assert decide("x/mlp/wo", 8).recipe == Recipe("intmp", MatmulSpec(None, weight(8, 0.5, 16)))
-    # The last match wins: the broad entry is written after the one for the query.
+    # The last match wins: the general entry is after the entry for the query.
     assert decide("x/self_attention/query", 8).recipe == Recipe("intmp", MatmulSpec(None, weight(8, 0.5)))
     assert decide("x/self_attention/query", 8).rule == ".*/self_attention/.*"
     assert decide("y/query", 8).recipe == Recipe("intmp", MatmulSpec(spec(4, 1.0, 16), weight(8, 0.5, 16), "int32"))
     assert decide("y/out", 8) == Decision(None, f"left in float by {path}: entry '.*/out'", ".*/out")
-    assert decide("y/logits_dense", 8).recipe is None  # a default exclusion comes before the file's default
+    assert decide("y/logits_dense", 8).recipe is None  # a default exclusion is checked before the file's default
 
 
 def test_yaml_and_json_with_tabs_are_the_same(tmp_path):
@@ -95,12 +95,12 @@ ERRORS = [
     ({".*": {"tile_size": 0}}, "'.*'.tile_size must be -1 (untiled) or at least 1, got 0"),
     ({"(": {}}, "entry '(' is not a regular expression: "),
     ([], "m.json: top level must be a mapping, got list"),
-    ('{"a": {}, "a": {}}', "m.json line 1: key 'a' is given twice"),
+    ('{"a": {}, "a": {}}', "m.json line 1: key 'a' occurs twice"),
     ('{"a": \n]', "m.json line 2: expected the node content"),
 ]
 PLACES = {
     "nowhere.json": "quant_cfg_path 'nowhere.json' cannot be read: No such file or directory",
-    "": "quantization 'intmp' needs quant_cfg_path, but it is empty",
+    "": "quantization 'intmp' requires quant_cfg_path, but it is empty",
     "x.txt": "quant_cfg_path 'x.txt' must end in .json, .yml or .yaml",
 }
 
@@ -116,5 +116,5 @@ def test_an_entry_that_matches_nothing(tmp_path):
     path = write(tmp_path, {"__default__": {"w_bits": 8}, ".*/qkv_proj": {"w_bits": 4}})
     with pytest.raises(ValueError, match=r"m\.json: entry '\.\*/qkv_proj' matches no layer; the model's layers are de"):
         resolver(path).check_used(PATHS)
-    # An entry that a later one covers is MaxText's general-first style, and fine.
+    # MaxText writes general entries first, so a later entry may override an earlier one.
     resolver(write(tmp_path, {".*/query": {"w_bits": 8}, ".*/self_.*": {"w_bits": 4}})).check_used(PATHS)

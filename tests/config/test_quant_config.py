@@ -1,4 +1,4 @@
-"""QuantConfig: MaxText's names and defaults, what from_any takes, every refusal with its message."""
+"""QuantConfig: MaxText's names and defaults, the inputs of from_any, and the message of every error."""
 
 import dataclasses
 import enum
@@ -40,7 +40,7 @@ def test_fields_and_defaults():
 
 
 def maxtext(**fields):
-    """An attribute object as MaxText's config is: many other names, enums, None for no quantization."""
+    """Return an attribute object like MaxText's config: many other names, enums, None for no quantization."""
     rest = {"base_emb_dim": 64, "steps": 10, "use_manual_quantization": False, "te_comm_gemm_overlap": "disabled"}
     return types.SimpleNamespace(**{**MAXTEXT_DEFAULTS, **rest, "quantization": None, **fields})
 
@@ -80,7 +80,7 @@ ASKING = {
 
 @dataclasses.dataclass
 class Program:
-    """A program's config with defaults, a section, and fields about quantization that are not ours."""
+    """A program's config with defaults, a section, and quantization fields that jaxquant does not know."""
 
     quantization: str = "int8"
     te_check_every: int = 20
@@ -97,8 +97,8 @@ def test_a_field_about_quantization_that_is_not_read_is_named(kind):
             QuantConfig.from_any(kind(quantization="int8", **{name: value}))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            QuantConfig.from_any(Program())  # the default of the config's class does not ask
-            QuantConfig.from_any(kind(quantization="", **{name: value}))  # the program's own part
+            QuantConfig.from_any(Program())  # the default of the config's class quantizes nothing
+            QuantConfig.from_any(kind(quantization="", **{name: value}))  # a field of the program
             for inert in (False, None, 0, -1, "", [], "disabled", "te_no_quant"):
                 QuantConfig.from_any(kind(quantization="int8", **{name: inert}))
 
@@ -150,8 +150,8 @@ REFUSED = [
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
     ({"use_qwix_quantization": True, "quant_backend": "aqt"}, "true contradicts quant_backend 'aqt'; remove one of"),
     ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' has no known method"),
-    ({"quantization": "fp8_full", ACT: "minmax"}, f"{ACT}: calibration minmax is asymmetric and float8_e4m3fn has no"),
-    (BOUNDED | {"constant_bound_config": "1,2,3,4,5"}, "constant_bound_config needs six bounds (fwd_lhs, fwd_rhs, "),
+    ({"quantization": "fp8_full", ACT: "minmax"}, f"{ACT}: calibration minmax is asymmetric, but float8_e4m3fn has no"),
+    (BOUNDED | {"constant_bound_config": "1,2,3,4,5"}, "constant_bound_config must have 6 bounds (fwd_lhs, fwd_rhs, "),
     (BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]}, "constant_bound_config dlhs_lhs must lie between 1e-"),
     (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect together with constant_b"),
     ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
@@ -187,7 +187,7 @@ def test_an_option_is_read_or_refused():
         fields = {"quantization": name, option: value}
         if option in RECIPES[name].fields:
             config = QuantConfig(**fields)
-            # Placement of stored scales and a flag at its default change no numbers.
+            # The placement of stored scales and a flag with its default do not change numbers.
             if option not in ("replicate_quant_scale", "per_tensor_scales"):
                 assert config.recipe() != QuantConfig(quantization=name).recipe(), name
         else:

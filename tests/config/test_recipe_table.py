@@ -1,4 +1,4 @@
-"""The table of strings: pairs with backends, and the operands that options reach."""
+"""Table of config strings: pairs with backends, and the operands that options change."""
 
 import re
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_calibrations_reach_their_operands():
 def test_bounds_land_on_their_operands_in_aqts_order():
     recipe = config("aqt_fp8_full", constant_bound_config="1,2,3,4,5,6").recipe()
     bounds = {place: spec.calibration.maximum for place, spec in recipe.specs.items()}
-    # AQT's fifth, drhs_lhs, is the output gradient, which is our drhs.rhs.
+    # AQT's fifth operand, drhs_lhs, is the output gradient: drhs.rhs in jaxquant.
     assert bounds == dict(fwd_lhs=1, fwd_rhs=2, dlhs_lhs=3, dlhs_rhs=4, drhs_lhs=6, drhs_rhs=5)
     assert all(str(spec.calibration).startswith("fixed,") for spec in recipe.specs.values())
     assert {spec.granularity for spec in recipe.specs.values()} == {"per_tensor"}

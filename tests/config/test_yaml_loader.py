@@ -1,4 +1,4 @@
-"""The strict loader: YAML 1.2 scalars, typed construction; whatever else a config holds is refused at once by name."""
+"""The strict loader: YAML 1.2 scalars, typed construction; any other content of a config is an error with its name."""
 
 import dataclasses
 import math
@@ -59,13 +59,13 @@ def test_scalars(tmp_path):
 
 
 LIMIT_S = 2.0
-"""A second on an idle machine."""
+"""Limit in seconds; the load takes a second on an idle machine."""
 LONGEST = 300 + len(", ".join(field.name for field in dataclasses.fields(TrainConfig)))
-"""Of a sentence: the names of all fields, a shown key of 200, and words."""
+"""Limit for the length of a message: the names of all fields, a key of 200 characters, and words."""
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """Return the sentence with which something is refused; it is short and comes soon."""
+    """Return the error message; check that it is short and appears soon."""
     began = time.process_time()
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
@@ -76,8 +76,8 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 TEXTS = {
-    "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' is given twice, first on line 1",
-    "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' is given twice, first on line 2",
+    "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' occurs twice, first on line 1",
+    "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' occurs twice, first on line 2",
     "a: [1\n": "c.yml line 2: ",
     "a: 1\n---\nb: 2\n": "c.yml line 2: ",
     "- 1\n": "c.yml: top level must be a mapping, got list",
@@ -116,7 +116,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
 
 
 def test_every_number_of_a_run_has_a_range():
-    """On both sides; a field that is added gets one, too."""
+    """Both a minimum and a maximum; new fields need a range, too."""
     for name, value, message in NUMBERS:
         fields = {name: value} | ({"quantization": "aqt_fp8_full"} if name.startswith("constant") else {})
         assert message in refused(lambda fields=fields: build(TrainConfig, fields))
@@ -173,6 +173,6 @@ def test_overrides():
     for words, message in (
         (["steps"], "override 'steps' is not of the form key=value"),
         (["=3"], "override '=3' is not of the form key=value"),
-        (["a=3", "a.b=4"], "override 'a.b=4' puts a key under 'a', which already has a value"),
+        (["a=3", "a.b=4"], "override 'a.b=4' sets a key below 'a', which already has a value"),
     ):
         assert message in refused(lambda words=words: parse_overrides(words))

@@ -1,4 +1,4 @@
-"""Blocks, their scales and the invariants of a QTensor against plain numpy; fp8_block against DeepSeek-V3's casts."""
+"""Blocks, their scales and the invariants of a QTensor, compared with numpy; fp8_block with DeepSeek-V3's casts."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def normal(shape, seed=0):
         ((256, 384), (0,), (), (128, 128)),
         ((300, 100), (0,), (), (128, 100)),  # the last block of 300 has 44 rows
         ((8, 300, 256), (1,), (0,), (1, 128, 128)),  # experts never share a block
-        ((32, 64, 512), (0, 1), (), (2, 64, 128)),  # heads of 64: two of them fill a block
-        ((32, 80, 512), (0, 1), (), (1, 80, 128)),  # 80 does not nest in 128
+        ((32, 64, 512), (0, 1), (), (2, 64, 128)),  # heads of 64: a block has two of them
+        ((32, 80, 512), (0, 1), (), (1, 80, 128)),  # 80 does not divide 128
         ((512, 4, 64), (0,), (), (128, 2, 64)),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_root_mean_square_does_not_overflow():
     spec = TensorSpec("int8", "per_tile", parse_calibration("rms,4"), tile_size=32)
     x = normal((3, 80)) * np.array([[1e-25], [1.0], [1e25]], np.float32)
     scale = np.asarray(quantize(jnp.asarray(x), spec, (1,)).scale)
-    parts = [x[:, i : i + 32].astype(np.float64) for i in (0, 32, 64)]  # the last tile has 16
+    parts = [x[:, i : i + 32].astype(np.float64) for i in (0, 32, 64)]  # the last tile has 16 elements
     expected = 4 * np.stack([np.sqrt((part**2).mean(1)) for part in parts], 1) / 127.5
     np.testing.assert_allclose(scale[1:], expected[1:], rtol=1e-5)
     assert np.all(np.isfinite(scale))
@@ -144,7 +144,7 @@ RECIPE = RECIPES["fp8_block"].recipe
 
 
 def amaxes(x, block):
-    """Return the amax of each block, x filled with zeros to whole ones."""
+    """Return the amax of each block; x is padded with zeros to full blocks."""
     rows, columns = (-(-size // step) * step for size, step in zip(x.shape, block, strict=True))
     padded = np.zeros((rows, columns), F32)
     padded[: x.shape[0], : x.shape[1]] = np.abs(x)
@@ -156,12 +156,12 @@ def spread(scale, block, shape):
 
 
 def by_logarithm(scale):
-    """DeepSeek's power of two: ``2 ** ceil(log2(amax / 448))``."""
+    """Return DeepSeek's power of two: ``2 ** ceil(log2(amax / 448))``."""
     return np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(F32)
 
 
 def deepseek(x, block, is_power, floor=FLOOR):
-    """``act_quant``, and the inverse of ``weight_dequant``: a division."""
+    """Quantize with ``act_quant``, or with a division, the inverse of ``weight_dequant``."""
     scale = np.maximum(amaxes(x, block), floor) / LARGEST
     scale = by_logarithm(scale) if is_power else scale
     return (x / spread(scale, block, x.shape)).astype(E4M3), scale
@@ -173,7 +173,7 @@ def data(shape):
 
 
 def check_near(x, elements, scale, block, tensor):
-    """Elements are equal, but for quotients within a last bit of half way, which a reciprocal or a scale turns."""
+    """Check that elements are equal, except for quotients within a last bit of a rounding boundary."""
     mine = np.asarray(tensor.qvalue)
     differs = elements.view(np.uint8) != mine.view(np.uint8)
     middle = (elements.astype(F32) * spread(scale, block, x.shape) + np.asarray(dequantize(tensor))) / 2
@@ -184,7 +184,7 @@ def check_near(x, elements, scale, block, tensor):
 @pytest.mark.parametrize("is_power", [False, True])
 @pytest.mark.parametrize(("place", "block"), [("fwd_lhs", (1, 128)), ("fwd_rhs", (128, 128)), ("drhs_lhs", (1, 128))])
 def test_blocks_of_fp8_are_deepseek_s(place, block, is_power):
-    x = data((300, 320))  # neither axis is whole blocks
+    x = data((300, 320))  # no axis is a multiple of the block
     spec = RECIPE.specs[place]
     if is_power:
         spec = dataclasses.replace(spec, scale_rounding="up")
@@ -193,6 +193,6 @@ def test_blocks_of_fp8_are_deepseek_s(place, block, is_power):
     if is_power:
         np.testing.assert_array_equal(tensor.scale, scale)
         np.testing.assert_array_equal(np.asarray(tensor.qvalue).view(np.uint8), elements.view(np.uint8))
-    else:  # theirs is a quotient, ours a product with 1 / 448
+    else:  # theirs is a quotient by 448, ours a product with 1 / 448
         np.testing.assert_allclose(tensor.scale, scale, rtol=LAST_BITS)
         check_near(x, elements, scale, block, tensor)

@@ -1,4 +1,4 @@
-"""Delayed scaling against a plain Python loop."""
+"""Delayed scaling, compared with a Python loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AMAXES = [0.0, 3.0, 0.5, 0.25, math.inf, 7.0, 0.0, math.nan, 1.0, 1.0, 1.0, 1.0,
 
 
 def loop(mode: str, margin: int):
-    """The rule in Python: yields (scale, history) for each step."""
+    """Compute delayed scaling in Python; yield (scale, history) for each step."""
     scale, history = 1.0, [0.0] * LENGTH
     for amax in AMAXES:
         past = max(history, key=lambda v: (math.isnan(v), v))
@@ -59,7 +59,7 @@ def emitted(amax, history=0.0):
 
 
 def combined(amaxes, weights):
-    """Read the largest amax out of a weighted sum of observations; the number of uses is padded, to compile once."""
+    """Return the largest amax of a weighted sum of observations; uses are padded to one number, to compile once."""
     amaxes, weights = (np.pad(np.float32(values), (0, 64 - len(values))) for values in (amaxes, weights))
     return float(_combined(amaxes, weights))
 
@@ -94,7 +94,7 @@ def test_what_is_recorded_is_the_end_of_the_maximums_bin_under_any_weights(uses)
         ([2.0, math.inf], [1, 1], recorded(2.0)),
         ([2.0, math.nan], [0.5, 0.5], recorded(2.0)),
         ([0.0, 0.0], [1, 1], 0.0),
-        ([math.inf], [1], 7.0),  # not recorded: the history stays
+        ([math.inf], [1], 7.0),  # not recorded: the history is unchanged
         ([5.0], [0], 7.0),  # not used
     ],
 )
@@ -110,7 +110,7 @@ def test_combined_uses_record_the_maximum(amaxes, weights, newest):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_non_finite_micro_batch_leaves_the_scale_of_the_big_batch_in_any_order(order):
-    state, seen = emitted(math.nan, history=7.0)  # its scale is 1 before the step
+    state, seen = emitted(math.nan, history=7.0)  # the scale is 1 before the step
     nothing, finite = jax.tree.map(jnp.zeros_like, seen), emitted(2.0, history=7.0)[1]
     for other, wanted in ((nothing, seen), (finite, finite)):
         total = jax.tree.map(jnp.add, *((other, seen)[place] for place in order))

@@ -1,4 +1,4 @@
-"""Quantizing what is quantized: the identity, for every string, granularity and format, but for named exceptions."""
+"""Quantizing a quantized tensor changes nothing, for every string, granularity and format, with listed exceptions."""
 
 import dataclasses
 import functools
@@ -19,21 +19,21 @@ from jaxquant.ops.operand import quantize_kernel
 from tests import numerics
 
 STRINGS = ("int8", "int4w", "fp8", "fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "aqt_fp8", "int8_delayed")
-"""A string of each kind of element and scale."""
-# llama.cpp's encoders search a grid by least squares, and another one may fit the decoded values as well.
+"""One string for each kind of element and scale."""
+# llama.cpp's encoders search a grid by least squares; another grid may match the decoded values equally well.
 E2M1 = "float4_e2m1fn"
 SEARCHED = ("q4_k", "q5_k", "q6_k")
 
 
 def weights(shape=(256, 40), dtype="float32"):
-    """Return normal columns of many magnitudes, of zeros, of integers that reach the lower end, and of one outlier."""
+    """Return columns of normal numbers, of zeros, of integers that reach the lower end, and with one outlier."""
     x = jax.random.normal(jax.random.key(0), shape) * jnp.exp(2 * jax.random.normal(jax.random.key(1), (1, shape[1])))
     x = x.at[:, 0].set(0.0).at[:, 1].set(jnp.arange(shape[0]) % 16 - 8.0).at[:, 2].multiply(1e-6).at[3, 3].set(900.0)
     return x.at[:, 4].set(-jnp.abs(x[:, 4])).astype(dtype)
 
 
 def twice(quantized, x):
-    """Return the decoded values of an array that is quantized once and once more, read in its own dtype."""
+    """Return the decoded values of an array after one and after two quantizations, in the dtype of the array."""
     first = dequantize(quantized(x))
     return first, dequantize(quantized(first.astype(x.dtype)))
 
@@ -49,7 +49,7 @@ def test_every_string(string, dtype):
     first, second = twice(jax.jit(functools.partial(quantize_kernel, axes=(0,), recipe=recipe, state=state)), x)
     if element(recipe.fwd.rhs.dtype).kind == "int":
         np.testing.assert_array_equal(second, first)
-    else:  # float32 scales of floats may move in their last bit
+    else:  # float32 scales of float elements may change in the last bit
         assert np.linalg.norm(second - first) < numerics.SCALE_AGAIN * np.linalg.norm(first)
 
 
@@ -60,7 +60,7 @@ def test_every_string(string, dtype):
     ids=lambda sharing: sharing["granularity"],
 )
 def test_every_granularity(dtype_name, sharing, dtype):
-    """Elements and scales, too; without the rule of weights integers shrink."""
+    """Elements and scales are also unchanged. Without the rule for weights, integers become smaller."""
     spec, x = keep_grid(TensorSpec(dtype_name, **sharing)), weights(dtype=dtype)
     once = jax.jit(lambda x: quantize(x, spec, (0,)))
     first = once(x)
@@ -80,7 +80,7 @@ def test_every_granularity(dtype_name, sharing, dtype):
 
 @pytest.mark.parametrize(("element", "top", "scale_dtype"), [("int8", 127, "bfloat16"), ("int4", 7, "float16")])
 def test_a_grid_of_others_that_reaches_an_end_is_kept(element, top, scale_dtype):
-    """Checkpoints use -max - 1 too, with scales in the dtype of the model."""
+    """Checkpoints of other tools also use -max - 1, with scales in the dtype of the model."""
     rng = np.random.default_rng(0)
     codes = rng.integers(-top - 1, top + 1, (64, 500))
     codes[0] = np.where(np.arange(500) % 2, top, -top - 1)

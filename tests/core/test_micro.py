@@ -1,4 +1,4 @@
-"""NVFP4 against TransformerEngine's and compressed-tensors' equations in numpy, published errors, and no bias."""
+"""NVFP4, compared with TransformerEngine's and compressed-tensors' equations in numpy, published errors, and bias."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def error(x, y):
 
 
 def engine(x, is_square):
-    """TransformerEngine's reference, in numpy: element codes, block codes, the outer scale."""
+    """Return element codes, block codes and outer scale of TransformerEngine's reference, in numpy."""
     rows, columns = x.shape
     height = 16 if is_square else 1
     blocks = x.reshape(rows // height, height, columns // 16, 16).astype(F32)
@@ -54,7 +54,7 @@ def test_nvfp4_is_transformer_engine_s_arithmetic_to_the_bit(place):
     elements, code, outer = engine(x, place == "fwd_rhs")
     np.testing.assert_array_equal(np.asarray(tensor.scale).view(np.uint8), code.view(np.uint8))
     np.testing.assert_array_equal(np.asarray(tensor.outer_scale).ravel(), [outer])
-    # What a block scale of 0 multiplies does not matter, and an element within a last bit of half way goes either way.
+    # Elements under a block scale of 0 do not matter; elements near a rounding boundary may round either way.
     is_read = np.asarray(dequantize(QTensor(jnp.ones_like(tensor.qvalue), *tuple(tensor.parts.values())[1:2]))) > 0
     differs = (np.asarray(tensor.qvalue).astype(F32) != elements.astype(F32)) & is_read
     assert is_read.mean() > 0.5
@@ -73,7 +73,7 @@ def test_nvfp4_of_weights_is_compressed_tensors():
     np.testing.assert_allclose(1 / np.asarray(tensor.outer_scale).item(), largest, rtol=LAST_BITS)
     is_read = np.repeat(scale.astype(F32), 16, axis=1) > 0
     differs = is_read & (np.asarray(tensor.qvalue).astype(F32) != elements)
-    # An element within a last bit of half way goes either way.
+    # An element within a last bit of a rounding boundary may round either way.
     np.testing.assert_allclose(w[differs], ((elements * steps + dequantize(tensor)) / 2)[differs], rtol=2 * LAST_BITS)
     assert is_read.mean() > 0.5
     assert differs.mean() < 1e-3
@@ -109,7 +109,7 @@ def through_noise(x, seed):
 
 @pytest.mark.parametrize(("through", "one"), [(through_eden, 0.0987), (through_noise, 0.1531)], ids=["eden", "noise"])
 def test_what_is_rounded_at_random_has_no_bias(through, one):
-    """The error of a mean of n draws falls as one over the root of n."""
+    """The error of a mean of n draws decreases as 1 / sqrt(n)."""
     x, total, draws = normal((128, 1024)), 0.0, 16
     run = jax.jit(through)
     for n in range(1, draws + 1):
@@ -140,7 +140,7 @@ def test_a_rotation_of_both_operands_leaves_their_product(rotation):
 
 
 def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
-    """Heads of 32 in rotations of 128 would be multiplied with four times the elements, which cost and flatter."""
+    """Padding heads of 32 to rotations of 128 would multiply four times the elements and reduce the error."""
     signs, x = draw_signs(Rotation(128, "fresh"), jax.random.key(0)), normal((24, 8, 32))
     assert rotate(x, 2, signs).shape == x.shape
     assert rotate(normal((3, 40)), 1, signs).shape == (3, 64)
@@ -148,7 +148,7 @@ def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
 
 @pytest.mark.parametrize("string", ["nvfp4", "quartet2"])
 def test_gradients_are_those_of_the_quantized_product_on_average(string):
-    """Tokens and features that no run and no block divides, with several axes of tokens."""
+    """Numbers of tokens and features are not multiples of a rotation or a block; there are several token axes."""
     x, w, grad = normal((3, 50, 72)), normal((72, 40), 1), normal((3, 50, 40), 2)
     numbers, scheme = (((2,), (0,)), ((), ())), recipe(string)
 
@@ -158,12 +158,12 @@ def test_gradients_are_those_of_the_quantized_product_on_average(string):
     draws = jax.jit(lambda keys: jax.lax.map(gradients, keys))(jax.random.split(jax.random.key(0), 48))
     dx, dw = (each.mean(0) for each in draws)
     kept = [dequantize(quantize(a, spec(string, f"fwd_{side}"), (n,))) for a, side, n in ((x, "lhs", 2), (w, "rhs", 0))]
-    # The input of nvfp4's weight gradient is quantized again, along the tokens, to nearest: an error of .0951 stays.
+    # The input of nvfp4's weight gradient is quantized again, along the tokens, to nearest: an error of 0.0951 remains.
     left = kept[0] if string in ("quartet2", "tetrajet_v2") else x
-    # One draw errs by .1531 at most in each of two operands: the mean of 48 by .031.
+    # One draw has an error of at most 0.1531 in each of two operands, and the mean of 48 draws 0.031.
     wanted = grad @ kept[1].T
     assert error(wanted, dx) < 0.04
-    # What is cut off at the largest element shrinks it by .004; without EDEN's correction it shrinks by .016.
+    # Clipping at the largest element reduces the mean by 0.004; without EDEN's correction, it is reduced by 0.016.
     assert float(jnp.vdot(wanted, dx) / jnp.vdot(wanted, wanted)) == pytest.approx(1, abs=0.006)
     assert error(jnp.einsum("btk,btn->kn", left, grad), dw) < (0.04 if left is not x else 0.11)
     assert error(grad @ w.T, draws[0][0]) > 0.1

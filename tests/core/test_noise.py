@@ -1,4 +1,4 @@
-"""Noise of stochastic rounding: exact distribution, independence, and the same bits however a tensor is cut."""
+"""Noise of stochastic rounding: exact distribution, independence, and the same bits for every sharding of a tensor."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_million_draws_have_the_moments_of_the_uniform_distribution():
 
 
 def test_gradients_layers_steps_and_neighbours_are_not_correlated():
-    """The keys that a step draws from: folds by step and by layer, the two gradients of one output, and shifts."""
+    """Keys of a step: folds by step and by layer, the two gradients of one output, and shifts."""
     key = jax.random.key(0)
     keys = [jax.random.fold_in(key, step) for step in range(3)]
     keys += [jax.random.fold_in(each, grad) for each in keys[:2] for grad in (0, 1)]
     keys += [jax.random.key(each) for each in (1, 2)]
     keys += [fold(key, 0), fold(key, 1), fold(fold(key, 0), 1), *gradient_keys(fold(key, 0))]
     found = [draws(each) - 0.5 for each in keys]
-    limit = 5 / np.sqrt(N) / 12  # of a mean of products of two independent ones
+    limit = 5 / np.sqrt(N) / 12  # standard error of a mean of products of two independent numbers
     for a, b in itertools.combinations(found, 2):
         assert abs((a * b).mean()) < limit
         assert abs((a[:, 1:] * b[:, :-1]).mean()) < limit
@@ -50,7 +50,7 @@ def test_gradients_layers_steps_and_neighbours_are_not_correlated():
     for shift in (1, 2, 3, 8, 128, 512):
         assert abs((one[:, shift:] * one[:, :-shift]).mean()) < 1.5 * limit
         assert abs((one[shift:] * one[:-shift]).mean()) < 1.5 * limit
-    # Sums over rows and columns, as matmuls take them, have the variance of independent numbers.
+    # Sums over rows and columns, as in matmuls, have the variance of independent numbers.
     for axis in (0, 1):
         variance = one.sum(axis).var() / (SHAPE[0] / 12)
         assert abs(variance - 1) < 5 * np.sqrt(2 / SHAPE[0])
@@ -63,7 +63,7 @@ def test_any_stream_of_jax_random_is_accepted():
 
 @pytest.mark.parametrize("string", ["nvfp4", "int8"])
 def test_no_two_batches_draw_one_noise(string):
-    """The gradient of an activation depends on the activation through the noise alone."""
+    """The gradient of an activation depends on the activation only through the noise."""
     recipe, numbers = RECIPES[string].recipe, (((1,), (0,)), ((), ()))
     x, w, g = (jax.random.normal(jax.random.key(n), shape, "bfloat16") for n, shape in enumerate(((64, 128),) * 3))
     w, g = w.T, g[:, :64]

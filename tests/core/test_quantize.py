@@ -1,4 +1,4 @@
-"""quantize against plain numpy, known scales, and the rounding of every element type."""
+"""quantize compared with numpy, known scales, and the rounding of every element type."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_minmax_represents_zero_exactly_and_uses_all_codes():
 
 
 def test_outside_an_asymmetric_range_is_what_lies_beyond_it():
-    """Symmetric ones: ``test_dot_general.py``. The zero point rounds to an integer, which moves the range by a step."""
+    """``test_dot_general.py`` tests symmetric ranges. Rounding the zero point can shift the range by a step."""
     spec = TensorSpec("int8", calibration=parse_calibration("fixed,-0.5,1"))
     x = normal((4, 64), seed=3)
     tensor = quantize(jnp.asarray(x), spec, (1,))

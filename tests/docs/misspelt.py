@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
-"""Misspelt public names: pyright refuses each of these lines, and reports a line that it accepts. Never imported."""
+"""Misspelt public names. Pyright must report an error on each of these lines. The module is never imported."""
 
 import jaxquant
 

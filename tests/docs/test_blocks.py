@@ -1,4 +1,4 @@
-"""Every code block of README and docs runs, or is read by the program that it is for; what they name is there."""
+"""Every code block of README and docs runs or is parsed by its program, and every name in it exists."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pages_with(language: str) -> list[Any]:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The blocks of a page, one after the other, in an empty folder; README's prints what stands below it."""
+    """Run the blocks of a page in order, in an empty folder; README's block prints the text below it."""
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"__name__": "page"}
     printed = io.StringIO()
@@ -51,7 +51,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             exec(compile(block, f"{page.name}, block {number}", "exec"), scope)
     if page.name == "README.md":
         loss, *coverage = printed.getvalue().splitlines()
-        assert float(loss.removeprefix("loss ")) < 0.1  # of about 1 in the first step
+        assert float(loss.removeprefix("loss ")) < 0.1  # the loss of the first step is about 1
         assert [line.rstrip() for line in blocks(page, "text")[0].splitlines()[1:]] == coverage
 
 
@@ -69,7 +69,7 @@ def test_the_examples_of_an_api_page_run(page: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"__name__": page}
     for heading, text in pages.examples().items():
-        if heading in (page, *pages.public_names()[page]) and "```python\n" in text:  # one with a title is not run
+        if heading in (page, *pages.public_names()[page]) and "```python\n" in text:  # a block with a title is not run
             exec(compile(text.strip("`").removeprefix("python"), heading, "exec"), scope)
 
 
@@ -78,7 +78,7 @@ def test_every_option_has_a_text_in_its_table():
 
 
 def strings_table() -> str:
-    """Write the table of recipes as the docs have it."""
+    """Return the table of recipes in the form of the docs."""
     groups: dict[int, Any] = {}
     for name, row in RECIPES.items():
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
@@ -106,7 +106,7 @@ def _train(words: list[str]) -> None:
 
 
 def _jaxquant(words: list[str]) -> None:
-    """Run a command that only prints; parse the words of any other one, and read its configuration."""
+    """Run a command if it only prints; otherwise parse its arguments and read its configuration."""
     if words[0] in ("strings", "explain") or words[0].startswith("-"):
         assert main(words) == 0
         return
@@ -119,7 +119,7 @@ def _jaxquant(words: list[str]) -> None:
 
 
 def _parsed_by(module: str) -> Any:
-    """Read a command line with a script's parser, and go no further."""
+    """Parse a command line with the parser of a script, without running the script."""
 
     def read(words: list[str]) -> None:
         def stop(parser: argparse.ArgumentParser, given: Any) -> Any:

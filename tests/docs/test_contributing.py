@@ -1,4 +1,4 @@
-"""CONTRIBUTING's steps, followed to the end: a new element type and a recipe of it train, are reported and served."""
+"""The steps of CONTRIBUTING: a new element type and a recipe with it can be trained, reported and served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = jax.random.normal(jax.random.key(0), (16, 32))
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """One row of ELEMENTS and one of RECIPES; no other table is touched."""
+    """Add one row to ELEMENTS and one to RECIPES; no other table changes."""
     monkeypatch.setitem(dtypes.ELEMENTS, NAME, dtypes.floating(NAME))
     recipe = recipes._same("fp8_e3m4", NAME)
     row = recipes.RecipeRow(recipe, "FP8 with four bits of mantissa")

@@ -15,7 +15,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 
 LEARNED = 0.05
-"""What every example's loss must come under; predicting the mean gives each a loss between .2 and 1.4."""
+"""Upper bound of every example's loss; predicting the mean has a loss between 0.2 and 1.4."""
 
 
 def load(name: str) -> Any:
@@ -40,7 +40,7 @@ SAID = {
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES if file.stem not in ("audit", "fsdp")])
 def test_it_runs_as_shipped_and_learns(name: str, capsys: pytest.CaptureFixture[str]):
-    assert load(name).main() < LEARNED  # false of a loss that is not a number
+    assert load(name).main() < LEARNED  # false if the loss is NaN
     assert SAID.get(name, "") in capsys.readouterr().out
 
 
@@ -54,7 +54,7 @@ def test_the_audit_runs_as_shipped(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_fsdp_over_eight_devices_is_as_over_one():
-    """In a process of its own: the number of devices is chosen before JAX starts."""
+    """Runs in a separate process, because the number of devices is set before JAX starts."""
     environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
     done = subprocess.run([sys.executable, str(FOLDER / "fsdp.py")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

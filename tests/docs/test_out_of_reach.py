@@ -1,4 +1,4 @@
-"""The table of what cannot be reached, in docs/guide/what.md: every message is the one that a user sees."""
+"""The table of unreachable calls in docs/guide/what.md: every message is the message that a user sees."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ CASES = {
     "parameters": (lambda w, x: x + w @ w, W),
     "stack": (_sharded(_scanned, ("x",), ()), STACK),
 }
-"""What is done to a parameter, and its shape."""
+"""Operation on a parameter, and the parameter's shape."""
 
 
 def _with_layer(fn):
-    """Put a layer that is quantized behind what is done to the parameter ``w``."""
+    """Add a quantized layer after the operation on the parameter ``w``."""
     return lambda p, x: fn(p["w"], x) @ p["layer"]["w"]
 
 
 def _reason(fn, w, config=CURRENT):
-    """Return what the report says of ``w``."""
+    """Return the reason that the report has for ``w``."""
     rows = jaxquant.quantize(_with_layer(fn), config).report({"w": w, "layer": {"w": W}}, X)
     assert [row.recipe for row in rows if row.path == "layer"] == [config["quantization"]]
     (found,) = {row.reason for row in rows if row.path == "w"}
@@ -95,7 +95,7 @@ BY_BACKEND = {
 
 
 class Own(nnx.Module):
-    """A layer of the author's own, which some calls leave out, and one of flax's."""
+    """A custom layer, which some calls skip, and a layer of flax."""
 
     def __init__(self):
         self.mine = nnx.Dict(kernel=nnx.Param(jnp.ones((8, 8))))
@@ -139,7 +139,7 @@ ERRORS = {
     "layer 'w' .w. did not run": _new_layer,
     "'mine' keeps quant state": _call_what_no_example_ran,
 }
-"""A part of the message, and what raises it."""
+"""Part of the message -> function that raises the error."""
 SECTION = PAGE.read_text().partition("## What cannot be reached")[2].partition("\n## ")[0]
 REASONS = re.findall(r"^\| .* \| `(.+)` \|$", SECTION, re.M)
 

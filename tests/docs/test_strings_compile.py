@@ -1,4 +1,4 @@
-"""README's table of strings by chip, held against the chips' compilers."""
+"""README's table of strings by chip, compared with the chips' compilers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.cli import main
 from tests.docs.test_blocks import ROOT
 from tests.models import chain
 
-OPTIMIZED = True  # as users compile for chips
+OPTIMIZED = True  # compiled like users' programs for chips
 CHIPS = {"H100": "h100", "H200": "h200", "B200": "b200", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "v7x"}
 
 
@@ -26,7 +26,7 @@ def table() -> list[Any]:
 
 
 def audit(strings: list[str], target: str) -> Any:
-    """Audit one training step with a layer of each string, by its name."""
+    """Audit one training step that has a layer for each string; the layer's name is the string."""
     x = jax.ShapeDtypeStruct((256, 256), "bfloat16")
     layers = chain(**dict.fromkeys(strings, 256))
     rules = [{"path": string, "recipe": string} for string in strings]

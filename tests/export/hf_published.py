@@ -1,4 +1,4 @@
-"""Quantization configs of published checkpoints, and builders of more."""
+"""Quantization configs of published checkpoints, and builders of further configs."""
 
 from __future__ import annotations
 

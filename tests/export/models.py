@@ -1,4 +1,4 @@
-"""A small Llama of random numbers, and what its formats are checked with."""
+"""A small Llama with random weights, and the checks of its export formats."""
 
 import functools
 
@@ -15,7 +15,7 @@ def tensors():
     rng = np.random.default_rng(0)
     found = {}
     for name, shape in SHAPE.tensors().items():
-        scale = 0.05 * 10 ** rng.uniform(-1, 1)  # so that scales of fused layers differ by themselves
+        scale = 0.05 * 10 ** rng.uniform(-1, 1)  # so that the scales of fused layers differ before they are shared
         norm = rng.uniform(0.5, 1.5, shape)
         found[name] = (norm if len(shape) == 1 else rng.normal(size=shape) * scale).astype(np.float32)
     return found

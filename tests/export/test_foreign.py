@@ -1,4 +1,4 @@
-"""Checkpoints of other tools: each scheme is decoded exactly or refused by name, and nothing in a folder is dropped."""
+"""Checkpoints of other tools: each scheme is decoded exactly or is an error, and no tensor of a folder is ignored."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def config(format, weights, inputs, **rest):
 
 
 def words(codes, bits):
-    """Lay codes one behind the other along the last axis, the first in the lowest bits, in words of 32."""
+    """Pack codes along the last axis into words of 32 bits; the first code has the lowest bits."""
     found = np.zeros((len(codes), -(-codes.shape[1] * bits // 32)), np.uint32)
     for column in range(codes.shape[1]):
         word, place = divmod(column * bits, 32)
@@ -68,7 +68,7 @@ def words(codes, bits):
 
 
 def made(format, weights, rng):
-    """Return the tensors of a layer as compressed-tensors stores them, and the weight that they mean."""
+    """Return the tensors of a layer as compressed-tensors stores them, and the decoded weight."""
     bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]
     size = weights.get("group_size") or COLUMNS
     block = {"tensor": (ROWS, COLUMNS), "channel": (1, COLUMNS), "block": (128, 128)}.get(strategy, (1, size))
@@ -98,7 +98,7 @@ def made(format, weights, rng):
     tensors[".weight_scale"] = scale.reshape(-1) if strategy == "tensor" else scale
     if not weights["symmetric"]:
         points = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), counts)
-        is_packed = format == PACKED  # along the rows there
+        is_packed = format == PACKED  # packed along the rows in this format
         tensors[".weight_zero_point"] = (
             np.ascontiguousarray(words((points + 2 ** (bits - 1)).T, bits).T) if is_packed else points.astype(np.int8)
         )
@@ -163,7 +163,7 @@ def write(tmp_path):
     source = Source(SMALL, tensors.__getitem__, None, dict.fromkeys(SMALL.linears(), 2.0))
 
     def write(format, more=None, quantization=None, folder="m"):
-        """Export a folder, and put tensors and fields of its config in place."""
+        """Export a folder, and replace tensors and fields of its config."""
         place = tmp_path / folder
         export(source, place, format)
         if place.is_dir() and more is not None:
@@ -197,7 +197,7 @@ ONE = np.ones(1, np.float32)
         ("ct_fp8_dynamic", f"{Q}.input_scale", ONE),
         ("ct_fp8_dynamic", "model.layers.0.self_attn.k_scale", ONE),
         ("ct_int8", f"{Q}.bitmask", np.ones(3, np.uint8)),
-        ("ct_int8", f"{Q}.weight_zero_point", ONE),  # its config says symmetric
+        ("ct_int8", f"{Q}.weight_zero_point", ONE),  # its config states symmetric
         ("modelopt_fp8", f"{Q}.pre_quant_scale", ONE),
         ("ct_fp8_dynamic", "lm_head.weight_scale", ONE),
     ],
@@ -233,7 +233,7 @@ def test_what_a_folder_has_beside_its_model_is_equal_or_an_error(write):
         ("ct_int8", "weight_scale", -np.inf),
         ("fp8_block", "weight_scale_inv", np.nan),
         ("ct_mxfp4", "weight_scale", 255),
-        ("ct_mxfp4", "weight_scale", 254),  # finite, and its products are not
+        ("ct_mxfp4", "weight_scale", 254),  # the scale is finite, but its products are not
         ("ct_nvfp4", "weight_global_scale", 0),
         ("modelopt_nvfp4", "weight_scale_2", np.inf),
         ("hf", "weight", np.inf),

@@ -1,4 +1,4 @@
-"""Hugging Face configs read into rules: exclusions, groups, specs, what is refused."""
+"""Hugging Face configs, parsed into rules: exclusions, groups, specs, errors."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_recipes_of_zero_points_and_of_static_scales_above_tiles_compute_what_ch
     assert (np.abs(dot_general(x, w, product, recipe=recipe) - x @ decoded) <= dot_bound(x, decoded)).all()
 
     recipe = hf.to_recipe(read_quantization(config(GLM_NVFP4)).spec("model.layers.5.mlp.up_proj"), "NVFP4")
-    outer = np.float32(2 / 2688)  # of inputs up to 2; some are larger
+    outer = np.float32(2 / 2688)  # scale for inputs up to 2; some inputs are larger
     tiles = np.asarray(x).reshape(5, 4, 16)
     code = np.clip(np.abs(tiles).max(-1, keepdims=True) / 6 / outer, 0, 448).astype(ml_dtypes.float8_e4m3fn)
     step = code.astype(np.float32) * outer
@@ -190,7 +190,7 @@ def test_an_encoding_of_max_has_its_blocks():
     encoding = QuantizationEncoding.Q4_K
     data = jax.eval_shape(encoding.quantize, jax.ShapeDtypeStruct((2, 512), jnp.float32))
     assert (encoding.block_size, data.shape, data.dtype) == (144, (2, 288), jnp.uint8)
-    with pytest.raises(ValueError, match="is not a multiple of"):
+    with pytest.raises(ValueError, match="must be a multiple of"):
         encoding.dequantize(jnp.zeros((2, 17), jnp.uint8))
     with pytest.raises(NotImplementedError, match="quantization encoding gptq"):
         QuantizationEncoding.GPTQ.quantize(jnp.ones(32))

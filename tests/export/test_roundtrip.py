@@ -1,4 +1,4 @@
-"""Every writer: write, parse its config, read; equal tensors and rules, against the packages that own the formats."""
+"""Every export format: write a model, parse its config, read it; compared with the format's own package."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
-from jaxquant.export.gguf import gguf_name, to_halves, to_neighbours
+from jaxquant.export.gguf import gguf_name, rows_to_gguf, rows_to_hf
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
@@ -30,8 +30,8 @@ from tests.export.models import SHAPE, source, tensors
 from tests.numerics import LAST_BITS, SCALE_AGAIN
 
 FOLDERS = tuple(SCHEMES)
-# dB that a format keeps of normal weights, from the relative RMSEs of the formats, less 0.7 for one scale for several
-# layers: e4m3 .0265, int8 of 256 neighbours .0073, int4 of 128 .11, MXFP4 .1154, NVFP4 .0950.
+# SQNR in dB of normal weights in each format, from the relative RMSE of the format, less 0.7 dB because several layers
+# share a scale: e4m3 0.0265, int8 with 256 neighbours 0.0073, int4 with 128 0.11, MXFP4 0.1154, NVFP4 0.0950.
 FLOORS = {
     "hf": 50, "ct_fp8_dynamic": 31, "ct_fp8_static": 30, "ct_int8": 41, "ct_w4a16": 18.3, "ct_nvfp4": 19.7,
     "ct_mxfp4": 18.0, "fp8_block": 31, "fbgemm_fp8": 31, "modelopt_fp8": 30, "modelopt_nvfp4": 19.7,
@@ -94,7 +94,7 @@ def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(writt
         scales = {module: float(found[end].reshape(())) for module, found in layers.items()}
         for module in layers:
             assert {scales[other] for other in fused_with(module)} == {scales[module]}
-        assert len({*scales.values()}) == 8  # of both layers: q, k, v; gate, up; o; down
+        assert len({*scales.values()}) == 8  # in both layers: q, k, v; gate, up; o; down
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(writt
     [("fp8_blockw", "fp8_block", False), ("mxfp4w", "ct_mxfp4", False), ("nvfp4w", "modelopt_nvfp4", True)],
 )
 def test_strings_of_weights_are_what_is_written_and_read(written, string, format, is_alone):
-    """A float model exported has the numbers of the string, and its config means them; fused layers share a scale."""
+    """An exported float model has the string's numbers, and its config describes them; fused layers share a scale."""
     folder, spec = HfFolder(written[0] / format), RECIPES[string].recipe.fwd.rhs
     for module in SHAPE.linears():
         assert to_recipe(dataclasses.replace(folder.spec(module), input=None), "").fwd.rhs == spec
@@ -113,13 +113,13 @@ def test_strings_of_weights_are_what_is_written_and_read(written, string, format
         np.testing.assert_array_equal(stored.scale, np.asarray(tensor.full_scale()))
         differs = stored.elements.view(np.uint8) != np.asarray(tensor.qvalue).view(np.uint8)
         middle = (stored.decode() + np.asarray(dequantize(tensor))) / 2
-        # A quotient within a last bit of half way goes either way: XLA may multiply by the reciprocal.
+        # A quotient near a rounding boundary may round either way, because XLA may multiply by the reciprocal.
         np.testing.assert_allclose(tensors()[f"{module}.weight"][differs], middle[differs], rtol=LAST_BITS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
-    """Of decoded float values alone; docs/guide/exchange.md has the table. Inputs are not part of it."""
+    """Only decoded float values are compared, not inputs; docs/guide/exchange.md has the table."""
     opened = []
     for given in (source(), None):
         read = given or dataclasses.replace(opened[0], input_amax=source().input_amax, quantized=lambda module: None)
@@ -139,7 +139,7 @@ def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
     ("name", "dtype"), [("ct_int8", "int8"), ("ct_w4a16", "int4"), ("ct_fp8_dynamic", "float8_e4m3fn")]
 )
 def test_a_converted_kernel_keeps_its_elements_and_scales(tmp_path, name, dtype):
-    """A scale of a row stands for each group of the format, in bfloat16 where that has it."""
+    """Each group of the format gets the scale of its row, in bfloat16 if the format stores bfloat16 scales."""
     once = jax.jit(lambda x: quantize(x, keep_grid(TensorSpec(dtype)), (1,)))
     kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in SHAPE.linears()}
     export(source(quantized=kernels.__getitem__), tmp_path / "out", name)
@@ -159,14 +159,14 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
         return QTensor(rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn), scale, block=block)
 
     for given in (tensor((300, 260), (1, 1)), tensor((300, 260), (2, 2), (256, 256)), tensor((256, 512), (2, 1))):
-        elements, scale, outer = ScaledElements.of(given, fp8)
+        elements, scale, outer = ScaledElements.from_qtensor(given, fp8)
         assert (elements.shape, outer.tolist()) == (given.shape, 1)
         rows, columns = given.shape
         expected = np.kron(given.scale, np.ones(given.blocks))[:rows, :columns]
         np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[:rows, :columns], expected)
-        assert ScaledElements.of(given, nvfp4) is None
+        assert ScaledElements.from_qtensor(given, nvfp4) is None
     for given in (tensor((256, 256), (4, 4)), tensor((384, 256), (4, 2), (96, 128))):
-        assert ScaledElements.of(given, fp8) is None
+        assert ScaledElements.from_qtensor(given, fp8) is None
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])
@@ -185,12 +185,12 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
     decoded = gguf.quants.dequantize(attention.data, attention.tensor_type)
     back = open_gguf(tmp_path / "m.gguf")
     assert back.shape == SHAPE
-    np.testing.assert_array_equal(decoded, to_neighbours(back.weight(Q), 4))
+    np.testing.assert_array_equal(decoded, rows_to_gguf(back.weight(Q), 4))
     for name, weight in tensors().items():
         found = sqnr(weight, back.read(name)) if not name.endswith("norm.weight") else np.inf
         assert found == pytest.approx(rows[name].sqnr, abs=1e-3)
     if kind != "F16":
-        # What is read and written again keeps its bytes: no second rounding.
+        # Reading and writing again keeps all bytes: there is no second rounding.
         export(back, tmp_path / "again.gguf", f"gguf_{kind.lower()}")
         assert back.quantized(Q).shape == (256, 256)
         np.testing.assert_array_equal(np.asarray(dequantize(back.quantized(Q))), back.weight(Q))
@@ -219,13 +219,13 @@ def test_rows_that_no_block_divides_are_written_as_llama_cpp_writes_them(tmp_pat
 
 def test_rows_of_heads_turn_and_turn_back():
     weight = np.arange(16 * 3).reshape(16, 3)
-    turned = to_neighbours(weight, 2)
+    turned = rows_to_gguf(weight, 2)
     assert turned[:8, 0].tolist() == [3 * row for row in (0, 4, 1, 5, 2, 6, 3, 7)]
-    np.testing.assert_array_equal(to_halves(turned, 2), weight)
+    np.testing.assert_array_equal(rows_to_hf(turned, 2), weight)
 
 
 def test_parts_of_a_large_array_are_encoded_alike():
-    x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # more than one part, the last one short
+    x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # several parts, the last one smaller
     whole = np.asarray(codec("q8_0").encode(x)["blocks"])
     np.testing.assert_array_equal(encode_blocks("q8_0", x)["blocks"], whole)
     np.testing.assert_array_equal(decode_blocks("q8_0", whole), np.asarray(codec("q8_0").decode({"blocks": whole})))

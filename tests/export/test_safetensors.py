@@ -1,4 +1,4 @@
-"""The container against the library that owns it, and headers that lie."""
+"""The safetensors container, compared with its own library, and damaged headers."""
 
 import importlib.metadata
 import json

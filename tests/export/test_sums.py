@@ -1,4 +1,4 @@
-"""Sums of exports: an import finds a flipped bit in any file, and ``sha256sum`` reads them."""
+"""Checksums of exports: an import detects a flipped bit in any file, and ``sha256sum`` can read the sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.export.models import source
 
 @pytest.mark.parametrize(("name", "format"), [("folder", "ct_int8"), ("model.gguf", "gguf_q8_0")])
 def test_no_flipped_bit_of_an_export_is_silent(name: str, format: str, tmp_path: Path):
-    """A flip in the name of a GGUF file takes its sum away, and the file is whole."""
+    """A flip in the name of a GGUF file removes its checksum; the file itself is intact."""
     out = tmp_path / name
     export(source(), out, format, shard_bytes=3 * 10**5)
     open_checkpoint(out)

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: each form means the same tokens after it was read, and after it was written again."""
+"""Tokenizers of checkpoints: each form has the same tokens after reading, and after writing it again."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import tokenizers
 
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.vocabulary import _PRE_TOKENIZERS, byte_vocabulary, of_gguf, of_sentencepiece, of_tokenizer_json
+from jaxquant.export.vocabulary import PRE_TOKENIZERS, byte_vocabulary, read_gguf, read_sentencepiece, read_tokenizer
 
 SHAPE = LlamaShape(512, 32, 32, 1, 1, 1, 32)
 TEXTS = ["hello  world 123\n\tit's HELLO", " ab<|x|>cd</s>e", "größe 数学 🙂", "", "   "]
@@ -18,10 +18,10 @@ SPECIAL = ["<s>", "</s>"]
 
 
 def made(cut):
-    """Return a byte-level BPE that was trained behind a pre-tokenizer of llama.cpp."""
+    """Return a byte-level BPE that was trained with a pre-tokenizer of llama.cpp."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=cut == "llama-bpe"))
-    parts = {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[cut]}
-    data = json.loads(tokenizer.to_str()) | {"pre_tokenizer": parts, "decoder": _PRE_TOKENIZERS["gpt-2"][0]}
+    parts = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[cut]}
+    data = json.loads(tokenizer.to_str()) | {"pre_tokenizer": parts, "decoder": PRE_TOKENIZERS["gpt-2"][0]}
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -49,7 +49,7 @@ def sentencepiece(has_prefix, kind=2, collapses=0):
 
 
 def as_sentencepiece(text, has_prefix):
-    """Return the tokens of a text: the pair whose piece has the highest score is joined, the leftmost first."""
+    """Return the tokens of a text: repeatedly join the pair whose piece has the highest score, leftmost first."""
     numbers = {piece: index for index, (piece, *_) in enumerate(PIECES)}
     scores, found = {piece: score for piece, score, kind in PIECES if kind == 1}, []
     for number, part in enumerate(re.split(r"(<\|x\|>|</s>)", text)):
@@ -67,15 +67,15 @@ def as_sentencepiece(text, has_prefix):
 
 @pytest.mark.parametrize("name", ["llama-bpe", "smollm", "bytes", "prefix", "no prefix"])
 def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
-    if name in _PRE_TOKENIZERS:
+    if name in PRE_TOKENIZERS:
         reference = made(name)
-        vocabulary = of_tokenizer_json(json.loads(reference.to_str()), 0, 1, None)
+        vocabulary = read_tokenizer(json.loads(reference.to_str()), 0, 1, None)
         assert vocabulary.pre == name
     elif name == "bytes":
         vocabulary = byte_vocabulary(512)
         reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
     else:
-        vocabulary = of_sentencepiece(sentencepiece(name == "prefix"))
+        vocabulary = read_sentencepiece(sentencepiece(name == "prefix"))
         assert vocabulary.tokens[259:261] == ("<|x|>", "[unused260]")
         reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
         for text in TEXTS:
@@ -112,9 +112,9 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
 )
 def test_a_tokenizer_that_is_not_read_is_refused(tmp_path, change, error, message):
     keys = lambda fields: {f"tokenizer.ggml.{key}": value for key, value in fields.items()}  # noqa: E731
-    assert of_gguf(keys(GPT2)).tokens == ("a", "b", "ab")
+    assert read_gguf(keys(GPT2)).tokens == ("a", "b", "ab")
     with pytest.raises(error, match=re.escape(message)):
-        of_gguf(keys(GPT2 | change))
+        read_gguf(keys(GPT2 | change))
 
 
 def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
@@ -136,6 +136,6 @@ def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     assert HfFolder(folder).vocabulary().origin == "tokenizer.model"
     (folder / "tokenizer.json").write_text(json.dumps(byte_vocabulary(320).tokenizer_json))
     assert HfFolder(folder).vocabulary().origin == "tokenizer.json"
-    # Next to a GGUF file, where its own is not read.
+    # Next to a GGUF file, whose own tokenizer is not read.
     export(Source(SHAPE, HfFolder(folder).read), folder / "m.gguf", "gguf_f16")
     assert open_gguf(folder / "m.gguf").vocabulary.origin == "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The table of codecs: decoding bit for bit, the error of encoding, hard blocks; packing of four-bit elements."""
+"""Table of tensor formats: exact decoding, encoding error, hard blocks; packing of four-bit elements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCALED = [name for name in CODECS if name not in ("int4", "uint4", "float4_e2m1f
 
 
 def assert_same_bits(ours: np.ndarray, reference: np.ndarray) -> None:
-    """Compare float32 arrays bit for bit; all NaN are equal."""
+    """Compare float32 arrays bit for bit; all NaNs count as equal."""
     nan = np.isnan(reference)
     np.testing.assert_array_equal(np.isnan(ours), nan)
     np.testing.assert_array_equal(
@@ -57,7 +57,7 @@ def test_ggml_decodes_every_byte_pattern_as_gguf_does(name):
     # Each byte with each value at least once, in an otherwise random block.
     for place in range(row.bytes_per_block):
         blocks[(np.arange(256) * 16 + place) % 4096, place] = np.arange(256)
-    # A sixteenth has subnormal float16 scales (exponent field 0), wherever the format keeps them.
+    # A sixteenth of the blocks has subnormal float16 scales (exponent field 0), if the format has float16 scales.
     high = {"q6_k": [209], "q4_k": [1, 3], "q5_k": [1, 3]}.get(name, [1])
     blocks[::16, high] &= 0x83
     data = blocks.reshape(256, -1)
@@ -97,7 +97,7 @@ HARD = {
 @pytest.mark.parametrize("name", [name for name in SCALED if name not in ("f16", "bf16")])
 def test_hard_blocks_stay_finite_and_what_is_not_finite_decodes_to_nan(name):
     rng = np.random.default_rng(2)
-    # A tensor scale is shared by all, so that each case is an array of its own.
+    # All cases of an array would share the tensor scale, so each case is a separate array.
     found = {
         kind: (x := make(rng).clip(-3.38e38, 3.38e38).astype(np.float32), round_trip(name, x))
         for kind, make in HARD.items()
@@ -106,11 +106,11 @@ def test_hard_blocks_stay_finite_and_what_is_not_finite_decodes_to_nan(name):
     assert not found["zeros"][1].any()
     np.testing.assert_allclose(found["constant"][1], found["constant"][0], rtol=0.1)
     assert all((np.sign(found[kind][0]) * np.sign(found[kind][1]) >= 0).all() for kind in ("huge", "largest"))
-    x = np.ones((64, 256), np.float32)  # XLA's maximum on CPU forgets a NaN, but not in few rows
+    x = np.ones((64, 256), np.float32)  # XLA's maximum on CPU can lose a NaN, but not with few rows
     x[1, 5], x[2, 7] = -np.inf, np.nan
     back = round_trip(name, x)
     assert np.isnan(back[[1, 2], [5, 7]]).all()
-    assert name == "nvfp4" or np.isfinite(back[0]).all()  # whose scale of scales is the whole tensor's
+    assert name == "nvfp4" or np.isfinite(back[0]).all()  # its scale of the scales is computed from the whole tensor
 
 
 @pytest.mark.parametrize("name", MX)

@@ -1,4 +1,4 @@
-"""Kernels of any axes in a tensor format: what llama.cpp's decoder makes of the same rows, and what is refused."""
+"""Kernels with any axes in a tensor format, compared with llama.cpp's decoder, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.reference import through_gguf
 CASES = [
     ((256, 5), (0,), (144, 5)),
     ((4, 80, 6), (0, 1), (1, 180, 6)),  # two axes, the last block not full
-    ((8, 2, 64), (0, 2), (1, 2, 288)),  # a free axis between
+    ((8, 2, 64), (0, 2), (1, 2, 288)),  # a free axis between contracting axes
     ((6, 1, 64), (0,), (18, 1, 64)),
 ]
 
@@ -30,7 +30,7 @@ def test_the_contraction_is_one_row_of_blocks(shape, axes, stored):
 
 
 def test_stacked_layers_are_those_of_each():
-    x = jax.random.normal(jax.random.key(0), (64, 3, 5))  # the layers in the middle
+    x = jax.random.normal(jax.random.key(0), (64, 3, 5))  # the axis of layers is in the middle
     stacked = jax.vmap(lambda x: encode_tensor(x, "q8_0", (0,)), in_axes=1, out_axes=1)(x)
     stacked = mark_stacked_axes(stacked, (1,))
     check(stacked)

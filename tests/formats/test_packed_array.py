@@ -1,4 +1,4 @@
-"""Arrays held in a tensor format: decoding, the matmul that decodes as it goes, training for a format."""
+"""Arrays in a tensor format: decoding, the matmul that decodes its operand, and training for a format."""
 
 from __future__ import annotations
 

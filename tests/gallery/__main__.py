@@ -1,7 +1,7 @@
-"""Compute the gallery and compare it: with the committed digests, or with another commit's, computed on this machine.
+"""Compute the gallery and compare it with committed digests, or with another commit on this machine.
 
 python -m tests.gallery [NAME ...]                   compare with the digests committed for this environment
-python -m tests.gallery --write [NAME ...]           write those of the rows that the suite runs
+python -m tests.gallery --write [NAME ...]           write the digests of the rows that the suite runs
 python -m tests.gallery --against COMMIT [NAME ...]  compare with the rows of another commit, computed here
 NAME is the beginning of the names of rows: "fp8 native", "int8".
 """
@@ -77,7 +77,7 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> int:
 
 
 def _compute(tree: Path, options: Any) -> dict[str, Any]:
-    """Compute rows in processes of a checkout, each its share."""
+    """Compute rows of a checkout in several processes, each of which computes a share."""
 
     def run(share: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.gallery", "--worker", str(share), str(options.jobs), *options.names]

@@ -1,8 +1,8 @@
-"""One model in three frameworks: every kind of layer that a recipe can reach, in as few lowered programs as will do.
+"""One model in three frameworks, with every kind of layer that a recipe can quantize, in few lowered programs.
 
 Each has two scanned, rematerialized blocks (a projection to heads, an einsum with batch axes, a plain layer) in
-bfloat16, a convolution, experts (a stack that is mapped over; ragged ones in the plain function), a layer that is used
-twice in float32, and a head.
+bfloat16, a convolution, experts (a mapped stack; in the plain function a ragged matmul), a layer that is used twice in
+float32, and a head.
 """
 
 from __future__ import annotations

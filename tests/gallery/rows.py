@@ -1,20 +1,22 @@
 """The gallery: every string on every backend, in Linen, NNX and a plain function: two steps, converted, served.
 
-A row is what came out, as digests of bits (losses, gradients, quant state, converted leaves, served output), and the
-losses as numbers for machines on which the bits differ. A step without the matmuls of its string is an error.
-Beside ``of_trace`` only the public face of jaxquant is called, so that a row can be computed at another commit too
+A row has the results: digests of their bits (losses, gradients, quant state, converted leaves, served output), and the
+losses as numbers, for machines on which the bits differ. A step without the matmuls of its string is an error. Except
+for ``of_trace``, only public functions of jaxquant are called, so that a row can also be computed at another commit
 (``python -m tests.gallery --against COMMIT``).
 
-Digests changed on purpose since 8e3721d: ``int8w``, ``int4w`` and ``intmp`` on native, because the scales of a weight
-that is quantized alone multiply the product, where they multiplied the weight; the plain function under strings with
-tiles, because its ragged matmul, which stayed in float, is quantized; ``int8`` and ``int8_delayed`` everywhere, from
-the first gradient on, because their rounding at random draws from another hash. The plain function under ``int4`` and
-``fp4`` on Qwix has digests, because it compiles. The plain function on Qwix, because its ragged matmul is float there:
-the bits are those that a rule for that matmul, to float, gave before.
+Digests that were changed on purpose since 8e3721d:
 
-Every row names its backend, so ``quant_backend: auto`` is no row: it selects the native one, and AQT's for ``aqt_fp8``
-and ``aqt_fp8_full``. Until 8a9d4c7 it selected AQT's for ``int8`` and ``intmp`` and Qwix's for ``int4``, ``fp4``,
-``fp8_full``, ``fp8_e4m3`` and ``fp8_e5m2``.
+- ``int8w``, ``int4w`` and ``intmp`` on native: the scales of a weight-only recipe multiply the product. Before, they
+  multiplied the weight.
+- The plain function with strings that have tiles: its ragged matmul is quantized. Before, it stayed in float.
+- ``int8`` and ``int8_delayed`` everywhere, from the first gradient on: stochastic rounding uses another hash.
+- The plain function with ``int4`` and ``fp4`` on Qwix: it has digests, because it compiles now.
+- The plain function on Qwix: its ragged matmul is float there. The bits are those of a rule that excludes this matmul.
+
+Every row names its backend. ``quant_backend: auto`` therefore has no row: it selects the native backend, or AQT for
+``aqt_fp8`` and ``aqt_fp8_full``. Until 8a9d4c7 it selected AQT for ``int8`` and ``intmp``, and Qwix for ``int4``,
+``fp4``, ``fp8_full``, ``fp8_e4m3`` and ``fp8_e5m2``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _FILE = str(Path(__file__).parents[2] / "configs/intmp/int8_weight_only.json")
 
 
 def schemes() -> Iterator[tuple[str, str]]:
-    """Yield every (string, backend), one string for those that share a row of the table."""
+    """Yield every (string, backend); of the strings that share a row of the table, only one."""
     seen: set[int] = set()
     for string, row in jaxquant.RECIPES.items():
         if string and id(row) not in seen:
@@ -59,11 +61,11 @@ def names() -> list[str]:
 
 
 LIBRARIES = ("int8 aqt", "int8 qwix", "fp8_e4m3 qwix", "fp4 qwix", "aqt_fp8 aqt", "aqt_fp8_full aqt")
-"""The rows of AQT and Qwix that the suite runs: integers, floats and 4 bits, and the strings named after AQT."""
+"""Rows of AQT and Qwix that the suite runs: integers, floats, 4 bits, and the strings named after AQT."""
 
 
 def suite() -> list[str]:
-    """Return the rows that the suite runs and keeps: each string with one face, in turn.
+    """Return the rows that the suite runs: each string with one of the three frameworks, in turn.
 
     A string runs on the native backend, unless it is named after AQT; ``LIBRARIES`` are in addition.
     """
@@ -77,7 +79,7 @@ def suite() -> list[str]:
 
 
 def environment() -> str:
-    """Return what bits depend on beside the program: jax's version, and the processor's vector instructions."""
+    """Return the name of the environment on which bits depend: jax's version and the CPU's vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -97,7 +99,7 @@ def row(name: str) -> Row:
 
 
 def attempt(name: str) -> Row:
-    """Compute a row; of what a backend lacks, or XLA cannot compile here, the row is the error's text."""
+    """Compute a row. If a backend or XLA does not support it, the row is the text of the error."""
     try:
         return row(name)
     except (NotImplementedError, ValueError) as error:
@@ -109,7 +111,7 @@ def attempt(name: str) -> Row:
 
 
 def committed() -> dict[str, Row] | None:
-    """Return the rows that are committed for this environment, None where there are none."""
+    """Return the committed rows of this environment, or None if it has no rows."""
     return every_environment().get(environment())
 
 
@@ -119,7 +121,7 @@ def every_environment() -> dict[str, dict[str, Row]]:
 
 
 def write(found: dict[str, Row]) -> None:
-    """Write rows as those of this environment."""
+    """Write the rows of this environment."""
     known = every_environment()
     known[environment()] = {**known.get(environment(), {}), **found}
     DIGESTS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
@@ -180,7 +182,7 @@ LAST = jax.random.key(9)
 
 
 def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
-    """Take steps of gradient descent, whose program is covered; return the row so far, parameters and quant state."""
+    """Check the coverage of a training step and run it; return the row so far, parameters and quant state."""
 
     @jax.jit
     def step(params: Any, quant: Any, key: jax.Array) -> Any:
@@ -207,11 +209,11 @@ def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
 
 
 def _check(found: Any) -> None:
-    assert any(row.wanted or row.dtypes.rhs.is_quantized for row in found.rows)
+    assert any(row.expected or row.dtypes.rhs.is_quantized for row in found.rows)
     try:
         found.check()
     except ValueError as error:
-        raise AssertionError(str(error)) from error  # no row that is refused
+        raise AssertionError(str(error)) from error  # no row that is an error
 
 
 def _served(converted: Any, served: jax.Array, trained: jax.Array) -> Row:
@@ -220,7 +222,7 @@ def _served(converted: Any, served: jax.Array, trained: jax.Array) -> Row:
 
 
 def filled(shapes: Any) -> Any:
-    """Make parameters of these shapes: normal numbers, each leaf its own, the same on every machine."""
+    """Return random normal parameters of these shapes, different for each leaf and the same on every machine."""
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(0)
     made = [jnp.asarray(rng.normal(size=leaf.shape) / np.sqrt(models.D), leaf.dtype) for leaf in leaves]
@@ -228,7 +230,7 @@ def filled(shapes: Any) -> Any:
 
 
 def unseen(quant: Any) -> Any:
-    """Make quant state that has seen nothing, as ``init`` does: without compiling that."""
+    """Return quant state without observations, like ``init``, but without compiling ``init``."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.full(leaf.shape, path[-1].key == "scale", leaf.dtype), quant
     )

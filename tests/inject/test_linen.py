@@ -1,4 +1,4 @@
-"""maybe_quantize_model on Linen models that know nothing of jaxquant."""
+"""maybe_quantize_model on Linen models that do not use jaxquant."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUANTIZED = ["layers/wi", "layers/wo", "mix"]
 
 
 def init(model, *inputs, seed=3):
-    """Initialize under jit: op by op, a quantized model compiles every op on its own."""
+    """Initialize under jit; without jit, every op of a quantized model would be compiled separately."""
     return jax.jit(model.init)(jax.random.key(seed), *inputs)
 
 
@@ -94,7 +94,7 @@ class SpectralNorm(nn.Module):
 
 
 def test_a_layer_that_is_out_of_reach_is_described_as_float():
-    """Its kernel is divided by what data estimates."""
+    """Its kernel is divided by an estimate from data."""
     x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     reports = {report.path: report for report in describe_layers(SpectralNorm(), native("fp8"), x)}
     assert reports["normed"].recipe is None
@@ -114,7 +114,7 @@ def test_bind_draws_the_random_numbers_of_apply_and_further_ones_in_a_second_cal
 
 
 class Decoder(nn.Module):
-    """Attention that decodes, which flax initializes on whole sequences and calls on one token."""
+    """Attention with decoding, which flax initializes on whole sequences and calls on one token."""
 
     @nn.compact
     def __call__(self, x):
@@ -123,7 +123,7 @@ class Decoder(nn.Module):
 
 
 class Late(nn.Module):
-    """A model that makes its parameter while it is initialized and multiplies it later."""
+    """A model that creates its parameter in ``init`` and multiplies it in later calls."""
 
     @nn.compact
     def __call__(self, x):

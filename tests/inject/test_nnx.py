@@ -1,4 +1,4 @@
-"""maybe_quantize_model on NNX models that know nothing of jaxquant."""
+"""maybe_quantize_model on NNX models that do not use jaxquant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Every kind of layer: in a list, stacked under nnx.scan and nnx.remat, in attention, beneath LoRA, used twice."""
+    """Every kind of layer: in a list, stacked under nnx.scan and nnx.remat, in attention, inside LoRA, used twice."""
 
     def __init__(self, rngs):
         self.blocks = nnx.List([Block(rngs)])
@@ -74,7 +74,7 @@ def model():
 
 
 def test_every_kind_of_layer_is_found_and_quantized(model):
-    """The same parameters, the given model as it was, each layer's matmuls, and the reason of those that are left."""
+    """Parameters and the original model do not change; each layer is quantized, or has a reason for float."""
     before, graph = pure(model, nnx.Param), nnx.graphdef(model)
     reports = {report.path: report for report in describe_layers(model, {"quantization": "int8"}, X)}
     assert [path for path, report in reports.items() if report.recipe] == QUANTIZED
@@ -104,7 +104,7 @@ def _shared():
 
 
 def test_only_the_layer_that_was_asked_for_is_quantized():
-    """Not the other one of its shape, whatever a shared jitted function has in its cache."""
+    """The other layer of the same shape stays in float, although both share a jitted function and its cache."""
     pair = Pair(nnx.Rngs(0))
     exact, hidden = pair(X[0]), pair.one(X[0])
     outs = {}
@@ -167,7 +167,7 @@ def test_qwix_adds_lora_to_a_quantized_model():
 
 
 class Inner(nnx.Module):
-    """A module whose call sets attributes beside variables: a counter, a cache, a list, and deletes one."""
+    """A module whose call sets attributes that are not variables (a counter, a cache, a list), and deletes one."""
 
     def __init__(self, rngs):
         self.layer = nnx.Linear(16, 8, rngs=rngs)

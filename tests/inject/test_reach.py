@@ -1,4 +1,4 @@
-"""Whatever way leads to a matmul with a parameter, it is quantized: calls that used to run in float without a word."""
+"""Every way to call a matmul with a parameter is quantized, including calls that once stayed in float silently."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Other(nn.Module):
 
 
 def low(fn, *args):
-    """Count the matmuls of a function, and those in 8 bits; layers that are alike are lowered once."""
+    """Count the matmuls of a function, and the 8-bit matmuls; equal layers are lowered once."""
     text = jax.jit(fn).lower(*args).as_text()
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     return len(lines), sum("xi8>" in line or "f8E" in line for line in lines)
@@ -80,7 +80,7 @@ def test_every_way_into_a_linen_model(quantized, way):
 
 
 def test_a_part_of_the_model_first():
-    """Initialize and run a part before the whole: the same layers, decided as they come."""
+    """Initialize and run a part before the whole model: the same layers are quantized, decided in order of use."""
     model = maybe_quantize_model(Coder(), FP8)
     variables = jax.jit(lambda key, x: model.init(key, x, method="encode"))(jax.random.key(1), X)
     assert set(nested(variables[OWG])) == {"up", "layers_0", "layers_1"}
@@ -134,7 +134,7 @@ def test_a_quantized_nnx_model_and_its_graph_are_pickled():
 
 
 class Moody(nn.Module):
-    """A model with ``init`` and ``apply`` of its own, which take an argument more, as MaxText's has."""
+    """A model that overrides ``init`` and ``apply`` with another argument, like MaxText's model."""
 
     mood: str = "train"
 
@@ -159,7 +159,7 @@ def test_a_model_with_an_apply_of_its_own():
 
 
 class Bridged(nnx.Module):
-    """A Linen layer within an NNX model, and a field that has no hash, as MaxText's layers have."""
+    """A Linen layer in an NNX model, with an unhashable field, like MaxText's layers."""
 
     def __init__(self, rngs):
         self.widths = [8, 4]
@@ -185,7 +185,7 @@ class Logged(nn.Dense):
 
 
 class Plain(nn.Module):
-    """Einsums and products of the author's own parameters."""
+    """Einsums and products with custom parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -202,7 +202,7 @@ class Recurrent(nn.Module):
 
 
 class Stack(nn.Module):
-    """A scan that knows nothing of quant state."""
+    """A scan that does not mention quant state."""
 
     @nn.compact
     def __call__(self, x):
@@ -223,7 +223,7 @@ class Experts(nn.Module):
 
 
 class Tied(nn.Module):
-    """Parameters of the author's own, scanned and mapped, two of them in one module."""
+    """Custom parameters, scanned and mapped, two of them in one module."""
 
     @nn.compact
     def __call__(self, x):
@@ -262,7 +262,7 @@ def test_layers_of_any_author_are_served_as_they_were_trained():
 
 
 class Clipped(nn.Module):
-    """A layer with a backward pass of the author's own, and one without."""
+    """A layer with a custom backward pass, and a layer without."""
 
     @nn.compact
     def __call__(self, x):
@@ -280,7 +280,7 @@ def test_a_layer_that_is_out_of_reach_is_not_converted():
 
 
 class NNXOwn(nnx.Module):
-    """Parameters of the author's own, one of them in a list and one shared, beside a layer of flax."""
+    """Custom parameters, one in a list and one shared, and a layer of flax."""
 
     def __init__(self, rngs):
         key = rngs.params

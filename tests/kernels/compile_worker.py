@@ -1,4 +1,4 @@
-"""Compile every case of the kernels for TPUs that are not here; prints what failed. In a process of its own."""
+"""Compile every case of the kernels for TPUs that are not attached, in a separate process; print the failures."""
 
 import sys
 
@@ -41,7 +41,7 @@ def einsum_program(case, shape):
 
 
 def ragged_program(string, shape):
-    """Gradients of a grouped matmul in training, each element where a chip has an instruction for it."""
+    """Return the gradients of a grouped matmul, for each element type that the chip's instructions support."""
     quantized = jaxquant.quantize(lambda w, x, sizes: jax.lax.ragged_dot(x, w.astype(x.dtype), sizes), string)
     w, x, sizes = shape((4, 256, 256), "float32"), shape((512, 256), "bfloat16"), shape((4,), "int32")
     state = jax.tree.map(lambda leaf: shape(leaf.shape, leaf.dtype), jax.eval_shape(quantized.init, w, x, sizes))

@@ -1,4 +1,4 @@
-"""Interpret every case of block_matmul; prints what differs. In a process of its own, whose warpgroups have threads."""
+"""Run every case of block_matmul in the interpreter, in a separate process with warpgroup threads; print failures."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tests import numerics
 
 
 def arguments(case, is_exact):
-    """Make small integers and powers of two, of which every sum is exact, or normal numbers with some of each kind."""
+    """Return small integers and powers of two, whose sums are exact, or normal numbers with special values."""
     generator = np.random.default_rng(0)
     made = []
     for shape, dtype in case.shapes:
@@ -22,7 +22,7 @@ def arguments(case, is_exact):
             x = generator.integers(-3, 4, shape) if is_exact else 20 * generator.normal(size=shape)
             made.append(jnp.asarray(x, "float32").astype(dtype))
     if not is_exact:
-        # Zeros, and what is not finite (of e5m2 infinities, of e4m3 NaN), in rows of no group too.
+        # Zeros and non-finite values (e5m2: infinities, e4m3: NaN), also in rows without a group.
         made[0] = made[0].at[..., -1, :].set(0).at[..., case.sizes[1] // 2, 3].set(np.inf)
         made[0] = made[0].at[-1, 0].set(np.inf) if case.form == "grouped" else made[0]
         made[2] = made[2].at[..., 0, 0].set(0)
@@ -30,7 +30,7 @@ def arguments(case, is_exact):
 
 
 def check(case):
-    """Return what is wrong with a case, None where nothing is."""
+    """Return the error of a case, or None if there is no error."""
     exact = arguments(case, True)
     found, expected = (
         getattr(place, case.form)(*exact, out_dtype=case.out_dtype, **more)

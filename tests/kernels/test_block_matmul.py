@@ -1,4 +1,4 @@
-"""block_matmul: its meaning, the kernel against it in the interpreter, where it runs, and what compilers make of it."""
+"""block_matmul: its definition, the kernel in the interpreter, where it runs, and its compiled programs."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
 
 
 def widened(x, scale):
-    """Multiply elements and the scales of their blocks."""
+    """Return elements multiplied by the scales of their blocks."""
     x, scale = (np.asarray(each, np.float64) for each in (x, scale))
     if scale.shape[-2] != x.shape[-2]:
         scale = np.repeat(scale, BLOCK, axis=-2)[..., : x.shape[-2], :]
@@ -56,7 +56,7 @@ def test_the_reference_is_the_sum_of_the_products(case):
 @pytest.mark.skipif(not mosaic_gpu.HAS_JAX_0_11, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
 def test_the_kernel_is_its_reference():
     command = [sys.executable, "-m", "tests.kernels.interpret_worker"]
-    # The interpreter's warpgroups wait for one another: each needs a thread of XLA's.
+    # The interpreter's warpgroups wait for each other, so each needs its own XLA thread.
     done = subprocess.run(command, env=os.environ | {"NPROC": "16"}, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"{case} is right" for case in cases.CASES], done.stderr[-2000:]
 
@@ -88,7 +88,7 @@ def test_it_runs_where_it_can_run_and_else_the_reason_is_told(
     monkeypatch, kind, options, size, expected, why, is_ragged
 ):
     monkeypatch.setattr(implementation, "_choices", {})
-    jax.clear_caches()  # what was traced before notes no choice
+    jax.clear_caches()  # a cached trace would not record the choice
     if is_ragged:
         shapes = (on(kind, *shape, size=size) for shape in RAGGED)
         traced = jax.jit(functools.partial(ragged_step, **options)).trace(*shapes)
@@ -108,7 +108,7 @@ def test_it_runs_where_it_can_run_and_else_the_reason_is_told(
     ],
 )
 def test_the_product_is_that_of_the_dequantized_blocks(x, w, numbers, which):
-    """A ragged depth and heads, several contracted axes, a batch; blocks of the weight, and tiles of both."""
+    """Depth and heads that are not multiples of a block, several contracted axes, a batch; blocks and tiles."""
     dims = Dimensions.of(numbers, len(x), len(w))
     recipe = RECIPES["fp8_block"].recipe
     keys = jax.random.split(jax.random.key(0))
@@ -127,10 +127,10 @@ def test_the_product_is_that_of_the_dequantized_blocks(x, w, numbers, which):
 
 @pytest.mark.parametrize(("warpgroups", "memory"), mosaic_gpu.MEMORY_REGISTERS.items())
 def test_the_threads_of_a_program_ask_for_no_more_registers_than_it_began_with(warpgroups, memory):
-    """With more, ``setmaxnreg`` waits for ever, as 240 of each of two and 32 of the one that loads beyond 3 · 168."""
+    """With more registers, ``setmaxnreg`` waits forever: 2 · 240 and 32 for the loading warpgroup exceed 3 · 168."""
     groups = warpgroups + 1
-    began = min(255, 65536 // (128 * groups) // 8 * 8)  # of a thread, as ptxas reports it; one program a multiprocessor
-    multiply = min(256, (512 - memory) // warpgroups // 8 * 8)  # what jax's pipeline asks for
+    began = min(255, 65536 // (128 * groups) // 8 * 8)  # per thread, as in ptxas; one program per SM
+    multiply = min(256, (512 - memory) // warpgroups // 8 * 8)  # jax's pipeline requests this number
     assert memory + warpgroups * multiply <= groups * began
 
 
@@ -138,7 +138,7 @@ def test_the_threads_of_a_program_ask_for_no_more_registers_than_it_began_with(w
 
 
 SIZES, BEHIND = (200, 0, 128, 5, 1), 7
-"""Rows of groups: no whole slabs, none, whole ones, a part of one, one row; and rows behind the last group."""
+"""Rows of groups: partial slabs, no rows, full slabs, part of a slab, one row; and rows after the last group."""
 RAGGED = (sum(SIZES) + BEHIND, 160), (len(SIZES), 160, 144)
 
 
@@ -160,7 +160,7 @@ def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_chan
     given = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
     def run(x, w, grad):
-        return jax.jit(lambda *given: ragged_three(*given))(x, w, grad)  # of its own: jit has not traced it
+        return jax.jit(lambda *given: ragged_three(*given))(x, w, grad)  # a new function, which jit has not traced
 
     expected, magnitudes = run(*given), run(*map(jnp.abs, given))
     jax.clear_caches()
@@ -170,7 +170,7 @@ def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_chan
     for one, other in zip(found, run(x.at[rows:].set(jnp.nan), w, grad.at[rows:].set(jnp.inf)), strict=True):
         np.testing.assert_array_equal(one, other)
     for one, other, size, depth in zip(found, expected, magnitudes, (160, 144, max(SIZES)), strict=True):
-        assert not np.array_equal(one, other)  # sums in another order
+        assert not np.array_equal(one, other)  # the order of sums differs
         assert np.all(np.abs(one - other) <= numerics.block_bound(depth, np.asarray(size)))
     assert not found[0][rows:].any() and not found[1][rows:].any() and not found[2][1].any()  # noqa: PT018
     jax.clear_caches()

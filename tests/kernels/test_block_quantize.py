@@ -1,4 +1,4 @@
-"""The kernels of the block cast, without a TPU and a GPU, against their reference, and where they run."""
+"""The kernels of block quantization, compared with their reference without a TPU or GPU, and where they run."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ TINY = 2.0**-140
 
 
 def hard(shape, dtype):
-    """Return numbers of many magnitudes, with blocks that are zero, subnormal, infinite or not numbers."""
+    """Return numbers of many magnitudes, with blocks of zeros, subnormal numbers, infinities or NaN."""
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], shape) * jnp.exp(4 * jax.random.normal(keys[1], (shape[0], 1)))
     x = x.at[3].set(0.0).at[4, ::2].set(-0.0).at[5].set(TINY).at[6, 7].set(jnp.inf).at[8, 9].set(jnp.nan)
@@ -30,7 +30,7 @@ def hard(shape, dtype):
 
 
 def bits(tree):
-    """Return the bytes of every array; all that is not a number alike."""
+    """Return the bytes of every array; all NaNs have the same bytes."""
 
     def of(x):
         return np.where(np.isnan(np.asarray(x, np.float32)), np.float32(1), np.asarray(x)).astype(x.dtype).tobytes()
@@ -48,7 +48,7 @@ def test_every_bit_is_the_references(case):
 
 
 def with_nan(x, made, cast):
-    """Return what the reference makes on a GPU, where the maximum of a block keeps a NaN, of what it makes on a CPU."""
+    """Convert the reference's results from CPU to GPU behavior: on GPUs, the maximum of a block keeps a NaN."""
     if cast.spec.scale_rounding != "exact":
         return made
     rows, columns = cast.block
@@ -67,7 +67,7 @@ def with_nan(x, made, cast):
 def test_on_a_gpu_every_bit_is_the_references(case):
     x = hard(case.shape, case.x_dtype)
     got = gpu.block_quantize(x, case.casts, interpret=True)
-    # XLA's simplifier multiplies by a reciprocal on CPUs, which is not the quotient.
+    # On CPUs, XLA's simplifier multiplies by a reciprocal, which differs from the quotient.
     exact = jax.jit(reference.block_quantize, static_argnums=1, compiler_options={"xla_disable_hlo_passes": "algsimp"})
     made = exact(x, case.casts)
     wanted = tuple(with_nan(x, each, cast) for each, cast in zip(made, case.casts, strict=True))
@@ -84,7 +84,7 @@ def test_on_a_gpu_every_bit_is_the_references(case):
     ],
 )
 def test_on_hopper_the_cast_is_picked(kind, name, implementation, casts, products, why):
-    jax.clear_caches()  # what was traced before notes no choice
+    jax.clear_caches()  # a cached trace would not record the choice
     shapes = on(kind, 2, 128, 384), on(kind, 384, 256)
     numbers = (((2,), (0,)), ((), ()))
     step = functools.partial(gradients, name=name, implementation=implementation, numbers=numbers)
@@ -100,7 +100,7 @@ def test_what_is_cast_for_an_absent_h200_is_multiplied_as_it_lies():
     audit = jaxquant.aot.audit(functools.partial(gradients, numbers=(((2,), (0,)), ((), ()))), *shapes, target="h200")
     assert "| matmuls | 3 f8e4m3fn in blocks |" in str(audit)
     assert [(row["kernel"], row["times"]) for row in audit.kernels] == [("jaxquant block_quantize", 3)]
-    assert audit.moves == len(audit.largest_moves)  # there are no more
+    assert audit.moves == len(audit.largest_moves)  # these are all
     assert [row for row in audit.largest_moves if "f8e4m3fn" in row["types"]] == []
 
 

@@ -1,4 +1,4 @@
-"""Every case of the kernels compiles for TPUs that are not here."""
+"""Every case of the kernels compiles for TPUs that are not attached."""
 
 import subprocess
 import sys

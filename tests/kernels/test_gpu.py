@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels: numbers in the interpreter (jax 0.11 and newer), programs from the compilers of absent chips."""
+"""Mosaic GPU kernels: numbers in the interpreter (jax 0.11 and newer), and programs for GPUs that are not attached."""
 
 import functools
 from typing import Any
@@ -44,7 +44,7 @@ CASTS = (
 
 
 def cast(case, x, scale, **options):
-    """Call ``quantize`` on one of the casts."""
+    """Call ``quantize`` for one of the cases."""
     options |= {"transposed": case.transposed, "compute_dtype": case.compute_dtype}
     return quantize_gpu.quantize(x, scale, dtype=case.dtype, **options)
 
@@ -55,7 +55,7 @@ def shapes_of(case):
 
 
 def product(case, function, lhs, rhs, *scales, **options):
-    """Call ``matmul`` on one of the products."""
+    """Call ``matmul`` for one of the cases."""
     given = dict(zip(("left", "right") if case.per_channel else ("scale",), scales, strict=True))
     return function(lhs, rhs, **given, out_dtype=case.out_dtype, accumulator=case.accumulator, **options)
 
@@ -68,7 +68,7 @@ def equal_bits(found, expected):
 @pytest.mark.parametrize("case", CASTS, ids=str)
 def test_quantize_is_the_cast_of_the_core_to_the_bit(case):
     keys = jax.random.split(jax.random.key(0), 3)
-    # Some elements beyond the range of every dtype, some below its smallest number.
+    # Some elements are above the range of every dtype, some below the smallest number.
     x = jax.random.normal(keys[0], (M, N)) * jnp.exp(4 * jax.random.normal(keys[1], (M, N)))
     x = x.at[0, 0].set(0.0).at[1, 1].set(-1e9).astype(case.x_dtype)
     scale = 0.1 * jnp.exp(jax.random.normal(keys[2], (1, 1)))
@@ -119,7 +119,7 @@ GROUPED = ("block_matmul_grouped", "block_matmul_grouped_drhs")
 
 
 def compiled(step, *shapes, target):
-    """Return how often each kernel of ours is called by a step that was compiled for an absent chip."""
+    """Return how often a step, compiled for a chip that is not attached, calls each of our kernels."""
     audit = jaxquant.aot.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target)
     names = [row["kernel"].replace(" ", "_") for row in audit.kernels for _ in range(row["times"])]
     names += [row["kind"] for row in audit.matmuls]

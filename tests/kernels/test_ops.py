@@ -1,4 +1,4 @@
-"""``implementation="pallas"`` in the ops, without a TPU: XLA's numbers, and a reason wherever XLA runs instead."""
+"""``implementation="pallas"`` in the ops, without a TPU: XLA's numbers, and a reason if XLA runs instead."""
 
 import functools
 
@@ -25,7 +25,7 @@ def recipe(name):
 
 
 def warm(state, amax):
-    """Return a state whose histories hold an amax, and whose shapes say so."""
+    """Return a warm state: its histories contain an amax, and its shapes mark it as warm."""
 
     def one(tensor):
         bins = delayed.widen_bins(delayed.empty_bins())
@@ -35,7 +35,7 @@ def warm(state, amax):
 
 
 def inputs(dtype="bfloat16"):
-    """Make small integers, which every format here represents with the scales of the states."""
+    """Return small integers, which every format of this file represents exactly with the scales of the states."""
     generator = np.random.default_rng(0)
     x, w, g = (jnp.asarray(generator.integers(-3, 4, shape), dtype) for shape in ((32, 256), (256, 64), (32, 64)))
     return x, w, g
@@ -54,7 +54,7 @@ def equal(a, b):
 
 
 def in_form(form, run):
-    """Return a step in one of the forms in which programs use it."""
+    """Return a step in one of the forms that programs use: plain, under vmap, or under shard_map."""
     if form == "vmap":
         mapped = jax.vmap(run, (0, 0, 0, None))
         return lambda x, w, g, state: mapped(jnp.stack([x, -x]), jnp.stack([w, w * 2]), jnp.stack([g, g]), state)
@@ -65,7 +65,7 @@ def in_form(form, run):
 
 @pytest.mark.parametrize(("name", "form"), [("fp8", ""), ("int8_delayed", ""), ("fp8", "vmap"), ("fp8", "shard_map")])
 def test_a_step_has_the_bits_of_xlas(name, form, monkeypatch):
-    jax.clear_caches()  # what was traced before notes no choice
+    jax.clear_caches()  # a cached trace would not record the choice
     monkeypatch.setattr(implementation, "_choices", {})
     spec, (x, w, g) = recipe(name), inputs()
     state = warm(initial_state(spec), 448.0 if name == "fp8" else 127.5)

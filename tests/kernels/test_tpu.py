@@ -1,4 +1,4 @@
-"""The kernels of the cast and of the matmul, without a TPU, against their references."""
+"""The TPU kernels of quantization and matmul, compared with their references without a TPU."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_blocks_and_vmap_change_nothing(monkeypatch):
 
 
 def einsum_arguments(case, largest=3):
-    """Make operands of small integers, of which every sum is exact, and scales that are powers of two."""
+    """Return operands of small integers, whose sums are exact, and power-of-two scales."""
     B, M, N, K = case.sizes
     generator = np.random.default_rng(0)
     lhs, rhs = (

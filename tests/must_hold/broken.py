@@ -1,4 +1,4 @@
-"""A property that is broken on purpose: its check has to see it."""
+"""Check that a test fails if its property is broken on purpose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 def fails_when_broken(owner: Any, attribute: str, broken: Any, check: Callable[[], None]) -> None:
     """Run a check with ``owner.attribute`` replaced, and require that it fails."""
-    jax.clear_caches()  # what was traced before does not know of it
+    jax.clear_caches()  # earlier traces do not contain the replacement
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, attribute, broken)
         with pytest.raises((AssertionError, pytest.fail.Exception)):

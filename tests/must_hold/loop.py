@@ -1,4 +1,4 @@
-"""The rule of delayed scaling as a plain Python loop over the amaxes of a step, to check the properties with."""
+"""Delayed scaling as a Python loop over the amaxes of a step, which checks the properties."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["LENGTH", "WEIGHTS", "PythonLoop", "amax", "inputs", "op_state"]
 
 LENGTH = 4
 WEIGHTS = (1.0, 0.25, 3.0)
-"""Of three uses in a loss that is linear: each use's output gradient has this amax."""
+"""Amax of the output gradient of each of three uses, in a linear loss."""
 LARGEST = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
 
 
 def inputs(step: int) -> jax.Array:
-    """Three inputs of unequal scale, [3, 4, 8]."""
+    """Return three inputs of different magnitudes, [3, 4, 8]."""
     scales = jnp.roll(jnp.array([1.0, 11.0, 0.03]), step)
     return jax.random.normal(jax.random.key(step), (3, 4, 8)) * scales[:, None, None]
 
@@ -33,7 +33,7 @@ def amax(x: jax.Array) -> float:
 
 
 class PythonLoop:
-    """Quant state of one layer: step by step, from the amaxes of every use in a step."""
+    """Quant state of one layer, updated step by step with the amaxes of every use in a step."""
 
     def __init__(self, spec: DelayedSpec | None = None):
         length = LENGTH if spec is None else spec.amax_history_length
@@ -42,12 +42,12 @@ class PythonLoop:
         self.rtol = dict.fromkeys(LARGEST, 0.0)
 
     def step(self, **uses: Sequence[float]) -> None:
-        """Advance by a step in which each tensor had these amaxes, none where it was not used."""
+        """Advance by one step; the arguments are the amaxes of each tensor, empty for an unused tensor."""
         for tensor, amaxes in uses.items():
             past = max(self.history[tensor])
             if amaxes and past > 0:
                 self.scale[tensor] = past * np.float32(1 / ELEMENTS[LARGEST[tensor]].max)
-                # a mean of equal scales may differ from them in its last bit
+                # a mean of equal scales may differ from the scales in the last bit
                 self.rtol[tensor] = 1e-6 if len(amaxes) > 1 else 0.0
             finite = [np.float32(amax) for amax in amaxes if math.isfinite(amax)]
             if finite:

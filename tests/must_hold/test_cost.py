@@ -1,4 +1,4 @@
-"""What quantization costs: properties 15 and 16, each of which fails when it is broken on purpose."""
+"""Cost of quantization: properties 15 and 16. Each check fails if its property is broken on purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.must_hold.broken import fails_when_broken
 prepared = importlib.import_module("jaxquant.ops.prepared")
 ops = importlib.import_module("jaxquant.ops.dot_general")  # the package shows the function under this name
 ROWS, WIDTH = 256, 128
-# Of the strings of one row the first.
+# The first string of each row of the table.
 STRINGS = list(
     {id(row): name for name, row in reversed(RECIPES.items()) if row.recipe and "native" in row.backends}.values()
 )
@@ -38,7 +38,7 @@ class Stack(nn.Module):
 
 
 def stack_loss(name: str, depth: int):
-    """Give the loss of a stack in a string's recipe, and the shapes of (params, quant state, x)."""
+    """Return the loss of a stack that is quantized with a string, and the shapes of (params, quant state, x)."""
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
     model = jaxquant.maybe_quantize_model(
         Stack(depth), {"quantization": name, "quant_backend": "native"} if name else {}, x
@@ -52,7 +52,7 @@ def stack_loss(name: str, depth: int):
 
 
 def program_lines(text: str) -> int:
-    """Count the lines of a StableHLO module, each helper function once, as it is stored and compiled."""
+    """Count the lines of a StableHLO module, which contains each helper function once."""
     return sum(1 for line in text.splitlines() if line.strip())
 
 
@@ -65,10 +65,10 @@ float_lines = functools.cache(functools.partial(lines, ""))
 
 
 def check_trace(name: str) -> None:
-    """Property 16 as peers were measured: 48 layers of one shape, which share their helper functions.
+    """Check property 16 with 48 layers of one shape, which share helper functions; other libraries were measured so.
 
-    Three times the lines of the float program, in all and by each layer more. The first layer of a shape is beyond that
-    (commit 5135d1a): alone it has 13 lines in bf16 and 226 to 520 in these strings.
+    The limit is three times the lines of the float program, in total and for each additional layer. The first layer of
+    a shape exceeds the limit (commit 5135d1a): it has 13 lines in bf16 and 226 to 520 lines with these strings.
     """
     assert lines(name, 48) <= 3 * float_lines(48)
     assert lines(name, 8) - lines(name, 4) <= 3 * (float_lines(8) - float_lines(4))
@@ -80,7 +80,7 @@ def test_16_layers_of_one_shape_stay_within_three_times_the_float_program(name):
 
 
 class Block(nn.Module):
-    """A decoder block of five projections, each of a shape of its own: the least that equal layers can share."""
+    """A decoder block of five projections with different shapes, the worst case for shared helper functions."""
 
     @nn.compact
     def __call__(self, x: jax.Array, _):
@@ -124,20 +124,20 @@ def scanned_lines(name: str, remat: bool) -> int:
     ("name", "most"), [("fp8", 3), ("fp8_current", 3), ("fp8_full", 3), ("int8", 3), ("int8_delayed", 3.02)]
 )
 def test_16_a_scanned_block_of_five_shapes_stays_within_three_times_the_float_program(name, most):
-    """docs/about/house.md tells by how much int8_delayed misses it."""
+    """docs/about/house.md states by how much int8_delayed exceeds the limit."""
     assert scanned_lines(name, False) <= most * scanned_lines("", False)
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8", 3.12), ("fp8_current", 3), ("fp8_full", 3), ("int8", 4)])
 def test_16_so_does_a_rematerialized_one_without_noise(name, most):
-    """Noise has functions of its own for each shape; docs/about/house.md tells by how much fp8 misses it."""
+    """Noise needs separate functions for each shape; docs/about/house.md states by how much fp8 exceeds the limit."""
     assert scanned_lines(name, True) <= most * scanned_lines("", True)
 
 
 def check_saved(name: str) -> None:
-    """Per layer: one byte for each element of input and kernel, and scales (a scalar, or one a row and column).
+    """Check saved bytes per layer: one for each element of input and kernel, and scales (scalar or per row and column).
 
-    With delayed scaling also three amax histories, as rows of the model's table: what is observed holds the next ones.
+    Delayed scaling also saves three amax histories, as rows of the model's table.
     """
     made = {depth: stack_loss(name, depth) for depth in (1, 2)}
     kept = {depth: saved_for_backward(loss, *args) for depth, (loss, args) in made.items()}

@@ -1,6 +1,6 @@
-"""Property 28: four loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
+"""Property 28: four training loops, each with quant state forgotten, optimized, decayed, clipped or partly restored.
 
-Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/loops.md`` has the table.
+Each mistake raises an error with advice, or leaves correct numbers. ``docs/guide/loops.md`` has the table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NORM = r"observations of quant state are squared, .*jaxquant\.state\.split\(grad
 
 
 class Linen:
-    """A model, its variables, and its loss as a function of (parameters, quant state)."""
+    """A Linen model, its variables, and its loss as a function of (parameters, quant state)."""
 
     def __init__(self) -> None:
         self.model: Any = jaxquant.maybe_quantize_model(nn.Dense(8, use_bias=False), CONFIG, X)
@@ -44,7 +44,7 @@ class Linen:
 
 
 class Handle(Linen):
-    """A Linen model that plumbs the op of ``configure_quantization`` by hand, as MaxText's do."""
+    """A Linen model that passes the op of ``configure_quantization`` to its layers by hand, as MaxText's models do."""
 
     def __init__(self) -> None:
         op = maxtext.configure_quantization(CONFIG).dot_general_cls()
@@ -65,7 +65,7 @@ class Function(Linen):
 
 
 class OfNnx(Linen):
-    """An NNX model, whose gradients the caller takes by hand."""
+    """An NNX model, whose gradients the caller computes by hand."""
 
     def __init__(self) -> None:
         plain = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1))
@@ -94,7 +94,7 @@ def gradients(loop: Linen, params: Any, quant_state: Any, x: jax.Array) -> Any:
 
 
 def check_forgotten(loop: Linen) -> None:
-    """A gradient without the state's is refused in a jitted step too; frozen on purpose it is that of the whole."""
+    """A gradient without quant state is an error, also in jit. With frozen state, it equals the full gradient."""
     of_params = jax.jit(jax.grad(lambda params: loop(params, loop.state, X)))
     with pytest.raises(ValueError, match=r"is taken with respect to the kernel but not the state; .*frozen"):
         of_params(loop.params)
@@ -124,7 +124,7 @@ def check_forgotten(loop: Linen) -> None:
 
 
 def check_optimized(loop: Linen) -> None:
-    """An optimizer of everything is an error; by hand ``check`` refuses it, and the next loss is NaN in a jit."""
+    """An optimizer of all variables is an error. By hand, ``check`` raises it, and in jit the next loss is NaN."""
     for tx in (optax.adam(1e-2), optax.sgd(0.1)):
 
         def by_optax(variables: Any, opt_state: Any, tx: Any = tx) -> Any:
@@ -153,7 +153,7 @@ def check_optimized(loop: Linen) -> None:
 
 
 def check_decayed(loop: Linen) -> None:
-    """A decay of the whole variables, by a mask or by hand."""
+    """Weight decay of all variables, by a mask or by hand."""
     variables = state.merge(loop.params, loop.state)
     tx = optax.adamw(1e-3, mask=jax.tree.map(lambda leaf: leaf.ndim > 1, variables))
     with pytest.raises(ValueError, match=r"a mask, labels or a state made from all .* jaxquant\.state\.split"):
@@ -173,7 +173,7 @@ def check_decayed(loop: Linen) -> None:
 
 
 def check_clipped(loop: Linen) -> None:
-    """Clipping inside of the optimizer sees parameters alone; a norm of everything is refused by ``check``."""
+    """Clipping in the optimizer applies only to parameters; a norm of all gradients is an error in ``check``."""
     variables = state.merge(loop.params, loop.state)
     grads, observation = gradients(loop, loop.params, loop.state, X)
     optimizer = state.Optimizer(optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0)))
@@ -201,7 +201,7 @@ def check_clipped(loop: Linen) -> None:
 
 
 def check_overwritten(loop: Linen) -> None:
-    """What one use observed is the next state; of several uses, micro-batches or devices it is refused by ``check``."""
+    """Overwriting is correct with one use; with several uses, micro-batches or devices, ``check`` raises an error."""
 
     def twice(params: Any, quant_state: Any) -> Any:
         return jax.grad(lambda *both: loop(*both, X) + loop(*both, LARGE), (0, 1))(params, quant_state)
@@ -259,7 +259,7 @@ def test_28_a_mean_over_examples_and_a_constrained_gradient_are_seen():
 
 
 def check_partly_restored(loop: Linen) -> None:
-    """Parameters of a float run and new state go on as they are; state that lacks a tensor is refused."""
+    """Float parameters with a new state can be trained; a state with a missing tensor is an error."""
     assert loop(loop.params, warmed(loop), X) > 0
 
     def without_input(own: Any) -> Any:
@@ -280,7 +280,7 @@ def vars_of(loop: Linen) -> tuple[Any, Any]:
 
 
 def warmed(loop: Linen) -> Any:
-    """Quant state after four steps: a history without zeros, of which a small update makes nothing negative."""
+    """Return quant state after four steps: its history has no zeros, and a small update makes no entry negative."""
     quant_state, observe = loop.state, jax.jit(lambda own: gradients(loop, loop.params, own, LARGE)[1])
     for _ in range(LENGTH):
         quant_state = state.update(quant_state, observe(quant_state))

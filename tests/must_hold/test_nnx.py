@@ -1,4 +1,4 @@
-"""NNX: property 7, the state advances with a real optimizer, and property 2 on NNX; each broken on purpose too."""
+"""NNX: property 7 (the state advances with a real optimizer) and property 2; each is also broken on purpose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train_step(model, optimizer, x, weight):
 
 
 def check_advances() -> None:
-    """Three Adam steps; the kernel moves, and its amax with it."""
+    """Run three Adam steps: the kernel changes, and so does its amax."""
     model, optimizer = build(optax.adam(1e-2))
     expected = PythonLoop()
     for step in range(3):
@@ -63,7 +63,7 @@ def test_7_the_state_advances_with_the_optimizer():
 
 
 def check_accumulation(how: str) -> None:
-    """Micro-batches of unequal scale leave what a plain loop over all of them gives, once for an optimizer step."""
+    """Micro-batches of different magnitudes update the state once per optimizer step, like a loop over all of them."""
     model, optimizer = build(optax.MultiSteps(optax.sgd(0.0), 3) if how == "MultiSteps" else optax.sgd(0.0))
     kernel = amax(model.dense.kernel[...])
     expected = PythonLoop()
@@ -108,7 +108,7 @@ def check_plain_grad_is_an_error() -> None:
 
 
 def check_plain_grad_of_the_state_is_an_error() -> None:
-    """A plain optimizer would take the parameters' part of it, and say nothing of the rest."""
+    """A plain optimizer would use only the gradients of parameters and silently ignore the rest."""
     model, _ = build(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"'dense'.*outside jaxquant\.state\.value_and_grad"):
         nnx.grad(loss, argnums=nnx.DiffState(0, (nnx.Param, state.QuantState)))(model, inputs(0)[0], 1.0)

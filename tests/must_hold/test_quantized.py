@@ -1,4 +1,4 @@
-"""What is quantized is what was asked: properties 10 to 14, each of which fails when it is broken on purpose."""
+"""The model is quantized as configured: properties 10 to 14. Each check fails if its property is broken on purpose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NATIVE = {"quant_backend": "native"}
 
 
 class Alike(nn.Module):
-    """Two layers that look alike, under one jit."""
+    """Two layers with equal programs, under one jit."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ NET = chain(first=16, second=16)
 
 
 def check_alike() -> None:
-    """A rule for the second of two layers that look alike reaches it, and not the first."""
+    """A rule for the second of two layers with equal programs applies only to the second layer."""
     assert [layer.path for layer in jaxquant.describe_layers(Alike(), "", X)] == ["first", "second"]
     config = NATIVE | {"rules": [{"path": "second", "recipe": "int8"}]}
     model = jaxquant.maybe_quantize_model(Alike(), config, X)
@@ -100,7 +100,7 @@ def test_12_the_seed_gives_the_same_parameters():
 
 
 def step(name: str):
-    """Give the gradient of a quantized net, and its arguments."""
+    """Return the gradient function of a quantized net, and its arguments."""
     config = NATIVE | {"quantization": name}
     model = jaxquant.maybe_quantize_model(NET, config, X)
     params, quant = state.split(jax.jit(model.init)(jax.random.key(1), X))
@@ -112,7 +112,7 @@ def step(name: str):
 
 
 def check_lowered() -> None:
-    """Six matmuls, all of 8-bit operands."""
+    """Check that the program has six matmuls, all with 8-bit operands."""
     for name in ("int8", "fp8"):
         function, args = step(name)
         types = dot_operand_types(jax.jit(function).lower(*args).as_text())
@@ -146,13 +146,13 @@ def test_14_coverage_raises_where_a_matmul_fell_back():
 
 
 def _in_float(lhs: Any, rhs: Any, dims: Any, **options: Any) -> jax.Array:
-    """Contract dequantized operands: right numbers, no low-precision matmul."""
+    """Contract dequantized operands: the numbers are correct, but no matmul has low precision."""
     lhs, rhs = (dequantize(side) if isinstance(side, QTensor) else side for side in (lhs, rhs))
     return contract(lhs, rhs, dims, **options)
 
 
 class _Within(nn.Module):
-    """A model around the model, as a library that wraps what it quantizes has it."""
+    """A model that wraps the quantized model, as some libraries do."""
 
     inner: nn.Module
 
@@ -165,7 +165,7 @@ _of = linen.Face.of
 
 
 def _together(place: Any, index: int, eqn: Any) -> Any:
-    """Take every equation for the same one, wherever it stands."""
+    """Return the same place for every equation."""
     return dataclasses.replace(_at(place, index, eqn), context=())
 
 
@@ -182,7 +182,7 @@ BROKEN = {
     ),
     "the model is wrapped": (linen.Face, "of", lambda face, model: _of(face, _Within(model)), check_parameters),
     "matmuls are in float": (ops, "contract", _in_float, check_lowered),
-    "coverage takes any dtype": (coverage_of, "_fits", lambda found, wanted: True, check_coverage_sees_a_fallback),
+    "coverage takes any dtype": (coverage_of, "_match", lambda found, expected: True, check_coverage_sees_a_fallback),
 }
 
 

@@ -1,4 +1,4 @@
-"""Quant state is right by construction: properties 1 to 6 and 9, each of which fails when it is broken on purpose."""
+"""Quant state is correct: properties 1 to 6 and 9. Each check fails if its property is broken on purpose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWG = state.OVERWRITE_WITH_GRADIENT
 
 
 class Twice(nn.Module):
-    """One layer, called for each of three inputs; ``how`` says by what."""
+    """One layer, called for each of three inputs; ``how`` selects the transformation that calls it."""
 
     how: str = "calls"
 
@@ -68,7 +68,7 @@ def weighted(ys: jax.Array) -> jax.Array:
 
 
 def run(loss, variables, steps: int = 3):
-    """Differentiate and update, step by step; yields the op's state after each. The parameters stay."""
+    """Differentiate and update quant state step by step, with constant parameters; yield the op's state after each."""
     params, quant = state.split(variables)
 
     @jax.jit
@@ -91,7 +91,7 @@ def check_reuse(how: str) -> None:
     if how == "vmap of apply":
         model, variables = build(One(), inputs(0)[0])
         apply = lambda v, xs: jax.vmap(lambda x: model.apply(v, x))(xs)  # noqa: E731
-    elif how == "pipeline":  # the stages of a repeated pipeline see one micro-batch at each iteration of a loop
+    elif how == "pipeline":  # each stage of a pipeline receives one micro-batch in each iteration of a loop
         model, variables = build(One(), inputs(0)[0])
         apply = lambda v, xs: jax.lax.scan(lambda c, x: (c, model.apply(v, x)), None, xs)[1]  # noqa: E731
     else:
@@ -114,7 +114,7 @@ def test_1_reuse_takes_the_maximum(how):
 
 
 def check_accumulation(how: str) -> None:
-    """Micro-batches of unequal scale against the one big batch, three optimizer steps."""
+    """Compare micro-batches of different magnitudes with one large batch, for three optimizer steps."""
     model, variables = build(One(), inputs(0)[0])
 
     def loss(v, xs):
@@ -170,7 +170,7 @@ def test_2_micro_batches_leave_the_state_of_the_big_batch(how):
 
 
 def check_unused(how: str) -> None:
-    """One step with the layer, one without, one with it."""
+    """Run one step with the layer, one without it, and one with it."""
     model, variables = build(One(), inputs(0)[0])
     params, quant = state.split(variables)
 
@@ -242,7 +242,7 @@ def test_4_a_non_finite_amax_is_not_recorded():
 
 
 def check_first_step() -> None:
-    """Inputs of 2000s and gradients of 1e-7 come out within e4m3's and e5m2's rounding of a sum of eight."""
+    """Inputs of about 2000 and gradients of 1e-7 have only the rounding errors of e4m3 and e5m2 in a sum of eight."""
     model, variables = build(One(), inputs(0)[0])
     x = 2000.0 + 100 * inputs(0)[0]
     kernel = kernel_of(variables)
@@ -265,11 +265,11 @@ def test_5_the_first_step_neither_clips_nor_flushes():
     check_first_step()
 
 
-# -- 6: what is done to gradients -------------------------------------------------------------------------------------
+# -- 6: changes of gradients -----------------------------------------------------------------------------------------
 
 
 def check_untouched(how: str) -> None:
-    """Clipping, decay, EMA, casts, skipped spikes, through ``Optimizer`` and ``TrainState``: state as in the loop."""
+    """Clipping, decay, EMA, casts and skipped spikes, in ``Optimizer`` and ``TrainState``, keep the state correct."""
     transforms = {
         "clip": optax.clip_by_global_norm(1e-9),
         "decay": optax.add_decayed_weights(0.5),
@@ -326,7 +326,7 @@ def test_9_saving_and_restoring_loses_no_bit(tmp_path):
 
 
 def check_float16() -> None:
-    """300 products of 20 · 20 exceed fp16's 65504 in the accumulator's unscaled sum, not in the result."""
+    """The unscaled sum of 300 products of 20 · 20 exceeds the largest float16, 65504; the scaled result does not."""
     x, kernel = jnp.full((2, 300), 20.0, jnp.float16), jnp.full((300, 4), 0.05, jnp.float16)
 
     def loss(x, kernel, quant):

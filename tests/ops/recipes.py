@@ -1,4 +1,4 @@
-"""Native recipes as tests of ops run them: all of the table, and what options make of them."""
+"""Native recipes for the tests of ops: all recipes of the table, and recipes with options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, TensorSpec
 
 
 def recipe(name: object, **options: object) -> Recipe:
-    """The recipe of a config."""
+    """Return the recipe of a config."""
     found = QuantConfig.from_any({"quantization": name, **options}).recipe()
     assert found is not None
     return found
 
 
 def change(recipe: Recipe, **values: object) -> Recipe:
-    """The recipe with fields of every operand's own spec replaced."""
+    """Return the recipe with fields replaced in the spec of every operand that has one."""
 
     def matmul(spec: MatmulSpec) -> MatmulSpec:
         sides = {side: getattr(spec, side) for side in ("lhs", "rhs")}
@@ -29,7 +29,7 @@ def change(recipe: Recipe, **values: object) -> Recipe:
 
 
 def nearest(recipe: Recipe) -> Recipe:
-    """The recipe without stochastic rounding: one device and eight make the same numbers."""
+    """Return the recipe without stochastic rounding, so that one device and eight compute the same numbers."""
     return change(recipe, rounding="nearest")
 
 

@@ -1,8 +1,8 @@
-"""Native contractions on a mesh of eight simulated devices against one, for ``test_sharding.py``.
+"""Native contractions on a mesh of eight simulated devices, compared with one device, for ``test_sharding.py``.
 
     python -m tests.ops.sharding_cases FILE.json
 
-runs every case and writes what is wrong with each, "" where nothing is.
+runs every case and writes the error of each, "" if there is no error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLACES = {
     "fsdp": (P("data"), P("data")),
     "rows": (P("data", "tensor"), P("tensor")),
 }
-"""Where activation and weight lie: data parallel, tensor parallel by columns and by rows, and FSDP."""
+"""Shardings of activation and weight: data parallel, tensor parallel by columns and by rows, and FSDP."""
 
 
 def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,7 +60,7 @@ def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _both(x: Any, w: Any, g: Any, state: Any, op: Callable[..., Any]) -> dict[str, Any]:
-    """Output and gradients of op(x, w, state), with g as the output's gradient."""
+    """Return output and gradients of op(x, w, state), with g as the output's gradient."""
     out, pull = jax.vjp(op, x, w, state)
     dx, dw, new = pull(g)
     return {"out": out, "dx": dx, "dw": dw, "state": new}
@@ -77,7 +77,7 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
 
 
 def manual(recipe: Recipe, place: str) -> dict[str, Any]:
-    """Run inside ``jax.shard_map`` with its default ``check_vma``."""
+    """Run a contraction inside ``jax.shard_map`` with the default ``check_vma``."""
     left, right = PLACES[place]
 
     def op(x: Any, w: Any, state: Any) -> Any:
@@ -97,7 +97,7 @@ def manual(recipe: Recipe, place: str) -> dict[str, Any]:
 
 
 def explicit(recipe: Recipe, place: str) -> dict[str, Any]:
-    """Run under a mesh whose axes are explicit."""
+    """Run a contraction under a mesh with explicit axes."""
     left, right = PLACES[place]
     out = P("data", "tensor") if place == "columns" else P("data", None)
     mesh = mesh_of(AxisType.Explicit)
@@ -112,7 +112,7 @@ def explicit(recipe: Recipe, place: str) -> dict[str, Any]:
 
 
 def masks() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A 2:4 mask along an axis that the mesh cuts, at the step that makes one."""
+    """Compute a 2:4 mask along a sharded axis, in a step that updates the mask."""
     spec, (_, w, _) = SparsitySpec(2, 4, 1, 1), operands()
 
     def run(w: Any, state: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Heads(nnx.Module):
 
 
 def nnx_layers() -> tuple[dict[str, Any], dict[str, Any]]:
-    """NNX layers of a quantized model that pass ``out_sharding`` on."""
+    """Run the NNX layers of a quantized model with ``out_sharding``."""
     shape = jax.ShapeDtypeStruct((M, K), jnp.float32)
     model = jaxquant.maybe_quantize_model(Heads(nnx.Rngs(0)), FP8, shape, None, None)
 
@@ -159,7 +159,7 @@ def nnx_layers() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def noises() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Round at random under automatic sharding: the bits of one device."""
+    """Check that stochastic rounding under automatic sharding has the bits of one device."""
     recipe, key = jaxquant.RECIPES["int8_delayed"].recipe, jax.random.key(7)
     assert recipe is not None
     given: Any = {"recipe": recipe, "state": initial_state(recipe), "key": key}
@@ -175,17 +175,17 @@ def noises() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 EXPERTS, TO_EACH = 8, 4
-"""Experts, and rows that each device has for each of them."""
+"""Number of experts, and of rows that each device has for each expert."""
 
 
 def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Experts of which each device of an axis has two: rows exchanged, or weights gathered; and all on one device."""
+    """Run experts, two per device of an axis, with rows exchanged or weights gathered, and all on one device."""
     keys = jax.random.split(jax.random.key(0), 2)
     w = {"w": jax.random.normal(keys[0], (EXPERTS, K, K)) * jnp.logspace(-1, 1, EXPERTS)[:, None, None]}
     x = jax.random.normal(keys[1], (8, EXPERTS, TO_EACH, K)) * jnp.logspace(-1, 1, 8)[:, None, None, None]
 
     def multiply(w: Any, x: Any) -> Any:
-        """Of rows [experts, rows of each, K]."""
+        """Multiply rows [experts, rows of each, K]."""
         return jax.lax.ragged_dot(x.reshape(-1, K), w, jnp.full(x.shape[0], x.shape[1])).reshape(x.shape)
 
     def local(w: Any, x: Any) -> Any:
@@ -212,7 +212,7 @@ def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str,
 
 
 def exchanged() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Exchange activations in 8 bits, and quantize them first and exchange what that gives; a matmul reads the same."""
+    """Exchange activations in 8 bits, or quantize them before the exchange; the matmul reads the same values."""
     x = jax.random.normal(jax.random.key(0), (64, 4, 200)) * jnp.logspace(-2, 2, 200)
     x, spec = x.astype(jnp.bfloat16), TensorSpec("float8_e4m3fn", "per_tile", tile_size=128)
     mesh = jax.make_mesh((8,), ("e",), axis_types=(AxisType.Auto,))
@@ -235,7 +235,7 @@ def exchanged() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def convolutions(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A convolution of each device's examples, inside ``jax.shard_map``, and of all on one device."""
+    """Run a convolution of each device's examples inside ``jax.shard_map``, and of all examples on one device."""
     keys, state = jax.random.split(jax.random.key(0), 3), initial_state(recipe)
     x = jax.random.normal(keys[0], (8, 10, 6)) * jnp.logspace(-1, 1, 8)[:, None, None]
     w, g = jax.random.normal(keys[1], (3, 6, 8)), jax.random.normal(keys[2], (8, 10, 8))
@@ -254,7 +254,7 @@ def convolutions(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def groups() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A ragged matmul of each device's rows, the weight on every device, and one of all rows by group."""
+    """Run a ragged matmul of each device's rows, with a replicated weight, and a ragged matmul of all rows."""
     recipe, sizes = RECIPES["fp8"], np.array([[5, 0, 9], [0, 0, 3], [7, 0, 0], [1, 0, 2]])  # [device, group] of 16 rows
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (64, K)) * jnp.logspace(-1, 1, 64)[:, None]
@@ -274,7 +274,7 @@ def groups() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def residuals() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A gate whose arguments are kept in FP8: rows over one axis of a mesh and columns over another, and one device."""
+    """Run a gate with arguments saved in FP8: rows and columns sharded over two mesh axes, and one device."""
     x, w = (jax.random.normal(jax.random.key(n), (8, 256)) for n in range(2))
     gate = jaxquant.compress_residuals(lambda x, w: nn.silu(x) * w, (0, 1))
     run = jax.jit(lambda x, w: _both(x, w, x, {}, lambda x, w, _: gate(x, w)))
@@ -284,7 +284,7 @@ def residuals() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def idle(backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An odd batch, and the gradient of each example, on one of eight devices: by default, and with one block."""
+    """Run an odd batch, and the gradient of each example, on one of eight devices: by default, and with one block."""
     x, w = jax.random.normal(jax.random.key(0), (133, K)), operands()[1]
 
     def run(**count: int) -> dict[str, Any]:
@@ -302,15 +302,15 @@ PLACED = {
     "tensor": (P(), P(None, "tensor")),
     "both": (P("data"), P("data", "tensor")),
 }
-"""Where activations and a weight lie: data parallel, FSDP, tensor parallel, FSDP with tensor parallel."""
+"""Shardings of activations and a weight: data parallel, FSDP, tensor parallel, FSDP with tensor parallel."""
 SENT = [f"int8 native auto {place}" for place in PLACED]
 SENT += ["int8 native explicit both", "int8 native manual fsdp", "int4 qwix auto both", "int8_delayed native auto both"]
 SENT += [f"{name} native auto both" for name in ("fp8", "fp8_block", "nvfp4")] + ["aqt_fp8_full aqt auto both"]
-"""Integers under every kind of mesh; of the others a recipe of each kind, under FSDP with tensor parallel."""
+"""Integer recipes under every kind of mesh, and one recipe of each other kind under FSDP with tensor parallel."""
 
 
 def check_sent(name: str) -> None:
-    """Devices send each other 8 bits, or the gradient's dtype, in the gradient of a layer: types of its program."""
+    """Check in the program of a layer's gradient that devices send 8-bit elements, or the gradient's dtype."""
     quantization, backend, kind, place = name.split()
     left, right = PLACED[place]
     mesh = mesh_of(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
@@ -329,7 +329,7 @@ def check_sent(name: str) -> None:
     state = jax.device_put(run.init(*placed), NamedSharding(mesh, P()))
     loss = lambda w, x, s: (run(w, s, x) ** 2).sum()  # noqa: E731
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=(placed[0].sharding, None, None))
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the program is read only
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the program does not run
     text = gradient.lower(*placed, state).compile(quick).as_text()
     calls = re.findall(r"= (\S+|\([^)]*\)) (?:all-|reduce-sc|collective-p|ragged-all)\S*\(", text)
     found = [each for types in calls for each in re.findall(r"([a-z]+)(\d+)\w*\[([\d,]*)\]", types)]
@@ -368,7 +368,7 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
 
 
 def check(name: str) -> None:
-    """What a mesh computes is what one device does, and state is the same on every device."""
+    """Check that a mesh and one device compute the same, and that the state is the same on every device."""
     mesh, one = (
         {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in cases()[name]()
@@ -390,7 +390,7 @@ def main(path: str) -> None:
         try:
             (check_sent if name in SENT else check)(name)
             found[name] = ""
-        except Exception:  # one case that raises is one test that fails; explicit sharding has errors without a name
+        except Exception:  # an exception fails only its own test; error classes of explicit sharding vary
             found[name] = traceback.format_exc()[-2000:]
     Path(path).write_text(json.dumps(found))
 

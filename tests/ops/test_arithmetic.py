@@ -1,7 +1,7 @@
-"""The arithmetic of the recipes with lean arithmetic, as docs/guide/delayed.md states it: every rounding, in numpy.
+"""Recipes with lean arithmetic, compared with docs/guide/delayed.md: every rounding of the formulas, in numpy.
 
 Magnitudes lie between 1/2 and 1, so that the products are multiples of 256 (e4m3), of 2^16 (with e5m2) or integers, and
-their sums exact in float32 in any order: what is left are the roundings of the formula, and bits are compared.
+their sums are exact in float32 in any order. Only the roundings of the formula remain, and bits are compared.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def test_every_rounding_is_the_documented_one(name, dtype, kernel, past):
     accumulator = recipe.fwd.accumulator
     np.testing.assert_array_equal(np.asarray(out, np.float32), contracted(q_x, q_w, accumulator, dtype))
     np.testing.assert_array_equal(np.asarray(dx, np.float32), contracted(q_grad, turned(q_w), accumulator, dtype))
-    # In the kernel's dtype where that is float32, else in the output gradient's and then in the kernel's.
+    # In the kernel's dtype if it is float32, else in the output gradient's dtype and then in the kernel's.
     inner = "float32" if kernel == "float32" else dtype
     expected = rounded(contracted(turned(q_x), q_grad, accumulator, inner), kernel)
     np.testing.assert_array_equal(np.asarray(dw, np.float32), expected)
 
-    converted = quantize_kernel(jnp.asarray(w), (0,), recipe=recipe, state=state)  # what is converted and exported
+    converted = quantize_kernel(jnp.asarray(w), (0,), recipe=recipe, state=state)  # conversion and export read these
     np.testing.assert_array_equal(np.asarray(converted.qvalue, np.float64), q_w[0])
     np.testing.assert_array_equal(np.asarray(converted.scale).reshape(()), q_w[1])

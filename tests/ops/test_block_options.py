@@ -1,4 +1,4 @@
-"""The fine print of ``fp8_block`` and ``mxfp8``: what blocks serve, what is added in which dtype, and the options."""
+"""Details of ``fp8_block`` and ``mxfp8``: supported blocks, the dtype of each sum, and options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cast(x, block, up=False, bound=np.inf):
 @pytest.mark.parametrize("config", [BLOCK, SQUARE])
 @pytest.mark.parametrize("matmul", [0, 1, 2])
 def test_partial_sums_are_added_in_float32(config, matmul):
-    """A thousand and one ones: a bfloat16 sum stays at 256, one of bfloat16 parts a tile rounds 1025 to 1024."""
+    """The sum of 1025 ones: a bfloat16 sum stays at 256, and a sum of bfloat16 tile sums rounds 1025 to 1024."""
     sizes = [8, 8, 8]
     sizes[(1, 2, 0)[matmul]] = 1025
     (m, k, n), chosen = sizes, recipe(config)
@@ -76,7 +76,7 @@ def test_partial_sums_are_added_in_float32(config, matmul):
     ids=["block bound", "mx bound", "static", "static power"],
 )
 def test_a_bound_and_a_static_scale_of_activations_clip_and_mask(config, bound, tile, scale):
-    """``fixed,6`` is one scale for the tensor: 6/448, or the least power of two above it."""
+    """``fixed,6`` is one scale for the tensor: 6/448, or the smallest power of two above 6/448."""
     x, w, g = operands()
     x, up = x.at[3, 5].set(40.0), config.get("scale_fmt") == "ue8m0" or config["quantization"] == "mxfp8"
     y, dx, dw = step(recipe(config), x, w, g)
@@ -91,7 +91,7 @@ def test_a_bound_and_a_static_scale_of_activations_clip_and_mask(config, bound, 
 
 
 def test_scale_fmt_is_that_of_checkpoints():
-    """The forward of fp8_block with ue8m0 is the one that DeepSeek's config asks for, field by field."""
+    """The forward recipe of fp8_block with ue8m0 equals the recipe of DeepSeek's config, field by field."""
     published = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     for fmt in ("", "ue8m0"):
         more = {"scale_fmt": fmt} if fmt else {}

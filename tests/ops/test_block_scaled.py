@@ -1,4 +1,4 @@
-"""block_scaled: the product of blocks by a chip's own instruction, which chip has it, and that it is the recipe's."""
+"""block_scaled: the chip's instruction for products with block scales, the chips that have it, and its numbers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ COARSE = dataclasses.replace(MX, granularity="per_block", tile_size=128, free_si
 
 
 def on(kind, *shape, dtype="bfloat16", axes=AxisType.Auto, spec=None, size=1):
-    """Return the shape of an array that lies on GPUs of a kind which is not here."""
+    """Return the shape of an array on GPUs that are not attached."""
     device = AbstractDevice(device_kind=kind, num_cores=148, platform="gpu")
     mesh = AbstractMesh((size,), ("x",), axis_types=(axes,), abstract_device=device)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
 
 
 def primitives(jaxpr, *names):
-    """Count the equations of a program that are one of the primitives, by name; of a choice by platform, not CPUs'."""
+    """Count the equations with one of the primitives, by name, without the branches for CPUs."""
     found, todo = dict.fromkeys(names, 0), [jaxpr]
     while todo:
         for eqn in todo.pop().eqns:
@@ -97,7 +97,7 @@ def test_where_a_compiler_may_cut_the_operands_the_product_stays_float():
 )
 @pytest.mark.parametrize("devices", [1, 2])
 def test_without_a_mesh_the_lowering_tells_if_a_compiler_may_cut_operands(monkeypatch, kind, name, call, devices):
-    """So a host's further devices, which take no part, change nothing; under vmap too."""
+    """Unused devices of the host therefore have no effect, also under vmap."""
     monkeypatch.setattr(sharding, "_device_of", lambda _: on(kind, 1).sharding.mesh.abstract_device)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     shapes = [jax.ShapeDtypeStruct(each, "bfloat16") for each in ((2, 128, 256), (256, 128))]
@@ -118,7 +118,7 @@ def test_a_gpu_is_given_the_call_that_its_compiler_knows():
 
 @pytest.mark.parametrize(("devices", "is_part", "asks"), [(1, False, True), (2, False, False), (2, True, True)])
 def test_a_program_for_several_devices_asks_for_no_layout_but_in_shard_map(devices, is_part, asks):
-    """In a process that has one device, whatever types say (289 GB of gathers in a Llama step)."""
+    """This also holds in a process with one device, for any types (289 GB of gathers in a Llama step)."""
     spec, rows = RECIPES["fp8_current"].recipe.fwd.lhs, PartitionSpec("x")
     run = lambda x: quantize_operand(x, spec, (1,), recipe=RECIPES["fp8_current"].recipe)[0].qvalue  # noqa: E731
     if is_part:

@@ -1,4 +1,4 @@
-"""Compositions: forward, dlhs and drhs from different rows, each operand quantized from the float tensor."""
+"""Compositions: fwd, dlhs and drhs of different strings; each operand is quantized from the float tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def operands():
 
 
 def step(chosen: Recipe, state=None):
-    """Return output, gradients and what was observed, of one step with a key."""
+    """Return output, gradients and observations of one step with a key."""
     state = initial_state(chosen) if state is None else state
 
     @jax.jit
@@ -48,14 +48,14 @@ def assert_bits(a, b):
 
 @pytest.mark.parametrize("fwd", ["fp8", "mxfp8", "nvfp4", "int8w"])
 def test_the_forward_is_that_of_its_row_to_the_bit(fwd):
-    """Whatever the gradients are, and with the arithmetic of its row."""
+    """The gradients' strings do not matter, and the arithmetic is the arithmetic of the string."""
     assert_bits(step(composed(fwd, "quartet2", "int8"))[0], step(recipe(fwd))[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "quartet2"])
 def test_a_gradient_does_not_depend_on_the_forward_beside_it(name):
-    """Its operands are made of the float tensor: of a forward's int4 codes it would have the error, 17 % and more."""
+    """Its operands are quantized from the float tensor; from the forward's int4 codes, the error would be over 17 %."""
     _, dlhs, drhs, _ = step(composed(None, name, name))
     for fwd in ("mxfp8", "int4"):
         assert_bits(step(composed(fwd, name, "fp8_block"))[1], dlhs)
@@ -86,9 +86,9 @@ def test_histories_are_those_of_the_delayed_operands_and_advance(strings, tensor
 @pytest.mark.parametrize(
     ("strings", "options", "error", "message"),
     [
-        (("fp8", "int8_delayed"), {}, ValueError, "'fp8' of fwd and 'int8_delayed' of dlhs scale one tensor"),
-        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "flax's own op for all three matmuls"),
-        (("fp8", "ggml_q4_0"), {}, NotImplementedError, "weight of dlhs in the tensor format q4_0"),
+        (("fp8", "int8_delayed"), {}, ValueError, "'fp8' of fwd and 'int8_delayed' of dlhs use different delayed"),
+        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "flax's op for all three matmuls"),
+        (("fp8", "ggml_q4_0"), {}, NotImplementedError, "dlhs has its weight in the tensor format q4_0"),
     ],
 )
 def test_what_cannot_be_composed_is_refused(strings, options, error, message):

@@ -1,4 +1,4 @@
-"""``ops.conv_general_dilated``: what ``ops.dot_general`` computes where both can, and the reference's numbers."""
+"""``ops.conv_general_dilated``, compared with ``ops.dot_general`` and with the numpy reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normal(seed, *shape):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_window_of_the_whole_image_is_a_dot_general(name):
-    """Without overlap a convolution is one matmul, of (example) and (output feature): the same scales and sums."""
+    """Without overlap, a convolution is one matmul of examples and output features, with the same scales and sums."""
     recipe = RECIPES[name]
     lhs, rhs, grad = normal(0, 8, 2, 3, 4), normal(1, 2, 3, 4, 6), normal(2, 8, 6)
     state = ops.initial_state(recipe)
@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_representable_integers_are_exact(case):
-    """Small integers under a scale of 1: the quantized convolution and its gradients are the float ones to the bit."""
+    """Small integers with scale 1: the quantized convolution and its gradients equal the float ones, bit for bit."""
     rhs_shape, options = CASES[case]
     recipe = RECIPES["fp8 as flax"]  # scale 1 at the first step
     integers = lambda seed, shape: jnp.round(3 * jax.random.uniform(jax.random.key(seed), shape))  # noqa: E731

@@ -1,4 +1,4 @@
-"""dot_general: the three matmuls of every recipe against plain numpy, and what a call promises beside them."""
+"""dot_general: the three matmuls of every recipe compared with numpy, and further properties of a call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(recipe, x, w, grad, **kwargs):
 
 
 def quantized(x, spec: TensorSpec | None, axis: int):
-    """qvalues and scale in numpy; float operands have scale 1."""
+    """Return qvalues and scale in numpy; float operands have scale 1."""
     if spec is None:
         return np.asarray(x, np.float64), np.ones((1, 1))
     if spec.codec is not None:
@@ -52,7 +52,7 @@ def quantized(x, spec: TensorSpec | None, axis: int):
         block = tuple(spec.tile_size if i == axis else spec.free_size or 1 for i in range(2))
         is_power = spec.scale_dtype == "float8_e8m0fnu"
         return reference.quantize_blocks(x, spec.dtype, block, is_power)
-    if spec.scaling == "delayed":  # by the element's largest number, where this step's amax takes an integer's bound
+    if spec.scaling == "delayed":  # divided by the element's largest number; dynamic scales of integers use the bound
         scale = np.abs(x).max(keepdims=True).astype(np.float32) * np.float32(1 / element(spec.dtype).max)
         return reference.cast(np.asarray(x, np.float32) / scale, spec.dtype), scale
     axis = None if spec.granularity == "per_tensor" else axis
@@ -60,12 +60,12 @@ def quantized(x, spec: TensorSpec | None, axis: int):
 
 
 def gradient(matmul_grad, matmul_kept, grad, kept, kept_forward, axis):
-    """Contract ``grad`` with an operand over their common axis ``axis``; returns both factors, [rows, axis]."""
+    """Contract ``grad`` with an operand over their common axis ``axis``; return both factors, [rows, axis]."""
     if matmul_kept == FORWARD:
         qvalue, scale = kept_forward
         if matmul_grad is None:
             return np.asarray(grad, np.float64), qvalue * scale
-        if scale.shape[axis] > 1 and 1 in scale.shape:  # per channel in the forward: goes into the gradient
+        if scale.shape[axis] > 1 and 1 in scale.shape:  # a per-channel forward scale multiplies the gradient
             grad, scale = (grad * np.moveaxis(scale, axis, 1 if axis == 1 else 0).astype(np.float32)), np.ones((1, 1))
     else:
         qvalue, scale = quantized(kept, matmul_kept, axis)
@@ -73,7 +73,7 @@ def gradient(matmul_grad, matmul_kept, grad, kept, kept_forward, axis):
     return q_grad * grad_scale.astype(np.float64), qvalue * scale.astype(np.float64)
 
 
-# NVFP4's are in core/test_micro.py and trace/test_converted.py.
+# core/test_micro.py and trace/test_converted.py test NVFP4.
 SIMPLE = [name for name, each in DISTINCT.items() if not getattr(each.fwd.rhs, "outer_scale", 0)]
 
 
@@ -85,9 +85,9 @@ def test_three_matmuls_are_those_of_plain_numpy(name):
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp4"])
 def test_blocks_that_do_not_divide_are_those_of_plain_numpy(name):
-    """Tokens, contraction and outputs all end in a smaller block, with a scale of its own."""
+    """Tokens, contraction and outputs end in a smaller block, which has a separate scale."""
     m, k, n = (300, 200, 150) if name == "fp8_block" else (70, 80, 50)
-    # A seed of which no quotient lies within a last bit of a rounding boundary: XLA's division may differ in that bit.
+    # With this seed, no quotient is within a last bit of a rounding boundary; XLA's division may differ in that bit.
     keys = jax.random.split(jax.random.key(7), 3)
     x = jax.random.normal(keys[0], (m, k)) * jnp.logspace(-2, 2, k)
     w = jax.random.normal(keys[1], (k, n)) * jnp.logspace(-2, 2, n)
@@ -132,7 +132,7 @@ def test_the_accumulator_and_the_precision_are_asked_of_the_matmul(spelled, name
 
 
 def on_absent_devices(platform, devices):
-    """An activation whose rows are cut over devices that are not here, and a whole weight."""
+    """Return an activation with rows sharded over devices that are not attached, and a replicated weight."""
     chip = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
     mesh = AbstractMesh((devices,), ("x",), abstract_device=chip)
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
@@ -152,7 +152,7 @@ def test_sums_of_integers_are_scaled_before_devices_add_them_in_the_gradients_dt
         parts = max(devices, shards)
         summed = re.findall(rf"(\w+)\[{f'{parts}(?:@x)?,' if parts > 1 else ''}{shape}\] = dot_general", text)
         assert summed == ["i32"]
-        added = {1: "f32", 2: "bf16"}[devices]  # one device sends nothing
+        added = {1: "f32", 2: "bf16"}[devices]  # one device does not communicate
         assert re.findall(rf"(\w+)\[{shape}\] = reduce_sum", text) == ([added] if parts > 1 else [])
 
 
@@ -172,7 +172,7 @@ def test_values_beyond_a_clipping_range_get_no_gradient(text):
         outside = jnp.abs(values) > bound
         assert 0 < int(outside.sum()) < outside.size
         assert not ours[outside].any()
-        assert (ours[~outside] != 0).mean() > 0.95  # a zero inside is a zero of the quantized gradient
+        assert (ours[~outside] != 0).mean() > 0.95  # a zero in the middle is a zero of the quantized gradient
 
 
 @pytest.mark.parametrize("text", ["minmax", "fixed,-3,2"])
@@ -191,12 +191,12 @@ def test_zero_points_in_all_three_matmuls(text):
     grad = jax.random.normal(keys[2], (M, N))
     out, dx, dw, _ = run(recipe, x, w, grad)
     for ours, exact in ((out, x @ w), (dx, grad @ w.T), (dw, x.T @ grad)):
-        # The int8 step is 4.9 / 255 = 0.019; a wrong zero point is off by many times 2 % of the mean magnitude.
+        # The int8 step is 4.9 / 255 = 0.019; the error of a wrong zero point is many times 2 % of the mean magnitude.
         assert float(jnp.abs(ours - exact).mean() / jnp.abs(exact).mean()) < 0.02
 
 
 def test_shards_of_the_weight_gradient_are_quantized_by_themselves():
-    """With n shards, scaling the rows of one shard up leaves the error of the others as it was."""
+    """With n shards, larger rows in one shard do not change the error of the other shards."""
     x, w, grad = operands()
     grad, whole = grad.at[M // 2 :].multiply(1000.0), nearest(DISTINCT["int8"])
     sharded = dataclasses.replace(whole, drhs=dataclasses.replace(whole.drhs, shards=2))
@@ -208,7 +208,7 @@ def test_shards_of_the_weight_gradient_are_quantized_by_themselves():
 
 
 def over_keys(recipe, count, x, w, grad):
-    """Output and gradients of as many keys, computed in one program."""
+    """Return outputs and gradients for a number of keys, computed in one program."""
     return jax.jit(lambda keys: jax.lax.map(lambda key: run(recipe, x, w, grad, key=key), keys))(
         jax.random.split(jax.random.key(0), count)
     )
@@ -220,14 +220,14 @@ def test_stochastic_rounding_touches_the_gradient_only_and_is_unbiased():
     assert [bool((each != each[0]).any()) for each in found[:3]] == [False, True, True]
     q_x, q_w = (reference.quantize(np.asarray(v), "int8", axis, True, axis == 0) for v, axis in ((x, 1), (w, 0)))
     for draws, exact in zip(found[1:3], (grad @ (q_w[0] * q_w[1]).T, (q_x[0] * q_x[1]).T @ grad), strict=True):
-        # The mean of 64 has 1/8 of one run's noise, and the bias of the largest element of each sum, which the bound
-        # of 127.5 lets round to 127 only: 0.5 in 16 terms, against a noise of sqrt(16 / 6) = 1.6. Rounding to nearest
-        # would keep sqrt(16 / 12) / 1.6 = 0.7 of the error however often it is repeated.
+        # The mean of 64 runs has 1/8 of one run's noise. It also has a bias: the bound is 127.5, so the largest element
+        # of each sum always rounds to 127, an error of 0.5 in 16 terms, compared with a noise of sqrt(16 / 6) = 1.6.
+        # Rounding to nearest would keep sqrt(16 / 12) / 1.6 = 0.7 of the error in the mean of any number of runs.
         assert jnp.abs(draws.mean(0) - exact).mean() < 0.5 * jnp.abs(draws - exact).mean()
 
 
 def test_stochastic_rounding_of_a_forward_operand():
-    """Without a key the noise follows the operands."""
+    """Without a key, the noise is computed from the operands."""
     spec = TensorSpec("int4", rounding="stochastic")
     recipe = Recipe("noisy", MatmulSpec(spec, spec, "int32"), MatmulSpec(None, FORWARD), MatmulSpec(FORWARD, None))
     x, w, grad = operands()
@@ -238,7 +238,7 @@ def test_stochastic_rounding_of_a_forward_operand():
     assert jnp.abs(keyed.mean(0) - x @ w).mean() < 0.5 * jnp.abs(keyed[0] - x @ w).mean()
 
 
-# -- which arithmetic multiplies blocks, and weights that a float activation meets ------------------------------------
+# -- arithmetic of blocks, and of weights with float activations ------------------------------------------------------
 
 LONE = {
     "int8w": TensorSpec("int8"),
@@ -255,7 +255,7 @@ def tilted(dtype):
 
 
 def test_blocks_with_float32_scales_lose_a_bfloat16_rounding_and_no_more():
-    """What README says of ``fp8_block`` in a bfloat16 model; in a float32 one nothing is lost."""
+    """README states this about ``fp8_block`` in a bfloat16 model; a float32 model loses nothing."""
     recipe, (x, w), dims = DISTINCT["fp8_block"], tilted("float32"), Dimensions((1,), (0,), (), (), 2, 2)
     left, right = quantize(x, recipe.fwd.lhs, (1,)), quantize(w, recipe.fwd.rhs, (0,))
     expected = np.asarray(dequantize(left), np.float64) @ np.asarray(dequantize(right), np.float64)
@@ -273,7 +273,7 @@ def test_no_step_of_a_block_recipe_holds_a_result_a_tile(name):
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in LONE), ("int4 tiles", "float32")])
 def test_a_served_row_has_the_bits_of_a_trained_one(name, dtype, monkeypatch):
-    """With any number of rows: one, up to half a tile, more. Also where a single row is made two."""
+    """The number of rows does not matter: one, up to half a tile, or more. A single row may be padded to two rows."""
     (x, w), spec = tilted(dtype), LONE[name]
     recipe = Recipe("lone", fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
     kernel = jax.jit(lambda w: quantize(w, spec, (0,)).astype(dtype))(w)

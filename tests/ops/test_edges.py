@@ -1,4 +1,4 @@
-"""What float computes without a thought and quantization must too: tiny gradients, empty batches, derivatives."""
+"""Edge cases that work in float and must work quantized: tiny gradients, empty batches, higher derivatives."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general, initial_state, ragged
 from tests import numerics
 
-OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
+OPTIMIZED = False  # test_dot_general.py tests the bits of optimized programs
 NUMBERS = (((1,), (0,)), ((), ()))
 DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
 CLASSES = ("int8", "int8w", "fp8", "fp8_block", "mxfp8", "nvfp4", "quartet2", "ggml_q4_0")
-"""One recipe of each kind of scale, rounding and backward pass; others differ from one of these in the element."""
+"""One recipe of each kind of scale, rounding and backward pass; other recipes differ only in the element."""
 
 
 def normal(shape, seed=0):
@@ -36,7 +36,7 @@ def gradients(recipe, x, w, grad, numbers=NUMBERS):
 
 
 def distance(ours, exact):
-    """Relative norm, in units of the largest number, since squares of 1e-20 are 0."""
+    """Return the relative norm of the difference, in units of the largest number, because squares of 1e-20 are 0."""
     top = jnp.abs(exact).max()
     return float(jnp.linalg.norm(ours / top - exact / top) / jnp.linalg.norm(exact / top))
 
@@ -51,7 +51,7 @@ def test_small_gradients_are_not_flushed(name):
     for activation, size in ((0.01, 1e-11), (0.01, 1e-20), (1e-12, 1.0)):
         dx, dw = run(x * activation, grad * size)
         exact = (grad * size) @ w.T, (x * activation).T @ (grad * size)
-        # The error is relative, so it does not depend on the size; stochastic rounding draws anew.
+        # The relative error does not depend on the magnitude; stochastic rounding uses different noise.
         for ours, theirs, error in zip((dx, dw), exact, usual, strict=True):
             assert distance(ours, theirs) <= 1.5 * error + 1e-6
 
@@ -72,7 +72,7 @@ def test_vectors(lhs, rhs):
     found = jax.jit(lambda x, w: gradients(DISTINCT["int8"], x, w, 1.0, numbers))(x, w)
     for ours, theirs in zip(found, (exact, *pull(jnp.ones_like(exact))), strict=True):
         assert ours.shape == theirs.shape
-        assert np.abs(ours / theirs - 1).max() < 0.01  # an amax is mapped to 127.5 steps, of which 127 are kept
+        assert np.abs(ours / theirs - 1).max() < 0.01  # the amax is mapped to 127.5 and clipped to 127
 
 
 RANGE = TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -4.0, 4.0))
@@ -82,7 +82,7 @@ RANGED = Recipe("fixed int8", MatmulSpec(RANGE, RANGE), MatmulSpec(None, FORWARD
 
 @pytest.mark.parametrize("name", ["fp8", "int8w", "fixed int8"])
 def test_a_second_derivative_is_refused_only_where_it_is_used(name):
-    """First-order meta-learning drops it; the value of a vjp would go through the rounding."""
+    """First-order meta-learning ignores it; the value of a vjp would be differentiated through the rounding."""
     recipe, x, w = {**DISTINCT, "fixed int8": FIXED}[name], normal((4, 32)), normal((32, 16), 1)
     state = initial_state(recipe)
     loss = lambda w: jnp.sum(jnp.square(dot_general(x, w, NUMBERS, recipe=recipe, state=state)))  # noqa: E731
@@ -105,7 +105,7 @@ def converted(recipe, w):
 
 @pytest.mark.parametrize("name", ["int8w", "fp8", "fp8_block", "nvfp4"])
 def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one(name):
-    """Where the kernel is one of the differentiated arguments, too; along the first axis, so that it is turned."""
+    """Also if the kernel is a differentiated argument; it contracts the first axis, so it is transposed."""
     recipe, numbers, x, grad = DISTINCT[name], (((0,), (0,)), ((), ())), normal((32, 24)), normal((24, 16), 2)
     weight = converted(recipe, normal((32, 16), 1))
     run = lambda a, b: dot_general(a, b, numbers, recipe=recipe)  # noqa: E731
@@ -117,7 +117,7 @@ def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one
 
 
 def test_wide_dtypes_and_strict_promotion():
-    """float64 operands under x64, and no silent promotion anywhere."""
+    """Run float64 operands under x64, without any implicit promotion."""
     for name in ("int8", "fp8_full", "mxfp8", "nvfp4", "quartet2", "fp8_current"):
         recipe = DISTINCT[name]
         with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -128,16 +128,16 @@ def test_wide_dtypes_and_strict_promotion():
 
 @pytest.mark.parametrize(("name", "casts"), [("fp8_block", 5), ("mxfp8", 6)])
 def test_no_operand_is_quantized_again(name, casts):
-    """Each of the operands that a recipe names is cast once, from the float tensor."""
+    """Each operand of a recipe is cast once, from the float tensor."""
     x, w = normal((300, 160)), normal((160, 200))
     jaxpr = jax.make_jaxpr(lambda x, w: gradients(DISTINCT[name], x, w, 1.0))(x, w)
-    found = re.findall(r":f8_e[45]m[23]\w*\[\d[\d,]*\] = convert_element_type", str(jaxpr))  # a padding's 0 is a scalar
+    found = re.findall(r":f8_e[45]m[23]\w*\[\d[\d,]*\] = convert_element_type", str(jaxpr))  # padding's 0 is a scalar
     assert len(found) == casts
 
 
 @pytest.mark.parametrize("name", numerics.SQNR_FLOORS)
 def test_block_scaled_matmuls_keep_their_signal(name):
-    """Forward, dx and dw of a 512 by 512 by 384 matmul of normal numbers, against float32."""
+    """Compare forward, dx and dw of a 512 by 512 by 384 matmul of normal numbers with float32."""
     x, w, grad = normal((512, 512)), normal((512, 384), 1), normal((512, 384), 2)
     ours = jax.jit(lambda a, b, g: gradients(DISTINCT[name], a, b, g))(x, w, grad)
     exact = x @ w, grad @ w.T, x.T @ grad
@@ -152,7 +152,7 @@ def test_block_scaled_matmuls_keep_their_signal(name):
     [(True, jnp.nan, "w", 0), (False, jnp.inf, "x", 0), (False, jnp.nan, "x", 2), (False, jnp.inf, "w", 2)],
 )
 def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, groups):
-    """Integers hold no NaN: the scale of an operand with one is NaN, in the forward and in the other's gradient."""
+    """Integers cannot represent NaN: the scale of an operand with NaN is NaN, in the forward and the backward pass."""
     recipe, sizes = DISTINCT["int8_delayed"], jnp.array([4, 4])
     arrays = {"x": normal((8, 32)), "w": normal((groups, 32, 16) if groups else (32, 16), 1)}
     arrays[side] = arrays[side].at[*(0,) * arrays[side].ndim].set(bad)

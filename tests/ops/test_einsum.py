@@ -1,4 +1,4 @@
-"""einsum equations as one contraction, against jnp.einsum on values that int8 holds exactly."""
+"""einsum equations as one contraction, compared with jnp.einsum on values that int8 represents exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxquant.ops import einsum
 
 OPTIMIZED = False
 
-# fixed,127.5 makes the scale 1: small integers pass unchanged, so results are exact.
+# fixed,127.5 sets the scale to 1: small integers do not change, so results are exact.
 SPEC = TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -127.5, 127.5))
 EXACT = Recipe(
     "exact", MatmulSpec(SPEC, SPEC, "int32"), MatmulSpec(SPEC, FORWARD, "int32"), MatmulSpec(FORWARD, SPEC, "int32")

@@ -1,4 +1,4 @@
-"""``ops.ragged_dot``: each group is what ``ops.dot_general`` computes of its rows."""
+"""``ops.ragged_dot``: each group equals ``ops.dot_general`` on the rows of the group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZED = False
 STOCHASTIC = RECIPES["int8 stochastic"]
 SIZES = (5, 0, 4)
 ROWS, K, N = 12, 8, 6
-"""Three rows behind the last group, and a group without rows."""
+"""Group sizes: three rows are after the last group, and one group has no rows."""
 
 
 def operands(seed=0):
@@ -33,7 +33,7 @@ def operands(seed=0):
 
 
 def test_shards_of_the_weight_gradient_are_ragged_matmuls_of_their_rows():
-    """Four blocks of three rows: the first group ends within the second, the last within the third."""
+    """Four blocks of three rows: the first group ends in the second block, the last group in the third."""
     lhs, rhs, grad = operands()
 
     def gradients(name, rows, sizes):
@@ -54,9 +54,9 @@ TABLE = {name: recipes.RECIPES[name].recipe for name in KINDS}
 TABLE |= {name: RECIPES[name] for name in ("fp8 as flax", "fp8_full clipping")}
 TABLE |= {"nvfp4 to nearest": RECIPES["nvfp4"]}
 TABLE |= {"int8 tiles": change(RECIPES["int8"], granularity="per_tile", tile_size=32)}
-"""A recipe of each kind with its own rounding, and tiles; to nearest, a dense matmul has the bits."""
+"""Recipes of each kind, with and without tiles; with rounding to nearest, the bits are those of a dense matmul."""
 LONG, DEEP, WIDE, FILLED = (200, 0, 128, 5), 160, 144, 256
-"""A group that is no multiple of a tile, none, a multiple, less than a tile; and to what the reference fills each."""
+"""Group sizes (no multiple of a tile, 0, a multiple, less than a tile), and the reference's padded sizes."""
 
 
 def _sqnr(found, exact):
@@ -65,7 +65,7 @@ def _sqnr(found, exact):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_group_is_a_dot_general_of_its_rows_filled_with_zeros(name):
-    """And the signal is that of the dense matmul; what lies behind the last group, NaN too, changes no bit."""
+    """The SQNR equals that of the dense matmul; rows after the last group change no bit, even if they are NaN."""
     recipe, rows = TABLE[name], sum(LONG)
     keys = [*jax.random.split(jax.random.key(0), 3), jax.random.key(3)]
     shapes = ((rows + 7, DEEP), (len(LONG), DEEP, WIDE), (rows + 7, WIDE))
@@ -88,12 +88,12 @@ def test_a_group_is_a_dot_general_of_its_rows_filled_with_zeros(name):
     dot = lambda x, w, s: ops.dot_general(x, w, (((1,), (0,)), ((), ())), state=s, **more)  # noqa: E731
     alone, eps = jax.jit(functools.partial(three, dot)), numerics.GROUPED_ATOL[recipe.fwd.accumulator or "float32"]
     for group, (start, size) in enumerate(zip(np.cumsum(LONG) - LONG, LONG, strict=True)):
-        filled = max(size, 1) if "clipping" in name else FILLED  # zeros would count in a root mean square
+        filled = max(size, 1) if "clipping" in name else FILLED  # zeros would change a root mean square
         x, g = (jnp.zeros((filled, each.shape[1])).at[:size].set(each[start : start + size]) for each in (lhs, grad))
         parts = alone(x, rhs[group], g, jax.tree.map(lambda each, group=group: each[group], own))
         factors = (x, rhs[group]), (g, rhs[group].T), (x.T, g)
         places = (slice(start, start + size),) * 2 + (group,)
-        for one, other in zip(*map(jax.tree.leaves, (found[3], parts[3])), strict=True):  # what was seen
+        for one, other in zip(*map(jax.tree.leaves, (found[3], parts[3])), strict=True):  # observations
             np.testing.assert_array_equal(one[group], other if size else 0)
         for all_, bound, place, part, (left, right) in zip(dense, bounds, places, parts[:3], factors, strict=True):
             cut = slice(None) if place is group else slice(size)
@@ -105,7 +105,7 @@ def test_a_group_is_a_dot_general_of_its_rows_filled_with_zeros(name):
     for one, other, bound, real, floor in zip(found[:3], dense, bounds, exact[:3], floors, strict=True):
         signal = _sqnr(one, real)
         assert signal >= floor
-        if recipe.is_stochastic:  # the filled group draws other noise
+        if recipe.is_stochastic:  # the padded group has different noise
             assert abs(signal - _sqnr(other, real)) <= numerics.GROUPED_SQNR_DB
         else:
             assert np.all(np.abs(one - other) <= bound)

@@ -1,4 +1,4 @@
-"""Remat policies: which matmuls and attentions a gradient's program holds, and that its bits stay the same."""
+"""Remat policies: the matmuls and attentions in the gradient's program, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("wi_0", "wi_1", "wo")
 
 
 def gated(x, p):
-    """A norm, a gate of two layers and a third one, added to the input."""
+    """Compute a norm, a gate of two layers, a third layer and the residual sum."""
     normal = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True))
     return x + (jax.nn.silu(normal @ p["wi_0"]) * (normal @ p["wi_1"])) @ p["wo"]
 
@@ -54,7 +54,7 @@ def gradient(loss, args):
 
 
 def counted(loss, args) -> tuple[int, int]:
-    """Return how many matmuls the program of a loss's gradient runs, and how many of them for a second time."""
+    """Return the number of matmuls in the program of a loss's gradient, and the number of recomputed ones."""
     rows = coverage(gradient(loss, args), *args).rows
     return sum(row.times for row in rows), sum(row.times for row in rows if row.is_recomputed)
 
@@ -65,7 +65,7 @@ def test_no_matmul_runs_twice_and_the_bits_are_the_same(string, scans):
     assert counted(loss, args) == (9 * LAYERS, 0)
     found, plain = (jax.jit(gradient(each, args))(*args) for each in (loss, stack(string, "none", scans)[0]))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-        if string == "fp8_block":  # XLA fuses the dequantized operands otherwise: the last bit of a float32 sum
+        if string == "fp8_block":  # XLA fuses dequantized operands differently: the last bit of a float32 sum
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=2**-20 * np.max(np.abs(theirs)))
         else:
             np.testing.assert_array_equal(ours, theirs)
@@ -73,7 +73,7 @@ def test_no_matmul_runs_twice_and_the_bits_are_the_same(string, scans):
 
 @pytest.mark.parametrize("policy", ["full", "quantized"])
 def test_other_policies_run_again_what_the_gate_needs(policy):
-    assert counted(*stack("fp8", policy, True)) == (11 * LAYERS, 2 * LAYERS)  # of wo no more is needed
+    assert counted(*stack("fp8", policy, True)) == (11 * LAYERS, 2 * LAYERS)  # wo needs no further residuals
 
 
 def test_a_splash_attention_runs_once_forward():

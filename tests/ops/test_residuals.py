@@ -1,4 +1,4 @@
-"""compress_residuals: exact results, gradients at the rounded arguments, one byte an element kept."""
+"""compress_residuals: exact results, gradients at the rounded arguments, one saved byte per element."""
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ def gate(a, b):
 
 
 def rounded(x, group):
-    """Round each group of the last axis to e4m3 by its own scale, in numpy."""
+    """Round each group of the last axis to e4m3 with the group's scale, in numpy."""
     x = np.asarray(x, np.float32)
     groups = x.reshape(*x.shape[:-1], -1, group)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(448)

@@ -1,4 +1,4 @@
-"""Contractions under ``jax.shard_map`` and explicit sharding: what eight devices compute is what one does."""
+"""Contractions under ``jax.shard_map`` and explicit sharding: eight devices compute the same as one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZED = False
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is wrong with each case, found in a process that simulates eight devices."""
+    """Return the errors of each case, from a process that simulates eight devices."""
     path = tmp_path_factory.mktemp("sharding") / "cases.json"
     words = [sys.executable, "-m", "tests.ops.sharding_cases", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""N:M sparsity: the mask, and training and evaluation with it."""
+"""N:M sparsity: the mask, and training and evaluation with the mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZED = False
 
 
 def python_mask(w: np.ndarray, n: int, m: int) -> np.ndarray:
-    """n largest of every m along axis 0."""
+    """Return the mask of the n largest of every m elements along axis 0."""
     mask = np.zeros(w.shape, bool)
     for start in range(0, w.shape[0], m):
         for column in range(w.shape[1]):
@@ -36,7 +36,7 @@ def test_mask_runs_along_the_contraction(n, m):
     np.testing.assert_array_equal(magnitude_mask(jnp.asarray(w.T), spec, (1,)), python_mask(w, n, m).T)
     folded = magnitude_mask(jnp.asarray(w.reshape(4, 4, 6)), spec, (0, 1))
     np.testing.assert_array_equal(folded, python_mask(w, n, m).reshape(4, 4, 6))
-    # Of equal numbers n are kept.
+    # Of equal numbers, n are selected.
     assert (magnitude_mask(jnp.ones((8, 3)), spec, (0,)).sum(0) == 8 * n // m).all()
 
 
@@ -67,7 +67,7 @@ def test_training_saves_the_mask_and_evaluation_uses_it():
         np.testing.assert_allclose(before, value, rtol=1e-6)
         quant = state.update(quant, seen)
         (saved,) = state.rows_of(quant).values()
-        if i in (1, 3):  # of the next step, which is made of this one's weights; masked ones can come back
+        if i in (1, 3):  # the next step's mask is computed from these weights; a masked weight can become active again
             mask = python_mask(np.asarray(params["kernel"]), 2, 4)
         np.testing.assert_array_equal(saved["mask"].astype(bool), mask)
         assert all((grad != 0).all() for grad in jax.tree.leaves(grads))
@@ -107,7 +107,7 @@ NO_ROOM = {"weight_sparsity_m": 8, "weight_sparsity_start_step": 3}
 @pytest.mark.parametrize(
     ("fn", "sizes", "options", "error", "text"),
     [
-        (lambda p, x: x @ (p["w"] * p["g"]), ((8, 8), (8,)), {}, NotImplementedError, r"not one parameter .mul."),
+        (lambda p, x: x @ (p["w"] * p["g"]), ((8, 8), (8,)), {}, NotImplementedError, r"but it is not .mul."),
         (
             lambda p, x: x @ p["w"][:, :8] + x @ p["w"][:, 8:],
             ((8, 16),),

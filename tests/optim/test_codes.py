@@ -1,4 +1,4 @@
-"""The codes of moments against COAT's formula and bitsandbytes' map in numpy's float64, and codes at their ends."""
+"""Codes of moments, compared with COAT's formula and bitsandbytes' map in float64, and the ends of the code range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = 512
 
 @functools.cache
 def moments(kind: str, group: int) -> np.ndarray:
-    """Return groups of moments: rows and columns of gradients differ in size, and second moments are means of 20."""
+    """Return groups of moments: rows and columns of gradients differ in magnitude, second moments are means of 20."""
     rng = np.random.default_rng(0)
     sizes = np.exp(rng.normal(size=(GROUPS, 1)) * 2) * np.exp(rng.normal(size=(1, group)) * 1.5) * 1e-6
     gradients = (rng.standard_normal((20, GROUPS, group)) * sizes).astype(np.float32)
@@ -34,7 +34,7 @@ def moments(kind: str, group: int) -> np.ndarray:
 
 
 def coat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return sign · (|x| / c)^k / s as COAT's kernel has it, before its cast to e4m3, and 16 · k before its floor."""
+    """Return sign · (|x| / c)^k / s of COAT's kernel before the cast to e4m3, and 16 · k before the floor."""
     magnitude = np.abs(x.astype(np.float64))
     largest = magnitude.max(-1, keepdims=True) + 1e-30
     smallest = np.where(magnitude > 0, magnitude, np.inf).min(-1, keepdims=True) + 1e-30
@@ -46,7 +46,7 @@ def coat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bitsandbytes(signed: bool) -> np.ndarray:
-    """Return the map that ``create_dynamic_map(signed, 7, 8)`` makes."""
+    """Return the result of ``create_dynamic_map(signed, 7, 8)``."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
@@ -76,7 +76,7 @@ def test_codes_of_coat(kind: str, signed: bool):
     coded, decoded = run("fp8_coat", x, signed)
     wanted, k16 = coat(x)
     codes, exponent = np.asarray(coded.codes).astype(np.float64), np.asarray(coded.exponent).astype(np.float64)
-    here = (x == 0).all(-1) | (np.abs(x).max(-1) > 1e-24)  # where COAT's 1e-30 is below a last bit
+    here = (x == 0).all(-1) | (np.abs(x).max(-1) > 1e-24)  # COAT's 1e-30 is below a last bit here
     floors = np.clip(np.floor(k16), 1, 255)
     close = np.abs(k16 - np.round(k16)) < numerics.CODE_RTOL * k16
     assert here.mean() > 0.99
@@ -87,7 +87,7 @@ def test_codes_of_coat(kind: str, signed: bool):
     tiny = np.abs(wanted) < 2.0**-9  # rounded up to the smallest code, not to 0
     assert right[same][~tiny[same]].all()
     share = (codes == wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))[here].mean()
-    assert share > 1 - 2 * numerics.CODE_RTOL * 16  # a boundary lies within that share of each of 16 steps an octave
+    assert share > 1 - 2 * numerics.CODE_RTOL * 16  # a boundary is within this share of each of 16 steps per octave
     assert ((decoded == 0) == (x == 0)).all()
     assert (np.sign(decoded) == np.sign(x)).all()
 
@@ -102,7 +102,7 @@ def test_codes_of_bitsandbytes(kind: str, signed: bool):
     y = x.astype(np.float64) / np.abs(x).max(-1, keepdims=True)
     edges = (table[1:] + table[:-1]) / 2
     low, high = (np.searchsorted(edges, y * (1 + e)) for e in (-numerics.CODE_RTOL, numerics.CODE_RTOL))
-    flushed = (table[np.searchsorted(edges, y)] == 0) & (x != 0)  # bitsandbytes makes a 0 of them
+    flushed = (table[np.searchsorted(edges, y)] == 0) & (x != 0)  # bitsandbytes maps them to 0
     assert ((codes == low) | (codes == high))[~flushed].all()
     assert (codes == np.searchsorted(edges, y))[~flushed].mean() > 1 - 256 * numerics.CODE_RTOL
     expected = table[codes] * np.abs(x).max(-1, keepdims=True)
@@ -110,8 +110,8 @@ def test_codes_of_bitsandbytes(kind: str, signed: bool):
     assert not signed or np.array_equal(decoded == 0, (x == 0) | flushed)
     if not signed:
         assert ((decoded == 0) == (x == 0)).all()
-        assert flushed.mean() > {"second": 1e-4, "wide": 0.5}[kind]  # what is at stake
-        # The clamp moves only those, and up: by at most the smallest number of the map.
+        assert flushed.mean() > {"second": 1e-4, "wide": 0.5}[kind]  # values that the clamp changes
+        # The clamp changes only these values; it increases them by at most the smallest number of the map.
         assert (decoded[flushed] >= x[flushed]).all()
 
 
@@ -140,7 +140,7 @@ def test_equal_values_zeros_and_extremes(scheme: str, signed: bool):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("signed", [True, False])
 def test_shares_are_those_of_the_code(scheme: str, signed: bool):
-    """Zeros, numbers that are far too small for their group's code, and a few large ones."""
+    """Zeros, numbers far below the range of their group's code, and a few large numbers."""
     codec = SCHEMES[scheme].codec(signed)
     x = np.full((1, codec.group), 0.5, np.float32)
     x[0, :10], x[0, 10:40], x[0, 40:43] = 0, 1e-30, 1 if not signed else -1
@@ -151,6 +151,6 @@ def test_shares_are_those_of_the_code(scheme: str, signed: bool):
     name = "inner/0/mu/w" if signed else "inner/0/nu/w"
     found = jax.jit(moment_health)({"inner": [state._replace(inner=moments)]})
     shares = {end: round(float(share) * codec.group) for end, share in found[name].items()}
-    underflows = scheme != "fp8_coat"  # whose exponent spreads any group over its code
+    underflows = scheme != "fp8_coat"  # its exponent adapts the code to the range of a group
     assert shares["zero"] == (40 if underflows and signed else 10)
     assert shares["smallest"] == (30 if underflows and not signed else 0)

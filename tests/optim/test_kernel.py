@@ -1,4 +1,4 @@
-"""The update of a parameter in one kernel, interpreted: the numbers of XLA's program, and what it does not compute."""
+"""The optimizer kernel in the interpreter: the numbers of XLA's program, and unsupported cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxquant.ops.implementation import choices_made
 from jaxquant.optim import apply_updates, describe_state, quantize_state, run
 from jaxquant.optim.run import OP_NAME
 
-OPTIMIZED = None  # XLA's program of a step has the bits of its kernel
+OPTIMIZED = None  # XLA's program of a step computes the bits of the kernel
 
 MATRIX = {"w": jax.random.normal(jax.random.key(0), (256, 128)), "b": jnp.ones(128)}
 HEADS = {"w": jax.random.normal(jax.random.key(1), (2, 96, 4, 32))}
@@ -34,7 +34,7 @@ CASES = {
 
 
 def test_blocks_that_do_not_divide():
-    """A function of exact operations, so that a compiler has nothing to choose."""
+    """Use a function of exact operations, so that the result does not depend on the compiler."""
 
     def body(scalars: Any, arrays: Any) -> Any:
         x, codes, largest = arrays
@@ -53,7 +53,7 @@ def test_blocks_that_do_not_divide():
 
 
 def two_steps(tx: Any, params: Any, bad: float = 1.0) -> Any:
-    """Return weights and state after two steps, in the first of which one gradient is ``bad``."""
+    """Return weights and state after two steps; in the first step, one gradient is ``bad``."""
 
     @jax.jit
     def step(params: Any, state: Any, number: jax.Array, bad: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""Moments and bfloat16 weights on 1, 2 and 8 devices: the same bits, where the parameters lie, and nothing sent."""
+"""Moments and bfloat16 weights on 1, 2 and 8 devices: the same bits, the parameters' sharding, no communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments in 8 bits around optax's optimizers: what is coded, what is not, and what wraps what."""
+"""Moments in 8 bits around optax's optimizers: which moments are quantized, and how optimizers are wrapped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"layer": PARAMS["layer"], "odd": jax.random.normal(jax.random.key(2), (
 
 
 def gradients(step: Any) -> Any:
-    """Return gradients whose signs are the same in all steps, with magnitudes between .5 and 1.5."""
+    """Return gradients whose signs are the same in all steps, with magnitudes between 0.5 and 1.5."""
 
     def of_leaf(p: jax.Array) -> jax.Array:
         magnitude = jnp.cos(jnp.arange(p.size) * (step + 7.0)).reshape(p.shape) / 2 + 1
@@ -41,7 +41,7 @@ def gradients(step: Any) -> Any:
 
 
 def scanned(tx: Any) -> Any:
-    """Return a jitted function that makes two steps: (parameters, state), number of the first -> the same, updates."""
+    """Return a jitted function for two steps: (parameters, state), first step -> (parameters, state), updates."""
 
     def step(carry: Any, i: jax.Array) -> Any:
         params, state = carry
@@ -124,7 +124,7 @@ def test_a_bad_gradient_spoils_its_element_once_and_its_group_never(scheme: str)
         others = jnp.ones((64, 128), bool).at[3, 7].set(False)
         error = jnp.where(others, updates["w"] - wanted["w"], 0)
         assert jnp.linalg.norm(error) <= numerics.MOMENT_RTOL * jnp.linalg.norm(wanted["w"])
-        assert jnp.abs(updates["w"][3, 7]) < 4e-3  # (1 - b1) / sqrt(1 - b2) of the rate at most
+        assert jnp.abs(updates["w"][3, 7]) < 4e-3  # at most (1 - b1) / sqrt(1 - b2) of the learning rate
 
 
 REFUSED = {

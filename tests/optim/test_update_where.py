@@ -1,4 +1,4 @@
-"""An update that is not made changes no bit, whatever keeps the moments and whoever computes it."""
+"""A skipped update changes no bit, for every moment dtype and every implementation."""
 
 from __future__ import annotations
 

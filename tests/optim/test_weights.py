@@ -1,4 +1,4 @@
-"""Weights in bfloat16: rounding that is right on average, and rounding whose error is kept."""
+"""Weights in bfloat16: rounding that is right on average, and rounding with a stored error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.optim import compensated_round, stochastic_round
 from jaxquant.optim.weights import round_randomly
 from tests import numerics
 
-ULP = 2.0**-7  # of bfloat16, from 1 to 2
+ULP = 2.0**-7  # ulp of bfloat16, from 1 to 2
 N = 1_000_000
 
 
@@ -24,7 +24,7 @@ def test_the_mean_of_a_million_roundings_is_the_number(share: float):
     rounded = np.asarray(round_randomly(jnp.full(N, x), jax.random.key(3)), np.float64)
     assert set(np.unique(rounded)) <= {-1.0, -1.0 - ULP}
     assert abs(rounded.mean() - x) <= numerics.stochastic_mean_bound(ULP, N)
-    assert share or (rounded == x).all()  # what bfloat16 has is not moved
+    assert share or (rounded == x).all()  # bfloat16 values do not change
 
 
 def test_what_is_not_finite_stays_and_nothing_becomes_infinite():
@@ -52,7 +52,7 @@ def test_small_updates_are_lost_to_nearest_and_arrive_otherwise():
     assert (end["nearest"] == 1).all()
     assert abs(end["stochastic"].mean() - 1 - 600 * 2.0**-14) <= numerics.stochastic_mean_bound(ULP, 4096) * 600**0.5
     assert len(np.unique(end["stochastic"])) > 3
-    assert np.abs(end["compensated"] - 1 - 600 * 2.0**-14).max() <= ULP  # half for the weight, and its kept error's own
+    assert np.abs(end["compensated"] - 1 - 600 * 2.0**-14).max() <= ULP  # half an ulp of the weight and of the error
 
 
 TXS = {"nearest": optax.identity(), "stochastic": stochastic_round(), "compensated": compensated_round()}
@@ -60,7 +60,7 @@ TXS = {"nearest": optax.identity(), "stochastic": stochastic_round(), "compensat
 
 @pytest.mark.parametrize("name", ["stochastic", "compensated"])
 def test_the_update_leads_to_a_neighbour_of_the_sum(name: str):
-    """Whatever the magnitudes of weight and update are, cancellation included, and float32 weights are left alone."""
+    """This holds for all magnitudes of weight and update, including cancellation; float32 weights are not rounded."""
     a, b = (jax.random.normal(jax.random.key(i), (20_000,)) for i in range(2))
     p = {"w": (a * 2.0 ** jnp.round(10 * b)).astype(jnp.bfloat16), "full": a}
     u = {"w": jnp.concatenate([b[:10_000], -p["w"][10_000:].astype(jnp.float32) * (1 + 1e-3 * b[10_000:])]), "full": b}

@@ -82,12 +82,12 @@ def test_neither_ctrl_c_nor_a_closed_output_is_a_traceback(place, monkeypatch, c
 
     assert ended_by(KeyboardInterrupt) == terminal.INTERRUPTED
     assert "interrupted" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdout", io.StringIO())  # no file that could be closed for the tests after this
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # not a file, which a command could close for later tests
     assert ended_by(BrokenPipeError) == 1
 
 
 def float_step(path, words, devices):
-    """A step that trains in float, whatever its configuration says."""
+    """Build a step that trains in float and ignores the configured quantization."""
     w = jax.ShapeDtypeStruct((8, 8), "float32")
     loss = lambda p, x: jnp.tanh(x @ p["first"]["w"] @ p["last"]["w"]).sum()  # noqa: E731
     return jax.jit(jax.grad(loss)), ({"first": {"w": w}, "last": {"w": w}}, w)

@@ -1,4 +1,4 @@
-"""The comparison of runs: its numbers, its page and its refusals, on folders of runs that nobody trained."""
+"""Comparison of runs: its numbers, its page and its errors, on folders without a training run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATHS = ("self_attention/query", "self_attention/out", "mlp/wi_0")
 
 
 def health(step: int) -> dict[str, Any]:
-    """A line of health.jsonl: two layers of each path, the last one worse from step to step."""
+    """Return a line of health.jsonl: two layers of each path, the last of which becomes worse in each step."""
     names = [f"layers/{path}, layer {layer}" for layer in range(2) for path in PATHS]
     good = len(names) - 1
     tensor = {"amax": [1.0 + step] * len(names), "nonfinite": [0.0] * len(names)}
@@ -78,7 +78,7 @@ def test_gap_and_ratio_are_taken_from_the_unquantized_run_at_the_same_step(runs)
     float_run, short = report.load_runs([runs / "float", write_run(runs / "b", "int8", excess=0.01, steps=200)])
     assert short.gap(float_run) == pytest.approx(1)
     assert report.Run("c", {}, {1: 2.0}, {250: 1.5}, None, {}).gap(float_run) is None
-    smooth = report.Run("a", {}, {1: 4.0, 2: 2.0, 3: float("nan")}, {}, None, {}).smoothed()  # without start-up bias
+    smooth = report.Run("a", {}, {1: 4.0, 2: 2.0, 3: float("nan")}, {}, None, {}).smoothed()  # without start bias
     assert smooth == pytest.approx({1: 4.0, 2: (0.9 * 4.0 + 2.0) / 1.9})
 
 
@@ -96,7 +96,7 @@ def test_the_table_and_the_page_are_written(runs, capsys):
     printed, page = capsys.readouterr().out, out.read_text()
     assert all(cell in printed for cell in ("held-out loss", "+0.40%", "0.80×", str(out)))
     assert "Held-out loss" in page
-    # The page needs nothing else.
+    # The page loads no other files.
     own = re.sub(r"<script[^>]*>.*?</script>", "", page, flags=re.S)
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]*>", own)
     assert "src=" not in "".join(re.findall(r"<script[^>]*>", page))
@@ -168,5 +168,5 @@ def test_a_damaged_missing_or_repeated_run_is_an_error_that_names_it(runs, capsy
             file.write_text(text)
         assert message in told("float", str(number))
     assert f"error: run folder {runs / 'nowhere'} does not exist" in told("nowhere")
-    assert "contain one folder twice" in told("int8", "int8")
+    assert "have a folder twice" in told("int8", "int8")
     assert not out.exists()

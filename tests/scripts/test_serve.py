@@ -1,4 +1,4 @@
-"""The command: streaming, order, refusals on stderr with status 1, and clear errors for what cannot start."""
+"""The serve command: streaming, order, refusals on stderr with status 1, and errors before it starts."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_one_prompt_streams_and_leaves_the_run_as_it_was(run, capsys, monkeypatc
     assert main(["serve", str(run), "--prompt", "item", *WORDS]) == 0
     monkeypatch.undo()
     assert written[0].startswith("item")
-    assert len(written) == 5  # four tokens, and what was held back with the end of the line
+    assert len(written) == 5  # four tokens, and the end of the line that was buffered
     assert files(run) == before
 
 
 def test_prompts_come_in_order_and_refused_ones_last(run, tmp_path, capsys):
-    # The second is done after one token, long before the first.
+    # The second prompt ends after one token, long before the first.
     (tmp_path / "prompts").write_text(f"item\n{'z' * 30}\n\n{'x' * 40}\nitem 2 of\n")
     assert main(["serve", str(run), "--prompts-file", str(tmp_path / "prompts"), "--kv-cache", "int4", *WORDS]) == 1
     out, err = capsys.readouterr()
@@ -71,7 +71,7 @@ def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypa
 
 @pytest.fixture
 def told(run, capsys):
-    """Return what the command says on stderr with status 2, nothing on stdout."""
+    """Return stderr of a command that exits with status 2 and prints nothing to stdout."""
 
     def call(*words: str, folder: Path = run) -> str:
         assert main(["serve", str(folder), *words, *WORDS]) == 2
@@ -106,7 +106,7 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, told):
     def of(folder: Path) -> str:
         return told("--prompt", "item", folder=folder)
 
-    assert "does not exist; pass the folder of a run" in of(tmp_path / "absent")
+    assert "is not a folder; pass the folder of a run" in of(tmp_path / "absent")
     assert "has no config.yml or jaxquant.json; pass a run or a converted" in of(tmp_path)
     shutil.copy(run / "config.yml", tmp_path)
     assert "has no checkpoint of `jaxquant train`; let it save one" in of(tmp_path)

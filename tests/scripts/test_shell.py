@@ -1,4 +1,4 @@
-"""The shell scripts refuse what they cannot do, in words, before they install anything."""
+"""The shell scripts exit with a message before they install anything, if they cannot run here."""
 
 import os
 import re
@@ -26,10 +26,10 @@ def test_a_python_that_is_not_there_is_an_error():
 
 
 def test_pins_are_exact_cover_what_is_declared_and_have_the_oldest_and_the_newest_tested_versions():
-    """Python 3.11 has the oldest versions that are declared to the patch, and the libraries of backends both ends."""
+    """Python 3.11 has the oldest declared versions; libraries of backends have the oldest and the newest."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    del extras["exchange"]  # What validation/exchange.py loads has an environment of its own, which no test sets up.
+    del extras["exchange"]  # The packages of validation/exchange.py need a separate environment, which no test creates.
     wanted = [*project["dependencies"], *(each for extra in extras.values() for each in extra)]
     names = {re.split(r"[>=[]", name)[0].lower() for name in wanted}
     pins = []

@@ -1,4 +1,4 @@
-"""The wheel holds jaxquant alone, and no command of it runs a ``train.py`` of the user's."""
+"""The wheel contains only jaxquant, and no command of it imports a ``train.py`` of the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of the checkout, without a network, and return the folder of what is in it."""
+    """Build the wheel from a copy of the checkout without a network; return the folder with its contents."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
     for folder in ("jaxquant", "train", "scripts", "tests", "examples", "configs"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -42,7 +42,7 @@ def test_it_has_no_package_but_jaxquant_and_needs_the_libraries_of_every_backend
 
 
 def test_commands_run_beside_a_train_of_the_users_own(site: Path, tmp_path: Path):
-    """The training program of the wheel is found, and so is a step of the user's."""
+    """The wheel's training program and a step function of the user are both found."""
     (tmp_path / "train.py").write_text("open('executed', 'w').close()\n")
     (tmp_path / "own.yml").write_text((ROOT / "configs/models/ci.yml").read_text())
     (tmp_path / "mine.py").write_text(

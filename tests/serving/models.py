@@ -1,4 +1,4 @@
-"""Models with every kind of linear layer, and quant state that has seen something, for tests of conversion."""
+"""Models with every kind of linear layer, and quant state with observations, for tests of conversion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Linen(nn.Module):
 
 
 class Nnx(nnx.Module):
-    """The same in NNX, the layers stacked by nnx.vmap."""
+    """``Linen`` in NNX, with layers stacked by nnx.vmap."""
 
     def __init__(self, dtype=jnp.float32, rngs=None):
         rngs = rngs or nnx.Rngs(1)
@@ -46,9 +46,9 @@ class Nnx(nnx.Module):
 
 
 def filled(shapes: Any) -> Any:
-    """Make variables of these shapes without running a model: normal parameters, and quant state that has seen some.
+    """Return variables of these shapes without running a model: normal parameters, quant state with observations.
 
-    Every leaf has its own numbers. Amaxes are around those of normal numbers; two of four weights are masked.
+    Every leaf has different numbers. Amaxes are close to those of normal numbers; two of four weights are masked.
     """
 
     def fill(path: Any, leaf: Any) -> Any:
@@ -74,10 +74,10 @@ def kernels_of(params: Any) -> set[str]:
 
 
 def convert_linen(model: nn.Module, config: dict[str, Any], x: Any, variables: Any = None, **options: Any) -> Any:
-    """Convert a model's variables, check that they serve the bits that they trained, and return them.
+    """Convert a model's variables, check that the converted model computes the same bits, and return the result.
 
     Args:
-      variables: those of the quantized model; made of random numbers where none are given.
+      variables: variables of the quantized model; random by default.
       options: of ``jax.jit``, for both forward passes.
     """
     trained = jaxquant.maybe_quantize_model(model, config, x)
@@ -91,7 +91,7 @@ def convert_linen(model: nn.Module, config: dict[str, Any], x: Any, variables: A
 
 
 def convert_nnx(trained: Any, config: dict[str, Any], *x: Any, call: Any) -> Any:
-    """Convert a quantized model, check that it serves the bits of ``call`` that it trained, and return it."""
+    """Convert a quantized model, check that ``call`` computes the same bits, and return the converted model."""
     converted, run = jaxquant.convert(trained, config, *x), nnx.jit(call)
     np.testing.assert_array_equal(run(converted), run(trained))
     return converted

@@ -1,9 +1,9 @@
-"""Quantized checkpoints on several simulated devices, of one process or of two, for ``test_checkpoint.py``.
+"""Quantized checkpoints on several simulated devices, in one or two processes, for ``test_checkpoint.py``.
 
     python -m tests.serving.sharded_worker FOLDER                 eight devices
     python -m tests.serving.sharded_worker FOLDER PORT PROCESS    two devices in each of two processes
 
-exits 0 if every device has its part bit for bit.
+exits with status 0 if every device has its part, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPECS = {
 
 
 def params() -> dict[str, Any]:
-    """Return a tree whose parts on a device end within a byte of the file, among others."""
+    """Return a tree with, among others, parts that begin or end inside a byte of the file."""
     return {
         "layers": {"mlp": {"kernel": quantized("int4", (4, 16, 32), (4, 1, 32))}},
         "fp8": quantized("float8_e4m3fn", (16, 64), (1, 64)),
@@ -54,7 +54,7 @@ def params() -> dict[str, Any]:
 
 
 def placed(tree: Any, mesh: Mesh, specs: dict[str, P]) -> Any:
-    """Lay a tree that each process has on the devices of all."""
+    """Place a tree, which every process has, on the devices of all processes."""
 
     def place(path: Any, array: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -65,13 +65,13 @@ def placed(tree: Any, mesh: Mesh, specs: dict[str, P]) -> Any:
 
 
 def resident(field: str) -> int:
-    """Bytes of memory: VmRSS now, VmHWM at most since it was cleared."""
+    """Return bytes of memory: VmRSS is the current value, VmHWM the maximum since it was cleared."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def check_memory(folder: Path, mesh: Mesh) -> None:
-    """Check that of 64 MiB in parts of 8 MiB the host holds a few parts beside the devices', never all of them."""
+    """Check that the host holds only a few 8 MiB parts of a 64 MiB array in addition to the devices' copy."""
     size = 64 * 2**20
     big = {"kernel": QTensor(jnp.ones((8, 1024, size // 8192), jnp.int8), jnp.ones((8, 1, 1)))}
     save(folder / "big", big, {})

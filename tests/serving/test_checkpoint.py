@@ -1,4 +1,4 @@
-"""Quantized checkpoints: no bit is lost, what does not fit is refused, and every device reads its own part."""
+"""Quantized checkpoints: no bit is lost, a mismatch is an error, and every device reads only its part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {"rules": [{"path": ".*/wo", "recipe": "int8w"}]}
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of every kind of leaf; not to be changed."""
+    """Write a checkpoint with every kind of leaf; tests must not change it."""
     directory = tmp_path_factory.mktemp("written") / "checkpoint"
     save(directory, every_kind(), CONFIG, extra={"model": {"emb_dim": 64}})
     return directory
@@ -44,7 +44,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(written: Path):
 
 
 def test_any_tool_opens_the_arrays(written: Path):
-    """The reader of the safetensors package knows every name; four-bit elements are bytes of two."""
+    """The safetensors package reads every name; a byte has two four-bit elements."""
     tree = flatten(every_kind())
     arrays = [f"{path}/{part}" for path, leaf in tree.items() for part in getattr(leaf, "parts", [""])]
     with safe_open(written / "model.safetensors", "numpy") as file:
@@ -107,7 +107,7 @@ def test_a_save_that_fails_leaves_nothing_and_what_a_killed_one_left_is_written_
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "made.jaxquant-partial").mkdir()
     (tmp_path / "made.jaxquant-partial/left").write_text("over")
-    (tmp_path / "made.partial").mkdir()  # a user's own
+    (tmp_path / "made.partial").mkdir()  # a file of the user
     with pytest.raises(FileNotFoundError, match="made does not exist"):
         load(tmp_path / "made")
     save(tmp_path / "made", {"a": ONE}, CONFIG)
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_with_both_sides(written: Pat
 
 
 def test_loading_makes_no_float_of_a_kernels_size(tmp_path: Path, monkeypatch):
-    """Everything that loading puts on a device passes ``device_put`` or a jitted function whose outputs are counted."""
+    """All arrays of loading come from ``device_put`` or from a jitted function; the test counts the outputs of both."""
     params = {
         "a": {"kernel": quantized("int4", (64, 63), (1, 63))},
         "b": {"kernel": quantized("float8_e4m3fn", (64, 64), (1, 64))},
@@ -169,11 +169,11 @@ def test_loading_makes_no_float_of_a_kernels_size(tmp_path: Path, monkeypatch):
 
 
 def test_every_device_reads_and_writes_its_part(tmp_path: Path):
-    """On eight devices, and on two in each of two processes that save one checkpoint together."""
+    """Tested with eight devices, and with two processes of two devices each that save one checkpoint together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    # What is freed is given back at once, so that resident memory is memory in use.
+    # Freed memory is returned at once, so resident memory equals used memory.
     options = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | options
     started = []

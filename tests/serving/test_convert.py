@@ -1,6 +1,6 @@
-"""Conversion: the served model computes bit for bit what the trained one does, and keeps no float kernel.
+"""Conversion: the converted model computes the same bits as the trained model, and has no float kernel.
 
-Every string on every backend: the gallery; as users compile: ``test_convert_optimized.py``.
+The gallery tests every string on every backend; ``test_convert_optimized.py`` compiles as users do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def at(tree, path):
 
 
 def trained(model, config, x):
-    """Quantize a Linen model and give variables with a history."""
+    """Quantize a Linen model and return it, with variables that have a history."""
     quantized = maybe_quantize_model(model, config, x)
     return quantized, filled(jax.eval_shape(quantized.init, RNGS, x))
 
@@ -145,7 +145,7 @@ def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
     model = Linen(axis=1)
     _, variables = trained(model, config, X)
     whole = convert(model, variables, config, X)["params"]
-    # Parameters are read when their turn comes; quant state is there.
+    # Parameters are read one by one; quant state is already in memory.
     quant = {state.OVERWRITE_WITH_GRADIENT: variables[state.OVERWRITE_WITH_GRADIENT]}
     sites = find_kernels(model, jax.eval_shape(lambda: variables) | quant, config, X)
     sizes, done = [], []
@@ -204,7 +204,7 @@ def test_errors_name_the_layer():
 
 
 def test_stacked_layers_with_outer_scales_go_through_the_disk(tmp_path):
-    """Each layer of the scan has an outer scale of its own, which is stored beside the scales of its blocks."""
+    """Each layer of the scan has a separate outer scale, which is stored next to the scales of its blocks."""
     string = "quartet2"
     _, converted = check_linen(string, "native", "bfloat16", 1, four_over_six=True)
     kernels = converted["params"]["layers"]["wo"]["kernel"], converted["params"]["twice"]["kernel"]

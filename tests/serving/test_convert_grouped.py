@@ -1,4 +1,4 @@
-"""Convolutions and experts in a ragged matmul: served as trained, to the bit."""
+"""Convolutions and experts in a ragged matmul: the converted model computes the same bits as the trained model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INT4_TILES = change(RECIPES["int4w"], granularity="per_tile", tile_size=8)
 
 @pytest.mark.parametrize("string", ["fp8_block", "nvfp4", "ggml_q4_0", "int4w tiles"])
 def test_experts_in_tiles_are_served_as_trained(string):
-    """In bfloat16, in layers of a scan, and with a last tile that is not full."""
+    """Tested in bfloat16, in layers of a scan, and with a last tile that is smaller."""
     rules = (Rule(path=".*", recipe=INT4_TILES),)
     kind = {"rules": rules} if string == "int4w tiles" else {"quantization": string}
     config = QuantConfig(quant_backend="native", **kind)
@@ -54,7 +54,7 @@ class LinenExperts(nn.Module):
     [("fp8", "native", False), ("fp8", "native", True), ("aqt_fp8_full", "aqt", False), ("fp8_e4m3", "qwix", False)],
 )
 def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string, backend, shares):
-    """Training quantizes each expert by itself; so does conversion. With the option they share one scale."""
+    """Training and conversion quantize each expert separately. With the option, all experts share one scale."""
     config, x = {"quantization": string, "quant_backend": backend}, EXPERTS
     config |= {"quantization_share_expert_scales": True} if shares else {}
     converted = convert_linen(LinenExperts(), config, x)

@@ -1,8 +1,8 @@
-"""The served model to the bits of the trained one as users compile them, one recipe of each kind, in bfloat16.
+"""With default compilation, converted models compute the bits of trained models: one recipe of each kind, in bfloat16.
 
-In float32 too, with a float sum behind a layer, where LLVM keeps its order.
+float32 is also tested, with a float sum after a layer, if LLVM keeps the order of the sum.
 
-All recipes on all backends, compiled with little optimization: the gallery.
+The gallery tests all recipes on all backends, compiled with little optimization.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def test_linen_serves_what_it_trained(string, backend):
 
 
 def test_a_mean_that_keeps_its_order_serves_its_bits():
-    # By default LLVM vectorizes the mean otherwise in one program than in the other: XLA marks its adds "reassoc".
+    # By default, LLVM vectorizes the mean differently in the two programs, because XLA marks its adds "reassoc".
     model, options = nn.Sequential([nn.Dense(32), nn.LayerNorm()]), {"xla_backend_optimization_level": 0}
     convert_linen(model, {"quantization": "int8"}, X, compiler_options=options)

@@ -1,4 +1,4 @@
-"""Served folders that are damaged or made to harm: each is an error that names the file, and none loads."""
+"""Served folders that are damaged or malicious: each is an error that names the file, and no folder is loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_cut_short_longer_or_gone_is_named(name: str, verify: bool, copy:
 
 
 def test_a_link_is_followed_and_files_and_sums_that_miss_each_other_are_refused(copy: Path, tmp_path: Path):
-    """The Hugging Face cache keeps its files as links."""
+    """The Hugging Face cache stores its files as links."""
     (copy / ARRAYS).rename(tmp_path / "blob")
     (copy / ARRAYS).symlink_to(tmp_path / "blob")
     load(copy)
@@ -88,7 +88,7 @@ def test_what_is_no_checkpoint_or_of_another_version(copy: Path, tmp_path: Path)
         refused(copy, f"checkpoint {copy} has format version {version}", words)
 
 
-# Sums that fit: what a faulty or hostile writer makes.
+# Correct checksums, as a faulty or malicious writer would write them.
 
 KERNEL, NORM = 0, 1
 ROWS: list[tuple[int | None, dict[str, Any], str]] = [

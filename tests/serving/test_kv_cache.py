@@ -1,4 +1,4 @@
-"""The KV cache: errors of each format, zero rows, signs, bytes, and the same bits however tokens are written."""
+"""The KV cache: errors of each format, zero rows, signs, bytes, and the same bits for every way of writing tokens."""
 
 from __future__ import annotations
 

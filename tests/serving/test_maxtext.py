@@ -1,4 +1,4 @@
-"""Trees of hand-plumbed models: which float parameter each quantized tensor replaces, and that no other goes."""
+"""Quantized parameters of MaxText models: which float parameter each tensor replaces; no other one is removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def replaced(quantized: dict[str, Any], params: dict[str, Any]) -> dict[str, str]:
-    """Match two flat trees and give path of the op -> path of the parameter."""
+    """Match two flat trees and return path of the op -> path of the parameter."""
     found = flatten_dict(match_aqt_and_unquantized_param(nested(quantized), nested(params)), sep="/")
     return {op.split("/qrhs")[0]: "/".join(key.key for key in path) for op, path in found.items()}
 
@@ -75,7 +75,7 @@ STORED: dict[str, Shape] = {"tiled": (2, 4, 4, 6), "scanned layers": (3, 8, 6)}
 
 
 def trees(case: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Return the tensors and the parameters by their paths, and which parameter each op replaces."""
+    """Return tensors and parameters by path, and the parameter that each op replaces."""
     pairs, others = CASES[case]
     quantized = {f"{op}/qrhs/frozen": tensor(*STORED.get(case, shape)) for op, _, shape in pairs}
     params = {path: param(*shape) for path, shape in ({path: shape for _, path, shape in pairs} | others).items()}
@@ -94,7 +94,7 @@ def test_each_tensor_finds_its_parameter_which_goes_and_all_else_stays(case: str
 
 
 def test_the_answer_has_the_form_of_the_collection():
-    """Key paths where tensors are, None where an input's scale is beside one; what is given stays as it is."""
+    """The result has key paths for tensors and None for input scales; the arguments do not change."""
     collection = {"wi": {"DotGeneral_0": {"qrhs": {"frozen": tensor(8, 6), "input_scale": jnp.ones((1,))}}}}
     params = {"wi": {"kernel": jnp.ones((8, 6)), "bias": jnp.ones((6,))}}
     found = match_aqt_and_unquantized_param(collection, params)

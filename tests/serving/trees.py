@@ -1,4 +1,4 @@
-"""Small trees of quantized parameters, of every element type and every odd shape."""
+"""Small trees of quantized parameters, with every element type and every unusual shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxquant.core.qtensor import QTensor
 def quantized(
     dtype: str, shape: tuple[int, ...], scale: tuple[int, ...], zero_point: bool = False, seed: int = 0
 ) -> QTensor:
-    """Make a QTensor of random elements: random bits in a byte's worth, NaN and -0 among them."""
+    """Return a QTensor with random bits as elements, including NaN and -0."""
     rng = np.random.default_rng(seed)
     bits = jax.dtypes.itemsize_bits(jnp.dtype(dtype))
 
@@ -29,12 +29,12 @@ def quantized(
 
 
 def converted(tensor: QTensor) -> QTensor:
-    """Make it a parameter that has a static scale of its input."""
+    """Return the tensor as a parameter with a static input scale."""
     return dataclasses.replace(tensor, input_scale=jnp.full((4, 1, 1), 0.5), dtype="float32", read_as="bfloat16")
 
 
 def every_kind() -> dict[str, Any]:
-    """Give a tree with every element type: odd sizes, tiles, zero points, floats, and keys of any text."""
+    """Return a tree with every element type: odd sizes, tiles, zero points, floats, and keys with any characters."""
     return {
         "elements": {dtype: {"kernel": quantized(dtype, (3, 6, 5), (3, 1, 5))} for dtype in ELEMENTS},
         "layers": {
@@ -53,12 +53,12 @@ def every_kind() -> dict[str, Any]:
 
 
 def abstract(tree: Any) -> Any:
-    """Give the shapes of a tree, QTensors of shapes among them."""
+    """Return the shapes of a tree, with QTensors of shapes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def raw_bytes(array: Any) -> bytes:
-    """Give the bits of an array, so that NaN equals itself and -0 does not equal 0."""
+    """Return the bits of an array, so that NaN equals NaN and -0 differs from 0."""
     array = jnp.asarray(array)
     if jax.dtypes.itemsize_bits(array.dtype) < 8:
         return np.asarray(jax.lax.bitcast_convert_type(array, "uint4").astype(jnp.uint8)).tobytes()

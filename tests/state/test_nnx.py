@@ -1,4 +1,4 @@
-"""Quant state of NNX models through real optimizer steps, against a plain Python loop."""
+"""Quant state of NNX models through real optimizer steps, compared with a Python loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def setup(kind=Net, config=FP8):
 
 
 def test_what_reads_the_same_names_advances_the_same():
-    """nnx.DiffState by hand, auxiliary output and key arguments give the gradients of the helper."""
+    """nnx.DiffState by hand, auxiliary outputs and keyword arguments have the same gradients as the helper."""
     model, _ = setup()
     _, expected = state.value_and_grad(loss)(model, XS[0])
     with state.by_hand():
@@ -154,7 +154,7 @@ def test_a_frozen_teacher_stands_still_beside_a_student_that_advances():
 
 
 def test_the_base_of_lora_is_not_taken_for_a_teacher():
-    """Its kernel is not trained either, and its state must advance all the same."""
+    """Its kernel is not trained, but its state must still advance."""
     layers = [nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0)) for _ in range(2)]
     model = maybe_quantize_model(nnx.Sequential(*layers), FP8, XS[0])
     with pytest.raises(ValueError, match=r"'layers/1' .* otherwise differentiate with jaxquant\.state\.value_and_grad"):

@@ -1,4 +1,4 @@
-"""A whole fp8 training step under options of jax: the numbers, shapes and dtypes of the plain one."""
+"""An fp8 training step under jax's options: the same numbers, shapes and dtypes as without options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BACKENDS = [*((string, "native") for string in STRINGS), ("int8", "aqt"), ("fp8_
 
 @contextlib.contextmanager
 def configured(options):
-    """Set options of jax for a block."""
+    """Set options of jax inside a ``with`` block."""
     before = {name: jax.config.values[name] for name in options}
     try:
         for name, value in options.items():
@@ -40,7 +40,7 @@ def configured(options):
 
 
 def linen():
-    """Two micro-batches and an update, three times."""
+    """Run two micro-batches and an update, three times."""
     model = maybe_quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), CONFIG, X)
     variables = model.init(jax.random.key(0), X)
     optimizer = state.Optimizer(optax.sgd(1e-2))
@@ -58,7 +58,7 @@ def linen():
 
 
 def of_nnx():
-    """An update, three times."""
+    """Run an update three times."""
     model = maybe_quantize_model(nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0))), CONFIG, X)
     optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
 
@@ -87,7 +87,7 @@ def test_a_training_step_is_the_same_under_options_of_jax(run, options, expected
 
 @pytest.mark.parametrize(("name", "backend"), BACKENDS)
 def test_strings_train_and_serve_without_promotions(name, backend):
-    """Traced only: promotions depend on shapes and dtypes."""
+    """The step is only traced, because promotions depend only on shapes and dtypes."""
     x, model, config = jnp.ones((2, 4, 256)), nn.Dense(256), {"quantization": name, "quant_backend": backend}
     quantized = maybe_quantize_model(model, config, x)
     served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, x)

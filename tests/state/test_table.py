@@ -1,4 +1,4 @@
-"""Quant state as tables: few arrays, read by name, sharded and stored as it is, and made of what others stored."""
+"""Quant state as tables: few arrays, access by name, sharding, storage, and conversion from other formats."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_stack_is_sharded_as_its_rows():
 
 
 class Net(nn.Module):
-    """Two layers, the second of which may be left out."""
+    """Two layers; the second may be skipped."""
 
     @nn.compact
     def __call__(self, x: jax.Array, is_whole: bool = True) -> jax.Array:
@@ -105,7 +105,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_stored_and_restored_it_has_lost_no_bit(is_warm, tmp_path):
-    """Warm state too, into the variables of ``model.init``; what is warm is found again from the values."""
+    """Also warm state, restored into the variables of ``model.init``; the values determine which rows are warm."""
     model: Any = jaxquant.maybe_quantize_model(Net(), FP8, X)
     template = model.init(jax.random.key(0), X)
     grads = jax.grad(lambda variables: (model.apply(variables, X, False) ** 2).mean())(template)

@@ -1,4 +1,4 @@
-"""Quant state in a loop: one use, many uses, no use, and trees that do not fit."""
+"""Quant state in a loop: one use, many uses, no use, and trees of another structure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SEEN = jax.grad(loss)(START, X, W)
 
 
 def tables(**layers):
-    """Return the state of layers by name, whose fields are given by tensor."""
+    """Return quant state of layers by name, from fields by tensor."""
     return make_state({f"{name}/{tensor}": row for name, layer in layers.items() for tensor, row in layer.items()})
 
 
 def test_update_reaches_into_trees_of_tables():
-    """Models of a larger one keep each its own."""
+    """Each model inside a larger model has a separate table."""
     start, seen = ({"a": {"op": tables(one=each)}, "b": tables(two=each)} for each in (START, SEEN))
     new = state.rows_of(state.update(start, seen))
     np.testing.assert_array_equal(new["a/op/one/input"]["scale"], new["b/two/input"]["scale"])
@@ -64,7 +64,7 @@ def test_trees_that_differ_are_refused_where_they_do():
 
 
 def test_micro_batches_are_accumulated_in_any_order():
-    """With flax's first amax, which is recorded as it is; warm-up: core/test_delayed.py and must_hold/test_state.py."""
+    """Uses flax's first amax, recorded unchanged; core/test_delayed.py and must_hold/test_state.py test the warm-up."""
     spec = DelayedSpec(4, amax_init="flax")
     own = delayed.initial_state(spec) | {"amax_history": jnp.arange(4.0)}
     observed = [delayed.observe(own, own["scale"], jnp.float32(amax), spec) for amax in (1.01, 1.12, 0.5)]

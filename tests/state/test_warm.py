@@ -1,4 +1,4 @@
-"""Warm quant state: scales from the history alone, decided while tracing, with the bits of the state that asks."""
+"""Warm quant state: scales from the history only, decided at trace time, with the bits of the general state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer(rows, name):
 
 
 def step(state, x, uses_second):
-    """Take a step of two layers, the second of which may be left out."""
+    """Run a step of two layers; the second may be skipped."""
 
     def loss(kernels, state, x):
         rows = {f"{path}/{name}": row for path, own in layers_of(state).items() for name, row in own.items()}
@@ -57,7 +57,7 @@ def same(ours, theirs):
 
 
 def warm_of(state):
-    """Return which rows are warm, by name."""
+    """Return whether each row is warm, by name."""
     return {name: warm for table in tables_of(state) for name, warm in zip(table.rows, table.warm, strict=True)}
 
 
@@ -71,7 +71,7 @@ def test_a_warm_state_has_the_bits_of_a_cold_one_step_for_step():
         warm, theirs = STEP(warm, X * scale, True)
         same(ours, theirs)
         same(quant_state.rows_of(cold), quant_state.rows_of(warm))
-    assert all(warm_of(warm).values())  # a scan can carry it
+    assert all(warm_of(warm).values())  # a scan can carry the state
 
 
 def test_a_cold_tensor_in_a_warm_step_is_scaled_by_its_own_amax_and_an_unused_one_keeps_its_state():
@@ -82,7 +82,7 @@ def test_a_cold_tensor_in_a_warm_step_is_scaled_by_its_own_amax_and_an_unused_on
     state, _ = STEP(state, X, False)
     cold, _ = STEP(cold, X, False)
     same(layer(quant_state.rows_of(state), "second"), before)  # no gradient reached it
-    # The second layer's first step is the one that a cold state takes, which clips nothing and flushes nothing.
+    # The second layer's first step is the step of a cold state, which clips nothing and flushes nothing.
     used, ours = STEP(state, X, True)
     expected, theirs = STEP(cold, X, True)
     same(ours, theirs)
@@ -92,7 +92,7 @@ def test_a_cold_tensor_in_a_warm_step_is_scaled_by_its_own_amax_and_an_unused_on
 
 
 def reductions(state):
-    recipe = dataclasses.replace(RECIPE, arithmetic="exact")  # no barrier that ties the amax to the cast
+    recipe = dataclasses.replace(RECIPE, arithmetic="exact")  # no optimization barrier connects the amax and the cast
 
     def cast(state, x):
         return quantize_operand(x, recipe.fwd.lhs, (1,), recipe=recipe, state=state)[0].qvalue
@@ -103,7 +103,7 @@ def reductions(state):
 def test_the_cast_of_a_warm_tensor_does_not_wait_for_its_amax():
     cold = delayed.initial_state(RECIPE.delayed)
     warm = cold | {"amax_bins": delayed.widen_bins(delayed.empty_bins())}
-    assert reductions(cold) > reductions(warm) == 1  # that over the history
+    assert reductions(cold) > reductions(warm) == 1  # the maximum over the history
 
 
 def test_warm_reads_values_and_says_so_where_there_are_none():
@@ -113,7 +113,7 @@ def test_warm_reads_values_and_says_so_where_there_are_none():
     row = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), initial_state(RECIPE)["input"])
     row["amax_history"] = row["amax_history"].at[0, 0].set(1.0)
     stacked = make_state({"layers/input": row})
-    assert not any(warm_of(quant_state.warm(stacked)).values())  # a layer of the two has none
+    assert not any(warm_of(quant_state.warm(stacked)).values())  # one of the two layers has none
 
 
 def linen_accumulates(turns):
@@ -146,7 +146,7 @@ SIZES = (1.0, 1.0, 50.0, 2.0)
 
 @pytest.mark.parametrize("run", [linen_accumulates, nnx_accumulates])
 def test_a_state_that_turns_warm_amid_micro_batches_loses_none(run):
-    """Before micro-batch 2 it is between two steps of the optimizer, before 3 within one."""
+    """Before micro-batch 2, it is between two optimizer steps; before micro-batch 3, it is inside a step."""
     expected = run(None)
     assert max(map(float, map(jnp.max, jax.tree.leaves(expected)))) > 50
     for turns in (2, 3):

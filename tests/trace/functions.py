@@ -1,4 +1,4 @@
-"""Helpers of the tests of traced functions: shapes without values, configs, and what a report says."""
+"""Helpers of the tests of traced functions: shapes without values, configs, and texts of a report."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def normal(seed, *sizes):
 
 
 def layers(fn, params, *args, config=CURRENT):
-    """The layers of a function as {path: recipe, or the reason for none}, from shapes alone."""
+    """Return the layers of a function as {path: recipe, or the reason for float}, from shapes only."""
     report = jaxquant.quantize(fn, config).report(params, *args)
     return {row.path: row.recipe or row.reason for row in report if row.weight or row.is_out_of_reach}
 
 
 def primitives(jaxpr):
-    """The names of all primitives of a jaxpr, those of the programs in it too."""
+    """Return the names of all primitives of a jaxpr and of the programs nested in it."""
     return [eqn.primitive.name for eqn in equations(jaxpr)]
 
 
 def float8_dots(fn, *args):
-    """How many contractions of a function's trace have two float8 operands."""
+    """Return the number of contractions of a function's trace that have two float8 operands."""
     dots = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name == "dot_general"]
     return sum(all(str(atom.aval.dtype).startswith("float8") for atom in eqn.invars) for eqn in dots)
 

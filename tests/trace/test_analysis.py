@@ -1,4 +1,4 @@
-"""Names of leaves and layers, which contractions are layers, and why the others are not; nothing is computed."""
+"""Names of leaves and layers, the contractions that are layers, and reasons for the others; nothing is computed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fast(p, x):
 
 
 def learned_queries(again):
-    """Queries with a bias or another layer on them: their scores are no layer of these."""
+    """Queries with a bias or after another layer; their attention scores are not a layer."""
 
     def fn(p, x):
         y = p["q"] @ p["wq"]
@@ -70,11 +70,11 @@ def learned_queries(again):
         (lambda p, x: x @ (p["w"] + p["a"] @ p["c"]), "w"),
         (lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0) * p["b"]), "w"),
         (lambda p, x: x @ jax.lax.stop_gradient(p["w"]), "w"),
-        (lambda p, x: x @ p["w"][np.array([1, 0, 2, 3, 4, 5, 6, 7])], "w"),  # experts that are picked by constants
+        (lambda p, x: x @ p["w"][np.array([1, 0, 2, 3, 4, 5, 6, 7])], "w"),  # constants select the experts
         (learned_queries(True), "wk out"),
         (learned_queries(False), "wk out"),
         (constant, "w"),
-        (fast, "out"),  # the data changes the other one
+        (fast, "out"),  # the data changes the other parameter
     ],
 )
 def test_which_weights_are_made_of_parameters(fn, found):
@@ -84,7 +84,7 @@ def test_which_weights_are_made_of_parameters(fn, found):
 
 
 def test_state_is_stacked_over_the_scans_that_slice_the_weight():
-    def fn(p, x):  # a is sliced twice, b by the outer loop and used as a whole, c by none, d is picked by a counter
+    def fn(p, x):  # a is sliced by both loops, b by the outer loop, c by no loop; a counter selects d
         def outer(h, slices):
             def inner(h, a):
                 return jnp.tanh(h @ a + h @ slices["b"]) + h @ p["c"]["kernel"], None
@@ -155,7 +155,7 @@ def test_heads_and_routers_by_structure(fn, a, b):
 
 
 def _of_groups(scores, bias):
-    """Choose experts as DeepSeek-V3 and Kimi K2 do: a bias, the best groups by their two best, the best in these."""
+    """Select experts like DeepSeek-V3 and Kimi K2: add a bias, select groups by their two best, then experts."""
     biased = jax.nn.sigmoid(scores.astype("float32")) + bias
     groups = jax.lax.top_k(biased.reshape(-1, 8, 48), 2)[0].sum(-1)
     kept = jax.nn.one_hot(jax.lax.top_k(groups, 4)[1], 8).sum(1)

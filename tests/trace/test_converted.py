@@ -18,13 +18,13 @@ def is_kernel(leaf):
 
 
 def kernels(tree):
-    """The converted kernels of a tree by path."""
+    """Return the converted kernels of a tree by path."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kernel)
     return {jax.tree_util.keystr(path): leaf for path, leaf in found if is_kernel(leaf)}
 
 
 def served(fn, config, params, *args, state=None):
-    """The quantized function, its converted parameters, and a check of its bits beside training's."""
+    """Return the quantized function and its converted parameters; check that both compute the same bits."""
     q = jaxquant.quantize(fn, config)
     state = models.filled(q.init(params, *args)) if state is None else state
     converted = q.convert(params, state, *args)
@@ -51,7 +51,7 @@ def test_through_a_scan_remat_jit_a_cond_and_a_loop():
 
 
 def test_experts_are_converted_each_by_itself():
-    """Batch axes, and a scan over layers of experts; the weight on the left and on the right."""
+    """Test batch axes, and a scan over layers of experts; the weight is the left or the right operand."""
 
     def fn(p, x):
         layer = lambda x, w: (jnp.einsum("efd,ebd->ebf", w, x), None)  # noqa: E731
@@ -73,7 +73,7 @@ def test_experts_are_converted_each_by_itself():
     ids=["ragged_dot", "conv"],
 )
 def test_gradients_of_convolutions_and_ragged_matmuls(fn, kernel, x):
-    """Those of the dequantized kernel."""
+    """The gradients equal the gradients with the dequantized kernel."""
     q, converted = served(fn, {"quantization": "int8", "quant_backend": "native"}, {"w": kernel}, x)
     floats = {"w": dequantize(converted["w"])}
     y, back = jax.vjp(lambda x: q(converted, {}, x), x)

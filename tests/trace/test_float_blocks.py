@@ -1,4 +1,4 @@
-"""First and last blocks in float: counted by numbered path parts, for every recipe; refused without any."""
+"""First and last blocks in float: counted by numbered path parts, for every recipe; an error without such parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOWERS = [f"{tower}/layers_{n}/w" for tower, count in (("encoder", 2), ("decoder
     [
         ([*LAYERS, "lm_head"], 1, 1, {path for path in LAYERS if "_0/" in path or "_10/" in path}),
         ([f"blocks/{n}/q" for n in range(12)], 2, 0, {"blocks/0/q", "blocks/1/q"}),
-        (NESTED, 1, 0, set(NESTED[:4])),  # the outermost number of several is the block's
+        (NESTED, 1, 0, set(NESTED[:4])),  # of several numbers, the outermost is the number of the block
         (TOWERS, 0, 1, {"encoder/layers_1/w", "decoder/layers_3/w"}),
     ],
 )
@@ -45,9 +45,9 @@ def test_a_rule_comes_first():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"have no such part \(layers/mlp/wi_0, .*layers share one path"),
-        (["Dense_0", "Dense_1"], "parts above the layers' own names"),
-        (["layers_0/w", "layers_1/w"], r"leave none of the 2 blocks layers_\* quantized; lower them"),
+        (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"of this model have none \(layers/mlp/wi_0, .*layers share one path"),
+        (["Dense_0", "Dense_1"], "require numbered blocks in the paths"),
+        (["layers_0/w", "layers_1/w"], r"leave all 2 blocks layers_\* in float; lower one of them"),
     ],
 )
 def test_where_there_are_no_blocks_or_none_are_left(paths, message):

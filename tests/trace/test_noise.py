@@ -1,4 +1,4 @@
-"""Which noise a contraction draws: that of its weight and the steps of its scans, whatever else is around it."""
+"""The noise of a contraction depends only on its weight and the steps of its scans."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_around_a_layer_does_not_change_its_noise(backend):
 
 
 def test_each_weight_and_each_step_of_a_scan_draws_its_own():
-    """Equal weights with equal inputs and output gradients: their gradients differ by the noise alone."""
+    """Equal weights with equal inputs and output gradients: their gradients differ only by the noise."""
 
     def fn(p, x):
         return x @ p["a"] + x @ p["b"] + jax.lax.scan(lambda y, w: (y + x @ w, None), 0 * x, p["layers"])[0]
@@ -76,7 +76,7 @@ def test_each_weight_and_each_step_of_a_scan_draws_its_own():
 
 
 def test_two_uses_of_a_weight_draw_their_own():
-    """Equal inputs and output gradients: the gradients of the inputs differ by the noise alone."""
+    """Equal inputs and output gradients: the gradients of the inputs differ only by the noise."""
     q = jaxquant.quantize(lambda p, x, z: (x @ p["a"]["kernel"], z @ p["a"]["kernel"]), config("native"))
     out, pull = jax.vjp(lambda x, z: q(PARAMS, {}, x, z, key=KEY), X, X)
     np.testing.assert_array_equal(*out)

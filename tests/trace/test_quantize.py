@@ -1,4 +1,4 @@
-"""The public function: state, caching, bound decisions, trees of every kind, and errors."""
+"""``jaxquant.quantize``: state, caching, decisions, trees of every kind, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARAMS = {"enc": {"kernel": SQUARE}, "dec": {"kernel": SQUARE}}
 
 
 def counted(fn):
-    """A function and how often it was traced."""
+    """Return a function and a counter of its traces."""
     calls = []
 
     def wrapped(*args):
@@ -60,7 +60,7 @@ def test_a_second_call_does_not_retrace():
 
 
 def test_decisions_are_those_of_the_whole_model():
-    """Alone, a layer that goes into a softmax is a head; in the model another follows."""
+    """A layer before a softmax is a head if it is called separately; in the model, another layer follows."""
     whole = jaxquant.quantize(decode, FP8)
     state = jax.eval_shape(whole.init, PARAMS, X)
     assert set(nested(state)) == {"enc"}
@@ -69,13 +69,13 @@ def test_decisions_are_those_of_the_whole_model():
     shared = jaxquant.quantize(part, FP8, like=whole)
     assert [row.recipe for row in shared.report(PARAMS, X)] == ["fp8"]
     assert float8_dots(shared, PARAMS, state, X) == 1
-    # The state of the whole model goes into the part.
+    # The part is called with the state of the whole model.
     assert jax.tree.structure(jax.eval_shape(shared.init, PARAMS, X)) == jax.tree.structure(state)
 
 
 def test_stale_decisions_are_an_error():
     q = jaxquant.quantize(lambda p, x, deep: decode(p, x) if deep else encode(p, x), CURRENT)
-    jax.eval_shape(lambda p, x: q(p, {}, x, False), PARAMS, X)  # the first call decides without init
+    jax.eval_shape(lambda p, x: q(p, {}, x, False), PARAMS, X)  # without init, the first call decides
     with pytest.raises(ValueError, match="first call init with arguments that run the whole model"):
         jax.eval_shape(lambda p, x: q(p, {}, x, True), PARAMS, X)
     with pytest.raises(ValueError, match="has no decisions yet; call its init first"):
@@ -117,7 +117,7 @@ class Linear:
 
 
 def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
-    """Modules whose leaves include functions and switches, as Equinox has them."""
+    """Modules whose leaves include functions and flags, like Equinox modules."""
     params = {
         "layers": [Pair(SQUARE, shape(8)), Linear(SQUARE, jnp.tanh)],
         "head": (SQUARE, None),
@@ -196,4 +196,4 @@ def test_a_gradient_of_a_vmap_of_a_scan():
     q = jaxquant.quantize(lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0].sum(), CURRENT)
     found = jax.grad(lambda params: jax.vmap(lambda x: q(params, {}, x))(xs).sum())(params)
     single = jax.grad(lambda params: q(params, {}, xs[0]))(params)
-    np.testing.assert_allclose(found["w"], 3 * single["w"], rtol=4 * FLOAT32_EPS)  # a sum of three, in another order
+    np.testing.assert_allclose(found["w"], 3 * single["w"], rtol=4 * FLOAT32_EPS)  # the order of the sum differs

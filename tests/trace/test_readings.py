@@ -1,4 +1,4 @@
-"""An activation that several layers read is quantized once, and nothing else changes: bits, state, noise."""
+"""An activation that several layers read is quantized once, and bits, state and noise do not change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STRINGS = "fp8", "fp8_current", "fp8_full", "int8", "int8_delayed"
 EACH = {"quantization": "fp8", "quant_backend": "native"} | {
     "rules": [{"path": f"(.*/)?{string}_.*", "recipe": string} for string in sorted(STRINGS, key=len, reverse=True)]
 }
-"""A block of layers in each recipe, by the name of the layers."""
+"""One block of layers for each recipe, with the recipe in the names of the layers."""
 WIDTH, TOKENS = 16, 24
 NAMES = [f"{string}_{name}" for string in STRINGS for name in ("gate", "up")]
 
 
 def mix(projections):
-    """Add up gate · up of every recipe."""
+    """Return the sum of gate · up over all recipes."""
     return jnp.sum(jnp.stack(projections[::2]) * jnp.stack(projections[1::2]), axis=0)
 
 
@@ -36,7 +36,7 @@ def attend(params, x):
 
 
 def casts(jaxpr) -> int:
-    """How many tensors a program casts to int8 or float8, those of the programs in it too."""
+    """Return the number of tensors that a program, including nested programs, casts to int8 or float8."""
     made = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name == "convert_element_type"]
     return sum(str(aval.dtype).startswith(("int8", "float8")) for aval in made)
 
@@ -50,7 +50,7 @@ def test_bits_are_those_of_a_cast_for_each_layer(monkeypatch):
     x = normal(99, TOKENS, WIDTH).astype("bfloat16")
 
     def gradients():
-        """The loss, the gradients of parameters and state, and the casts of the forward pass."""
+        """Return the loss, the gradients of parameters and state, and the number of casts in the forward pass."""
         fn = jaxquant.quantize(attend, EACH)
         state = fn.init(params, x)
         call = lambda p, s: fn(p, s, x, key=jax.random.key(3))  # noqa: E731
@@ -109,7 +109,7 @@ def test_states_that_differ_are_scaled_by_the_widest_and_observe_for_themselves(
     step = jax.jit(jax.value_and_grad(lambda p, s, x: jnp.mean(fn(p, s, x) ** 2), argnums=(0, 1)))
     state = quant_state.update(state, step(params, state, x)[1][1])
     amax = recorded(jnp.max(jnp.abs(x)))
-    factors = {"q/input": 0, "k/input": 2}  # 0 as of a layer that was frozen
+    factors = {"q/input": 0, "k/input": 2}  # scale 0, as for a frozen layer
     scaled = lambda name, row: row | {"amax_history": row["amax_history"] * factors.get(name, 1)}  # noqa: E731
     changed = edited(state, scaled)
     for warm in (False, True):

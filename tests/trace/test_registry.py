@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own, and kernels: what is registered for them is read and quantized."""
+"""Registered functions with custom derivatives, and kernels: the registered program is read and quantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def own_dense(x, w, factor):
 
 def _backward(factor, saved, g):
     x, w = saved
-    return factor * 7 * (g @ w.T), factor * 7 * (x.T @ g)  # wrong on purpose, so that its use shows
+    return factor * 7 * (g @ w.T), factor * 7 * (x.T @ g)  # wrong on purpose, so that the test detects its use
 
 
 own_dense.defvjp(lambda x, w, factor: (factor * (x @ w), (x, w)), _backward)
@@ -48,7 +48,7 @@ def in_kernel(x, w):
 
 
 def after(fn):
-    """Put a layer that is quantized behind a function of the parameter ``own``."""
+    """Add a quantized layer after a function of the parameter ``own``."""
     return lambda p, x: jnp.tanh(fn(x, p["own"]["kernel"])) @ p["last"]["kernel"]
 
 
@@ -119,13 +119,13 @@ def test_what_does_not_fit_and_what_cannot_be_registered():
 
 
 def repeat(times, x, w):
-    """Compute two layers of one weight."""
+    """Compute two layers with the same weight."""
     step = lambda carry, _: ((jnp.tanh(times(carry[0], w)), carry[1] + 1), None)  # noqa: E731
     return jax.lax.scan(step, (x, 0), None, length=2)[0]
 
 
 def test_a_wrapped_function_is_opened_by_the_name_in_the_report():
-    """As equinox wraps them: a tuple of arrays, static arguments, a jit, a name that all functions have."""
+    """Equinox wraps functions so: a tuple of arrays, static arguments, a jit, one name for all functions."""
 
     def fn_wrapped(static, arrays):
         return jax.jit(functools.partial(repeat, *static))(*arrays)

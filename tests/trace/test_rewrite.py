@@ -1,4 +1,4 @@
-"""The rewritten program: what each construct becomes, seen in its trace, and numbers where only they show it."""
+"""The rewritten program: each construct is checked in the trace, and by numbers if the trace does not show it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STACK = {"w": {"kernel": shape(3, 8, 8)}, "v": {"kernel": shape(8, 8)}}
 
 
 def trace(fn, params, *args, config=CURRENT):
-    """The jaxpr of a quantized function and how many float8 matmuls it has, forward, from shapes."""
+    """Return the forward jaxpr of a quantized function, from shapes, and its number of float8 matmuls."""
     q = jaxquant.quantize(fn, config)
     state = jax.eval_shape(q.init, params, *args)
     jaxpr = jax.make_jaxpr(q)(params, state, *args)
@@ -26,7 +26,7 @@ def trace(fn, params, *args, config=CURRENT):
 
 
 def gradients(fn, params, *args, config=FP8):
-    """How many float8 matmuls the gradients with respect to parameters and state have."""
+    """Return the number of float8 matmuls in the gradients with respect to parameters and state."""
     q = jaxquant.quantize(fn, config)
     state = jax.eval_shape(q.init, params, *args)
     loss = lambda p, s: jnp.sum(q(p, s, *args_of(args)))  # noqa: E731
@@ -99,7 +99,7 @@ def test_equations_that_differ_in_a_sign_an_order_or_a_repeat_stay_apart():
         assert given.tobytes() == wanted.tobytes()
     slope = jax.jit(jax.grad(lambda x: loss(lambda p, x: q(p, {}, x)[:-1], p, x)))(x)
     plain = jax.jit(jax.grad(lambda x: loss(lambda p, x: parts(x, x + 1), p, x)))(x)
-    np.testing.assert_allclose(slope, plain, rtol=1e-6)  # of sums whose order is XLA's
+    np.testing.assert_allclose(slope, plain, rtol=1e-6)  # rounding of sums whose order XLA selects
 
 
 def test_a_jitted_function_shared_with_a_float_caller_stays_apart():
@@ -139,7 +139,7 @@ def test_experts_record_their_own_amax():
 
 
 def test_an_axis_that_is_split_has_experts_alone():
-    """Each expert in parts would need scales of parts."""
+    """If an expert were split, its parts would need separate scales."""
 
     def reason(of_experts, *size):
         sharded = jax.shard_map(

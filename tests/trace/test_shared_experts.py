@@ -1,4 +1,4 @@
-"""``quantization_share_expert_scales``: one scale, and one state, for all experts of a weight."""
+"""``quantization_share_expert_scales``: one scale and one state for all experts of a weight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X = normal(3, 3, 4, 8) * jnp.array([1.0, 3.0, 9.0])[:, None, None]
 
 
 def experts(p, x):
-    """Experts in scanned layers, with the batch axis behind, and in a ragged matmul with rows of no group."""
+    """Experts in scanned layers with a trailing batch axis, and in a ragged matmul with rows outside the groups."""
     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.einsum("ebd,edf->ebf", x, w)), None), x, p["scanned"])
     x = jax.vmap(jnp.matmul, in_axes=(0, 2))(x, p["last"])
     return jax.lax.ragged_dot(x.reshape(-1, 8), p["ragged"], SIZES)
@@ -46,10 +46,10 @@ def grouped(w, x):
 
 @pytest.mark.parametrize(("fn", "string"), [(einsum, "fp8_current"), (grouped, "fp8")])
 def test_numbers_are_those_of_whole_tensors(fn, string):
-    """Result and both gradients of the three operands, each quantized as one tensor."""
+    """Result and both gradients are those of three operands that are each quantized as one tensor."""
     config = {"quantization": string, "quant_backend": "native"} | SHARE
     w, x = normal(0, 3, 8, 8) * jnp.array([1.0, 2.0, 4.0])[:, None, None], X
-    if fn is grouped:  # the rows behind the last group are of no tensor
+    if fn is grouped:  # the rows after the last group are not part of a tensor
         x = x.reshape(-1, 8).at[10:].set(0).reshape(X.shape)
     q = jaxquant.quantize(lambda p, x: fn(p["w"], x), config)
     with state.frozen():

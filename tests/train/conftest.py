@@ -1,4 +1,4 @@
-"""A small text corpus and a tiny run on it."""
+"""A small text corpus, and a tiny run that trains on it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ ROOT = Path(__file__).resolve().parents[2]
 CI_CONFIG = ROOT / "configs/models/ci.yml"
 STEPS = 24
 LIMIT_S = 600
-"""Longest that a run may take on a machine with other work; on an idle one it takes 15 to 30."""
+"""Seconds after which a run on a busy machine counts as failed; on an idle machine, a run takes 15 to 30 s."""
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that all workers of the session see."""
+    """Return the folder that all workers of the session share."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 def made_once(folder: Path, make: Callable[[Path], Any]) -> Path:
-    """Let the first of all workers that asks make a folder, while the others wait for it; a failed one is made anew."""
+    """Make a folder in the first worker that needs it, while the others wait; after a failure, another worker tries."""
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -54,7 +54,7 @@ def made_once(folder: Path, make: Callable[[Path], Any]) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(shared: Path) -> Path:
-    """Forty documents of counted words: easy to learn, no two alike."""
+    """Return forty different documents of numbered words, which are easy to learn."""
 
     def write(folder: Path) -> None:
         for document in range(40):
@@ -72,9 +72,9 @@ def tiny(corpus: Path) -> TrainConfig:
 
 @pytest.fixture(scope="session")
 def finished(tiny: TrainConfig, shared: Path) -> Any:
-    """Return quantization -> folder of a run that was not interrupted, made once, with little optimization.
+    """Return quantization -> folder of an uninterrupted run, made once for all tests, with little optimization.
 
-    Nobody writes to it: who wants to, copies it.
+    The folder is shared: a test that writes to it makes a copy first.
     """
 
     def make(quantization: str, folder: Path) -> None:
@@ -93,7 +93,7 @@ def finished(tiny: TrainConfig, shared: Path) -> Any:
 
 @pytest.fixture
 def copy(finished: Any, tmp_path: Path) -> Path:
-    """Return a copy of the finished unquantized run, to be changed."""
+    """Return a copy of the finished unquantized run, which the test may change."""
     return Path(shutil.copytree(finished(""), tmp_path / "run"))
 
 
@@ -102,7 +102,7 @@ def quantized(config: TrainConfig, quantization: str) -> TrainConfig:
 
 
 def train(config: TrainConfig, run_dir: Path, **fields: Any) -> list[str]:
-    """Train in this process and return what was said before the first step."""
+    """Train in this process and return the output before the first step."""
     said: list[str] = []
     prepare(dataclasses.replace(config, run_dir=str(run_dir), **fields), said.append)()
     return said
@@ -114,7 +114,7 @@ def read_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_losses(run_dir: Path) -> dict[int, float]:
-    """Step -> loss; a step that stands twice fails here."""
+    """Return step -> loss; a step with two losses is a failure."""
     lines = read_lines(run_dir)
     pairs = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert len(pairs) == len(dict(pairs)), "a step stands twice in metrics.jsonl"
@@ -122,7 +122,7 @@ def read_losses(run_dir: Path) -> dict[int, float]:
 
 
 def start(config: TrainConfig, run_dir: Path, devices: int = 1, processes: int = 1) -> list[subprocess.Popen[bytes]]:
-    """Start the command in processes that share the devices; their output goes to files beside the run."""
+    """Start the command in processes that share the devices; their output goes to files next to the run."""
     file = run_dir.parent / "config.yml"
     file.write_text(yaml.safe_dump(to_mapping(config)))
     with socket.socket() as free:
@@ -150,7 +150,7 @@ def wait_for_step(started: list[subprocess.Popen[bytes]], run_dir: Path, step: i
 
 
 def finish(started: list[subprocess.Popen[bytes]], run_dir: Path) -> list[str]:
-    """Wait for the end of all processes and return what each wrote; they must exit with 0."""
+    """Wait for all processes and return the output of each; every process must exit with status 0."""
     try:
         codes = [process.wait(LIMIT_S) for process in started]
     finally:

@@ -1,4 +1,4 @@
-"""A small decoder with tokens, for tests of the model alone."""
+"""A small decoder with tokens, for tests of the model without a run."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
     python -m tests.train.mesh_worker DUMP '{"NAME": [CONFIG ON THE MESH, CONFIG ON ONE DEVICE], ...}'
 
-prints {NAME: {single, steps, differing, gathers, others}} as JSON. A configuration is trained on one device; from
-each state on the way, the mesh makes the next step too.
+prints {NAME: {single, steps, differing, gathers, others}} as JSON. A configuration is trained on one device; the mesh
+also computes each step, from the same state.
 
 - single: loss of each step on one device.
-- steps: quantity -> for each step, how far the mesh is from the one device (``compare``).
+- steps: quantity -> difference between the mesh and the one device in each step (``compare``).
 - differing: leaves of which two devices hold different values of the same part, after any step.
-- gathers, others: the collectives that the partitioner put in, as (type, shape) of their results.
+- gathers, others: collectives that the partitioner inserted, as (type, shape) of their results.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 STEPS = 12
-# The CPU's collectives end a process that waits for another device for 40 s, as on a machine with other work.
+# CPU collectives end a process that waits for another device for 40 s, which happens on a busy machine.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 COLLECTIVE = re.compile(r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)\(")
 
 
 def collectives(dump: Path) -> dict[str, list[tuple[str, list[int]]]]:
-    """Read what the partitioner put in, before the CPU's compiler widens types that it has no arithmetic for."""
+    """Return the collectives that the partitioner inserted, before the CPU compiler widens unsupported dtypes."""
     file = max(dump.glob("*jit_step.*after_spmd-partitioning*.txt"))
     found: dict[str, list[tuple[str, list[int]]]] = {"all-gather": [], "other": []}
     for dtype, shape, kind in COLLECTIVE.findall(file.read_text()):
@@ -40,7 +40,7 @@ def collectives(dump: Path) -> dict[str, list[tuple[str, list[int]]]]:
 
 
 def differing(state: Any) -> list[str]:
-    """Name the leaves that do not have one value where two devices hold the same part."""
+    """Return the names of leaves of which two devices hold different values of the same part."""
     import jax
 
     bad = []
@@ -54,11 +54,11 @@ def differing(state: Any) -> list[str]:
 
 
 def compare(found: Any, metrics: Any, single: Any, single_metrics: Any, before: Any, decay: float) -> dict[str, float]:
-    """Say how far one step's results are from those of one device; all relative.
+    """Return the relative differences between one step's results and the results of one device.
 
     Quantities: ``loss`` and ``grad_norm`` (signed); ``gradient PATH``, the norm of the difference of a parameter's
-    clipped gradient, taken out of Adam's first moment; ``amax PATH``, of the newest entries of the amax histories of
-    inputs and output gradients; ``rest``, how many other values of quant state differ in a bit.
+    clipped gradient, from Adam's first moment; ``amax PATH``, the same of the newest entries of the amax histories of
+    inputs and output gradients; ``rest``, the number of other quant state values that differ in any bit.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""Attention by other code than XLA's, and a head that never holds all logits: the same numbers."""
+"""Attention kernels other than XLA's, and a head that never stores all logits: the same numbers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradien
     }
     for theirs, ours in zip(*(jax.tree.leaves(found[kind]) for kind in ("xla", "splash")), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)  # float32 sums of 128 in another order
-    # What a document holds does not change the others.
+    # The contents of a document do not change other documents.
     for kind in ("xla", "splash"):
         other = loss(kind, query, key.at[:, :50].add(1.0), value.at[:, :50].add(1.0))[1]
         np.testing.assert_array_equal(other[:, 50:120], found[kind][0][1][:, 50:120])

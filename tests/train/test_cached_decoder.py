@@ -1,4 +1,4 @@
-"""The decoder with a cache: prefill at once, in chunks and token by token give what the whole text at once gives."""
+"""The decoder with a cache: prefill at once, in chunks or token by token computes the same as the full text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerCache:
         self.shape = dataclasses.replace(SHAPE, **shape)
         self.model = made(self.shape, **fields)
         self.params, self.quant_state = jax.jit(self.model.init)(jax.random.key(0))
-        if fields["quantization"] == "fp8":  # without a history a scale is that of the call's own tokens
+        if fields["quantization"] == "fp8":  # without a history, scales depend on the tokens of the call
             self.quant_state = jaxquant.state.update(self.quant_state, self._seen())
         self.cache = empty_cache(self.shape, len(TOKENS), LENGTH)
         self._step = jax.jit(
@@ -50,7 +50,7 @@ class LayerCache:
         return jax.jit(lambda tokens: self.model.apply(self.params, self.quant_state, tokens, rngs=RNGS))(tokens)
 
     def run(self, cuts, tokens=TOKENS):
-        """Feed the tokens in pieces that end at ``cuts`` and return logits and cache."""
+        """Pass the tokens in chunks that end at ``cuts``; return logits and cache."""
         cache, logits, start = self.cache, [], 0
         for end in cuts:
             positions = jnp.broadcast_to(jnp.arange(start, end), (len(tokens), end - start))

@@ -1,4 +1,4 @@
-"""Training checkpoints have sums: no flipped bit is used, and what cannot be used is passed over with a message."""
+"""Checksums of training checkpoints: a flipped bit is never used; a damaged checkpoint is skipped with a message."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ABSTRACT = jax.eval_shape(lambda: make_state(0))
 
 
 def made_with(folder: Path, **fields: Any) -> Path:
-    """A run folder with its config.yml and checkpoints of steps 1 and 2."""
+    """Return a run folder with config.yml and checkpoints of steps 1 and 2."""
     config = TrainConfig(**fields)
     with Checkpoints(folder, config) as checkpoints:
         for step in (1, 2):
@@ -97,7 +97,7 @@ def test_no_flipped_bit_is_silent_and_what_is_whole_comes_back(run: Path):
             if path == folder / sums.DATA:
                 with pytest.raises(ValueError, match="data/metadata has changed"):
                     config_of(folder)
-            shares = [whole_share(folder, share) for share in range(3)]  # each of three processes reads its own
+            shares = [whole_share(folder, share) for share in range(3)]  # each of three processes reads one part
             assert path.name == NAME or shares.count(False) == 1
             flip(path, bit)
     found, said = restore(run)
@@ -109,7 +109,7 @@ def test_no_flipped_bit_is_silent_and_what_is_whole_comes_back(run: Path):
 
 
 def _data(folder: Path) -> Path:
-    """Return a file that holds arrays."""
+    """Return a file that contains arrays."""
     return max(files_of(folder / "state/ocdbt.process_0"), key=lambda path: path.stat().st_size)
 
 
@@ -141,7 +141,7 @@ def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage
 
 
 def resume(run: Path, config: TrainConfig) -> tuple[Checkpoints, list[str]]:
-    """Go on as ``jaxquant.training.loop`` does, up to the first step."""
+    """Resume like ``jaxquant.training.loop``, up to the first step."""
     said: list[str] = []
     with Checkpoints(run, config) as checkpoints:
         assert checkpoints.restore(ABSTRACT, said.append) is not None
@@ -177,7 +177,7 @@ def test_what_a_branch_that_is_gone_wrote_goes_with_it(tmp_path: Path):
 
 
 def test_no_bit_of_config_yml_decides_what_is_read(tmp_path: Path):
-    """What is compared goes by the checkpoint's own; what computes with its parameters names what differs."""
+    """Comparisons use the checkpoint's own config; a command that uses its parameters names the difference."""
     run = made_with(tmp_path / "run", quantization="int8")
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     path, expected = run / "config.yml", open_parameters(run).config

@@ -1,4 +1,4 @@
-"""The run's configuration: what the shipped files say, and what is refused."""
+"""Configuration of a run: values of the shipped files, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("quantization=int9", "int8"),
         ("framework=nnx", "is not supported by this program; leave framework out, and see examples/nnx_loop.py"),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
-        ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
+        ("gradient_accumulation_steps=3", "batch_size 8 is not a multiple of gradient_accumulation_steps 3"),
         ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),
         ("dataset_path=/nonexistent", "/nonexistent"),
     ],
@@ -73,7 +73,7 @@ def test_remat_policies_need_what_they_keep():
 
 
 def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, capsys):
-    """The plug-in of a machine without GPUs ends in an assertion without a word."""
+    """On a machine without GPUs, the plug-in raises an assertion without a message."""
     for error in (RuntimeError("Unable to initialize backend 'cuda': no driver\nmore"), AssertionError()):
         monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
         assert main(["serve", "x", "--prompt", "a"]) == 2

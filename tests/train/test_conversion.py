@@ -1,4 +1,4 @@
-"""Conversion of runs: what serves from the files is the trained model, bit for bit, and what does not fit is named."""
+"""Conversion of runs: the converted folder serves the trained model, bit for bit, and a mismatch is an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Logits = Callable[[Served], np.ndarray]
 
 @pytest.fixture(scope="module")
 def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return name of a scheme -> folder of a run with it; int8 has no quant state, so nothing is trained for it."""
+    """Return quantization -> folder of a run; int8 has no quant state, so its run needs no training."""
 
     @functools.cache
     def get(name: str) -> Path:
@@ -54,7 +54,7 @@ def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 @pytest.fixture(scope="module")
 def converted(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Conversion]]:
-    """Return name of a scheme -> folder of its converted run, and what was made."""
+    """Return quantization -> folder of the converted run, and the result of the conversion."""
 
     @functools.cache
     def get(name: str) -> tuple[Path, Conversion]:
@@ -65,7 +65,7 @@ def converted(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def configured(run: Path, folder: Path, **fields: Any) -> Path:
-    """Copy a run as if it had been trained with another configuration, which its checkpoints record too."""
+    """Copy a run and change its configuration, also in its checkpoints."""
     shutil.copytree(run, folder)
     config = folder / "config.yml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | fields))
@@ -80,7 +80,7 @@ def configured(run: Path, folder: Path, **fields: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def logits() -> Logits:
-    """Return the logits of a packed batch; one program a model."""
+    """Return the logits of a packed batch, computed in one program per model."""
 
     def run(served: Served) -> np.ndarray:
         inputs = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 32)), jnp.int32)
@@ -140,26 +140,26 @@ def test_bfloat16_embeddings_are_written_as_they_are_read(runs: Any, tmp_path: P
     np.testing.assert_array_equal(logits(open_served(tmp_path / "run")), logits(served))
 
 
-# Post-training.
+# Post-training quantization.
 
 
 def test_an_unquantized_run_is_converted_after_training(runs: Any, tmp_path: Path, logits: Logits):
     said: list[str] = []
     convert_run(runs(""), tmp_path / "out", {"quantization": "fp8"}, say=said.append)
-    # More than the run's eval_batches, which is 2.
+    # More than the run's eval_batches, 2.
     assert sum(text.startswith("calibrating fp8: held-out batch ") for text in said) > 2
     served = open_served(tmp_path / "out")
     for path in KERNELS:
         layer = at(served.params, path)
         assert layer["kernel"].qvalue.dtype == "float8_e4m3fn"
         assert (np.asarray(layer["kernel"].input_scale) > 0).all()
-    # Served is the float model with quantized layers: nearer to it than 0 is, and not the same.
+    # The float model with quantized layers is served: closer to the float model than 0 is, but not equal.
     exact, found = logits(open_served(runs(""))), logits(served)
     assert 0 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 1
 
 
 def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_path: Path, logits: Logits):
-    """Nothing is left of fp8, neither its scales nor options of it; the numbers are those of the unquantized run's."""
+    """No scales and no options of fp8 remain; the numbers equal those of the unquantized run."""
     said: list[str] = []
     run = configured(runs("fp8"), tmp_path / "run", rules=[{"path": ".*/mlp/wo", "recipe": "fp8"}])
     made = convert_run(run, tmp_path / "out", {"quantization": "int8w"}, say=said.append)
@@ -191,7 +191,7 @@ def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("fp8", ["--out", "."], ". exists; choose another name or remove it"),
     ):
         folder = str(runs(run))
-        capsys.readouterr()  # of a run that this test is the first to ask for
+        capsys.readouterr()  # output of a run that this test may be the first to need
         assert main(["convert", folder, "--out", str(tmp_path / "out"), *words]) == 2
         out, err = capsys.readouterr()
         assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)

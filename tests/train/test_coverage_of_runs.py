@@ -1,4 +1,4 @@
-"""A run says at its start what its step multiplies, and strict refuses one that is not what was asked."""
+"""A run prints the coverage of its step at the start, and strict raises an error if it differs from the config."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_report_shows_it(finished):
 
 
 def test_strict_refuses_before_anything_is_written(tiny, tmp_path):
-    # Blocks of under 128 elements.
+    # Layers with blocks of fewer than 128 elements.
     blocks = {"quantization": "int8", "quant_backend": "qwix", "quantization_local_shard_count": 2}
     config = dataclasses.replace(tiny, run_dir=str(tmp_path / "run"), strict=True, **blocks)
     with pytest.raises(ValueError, match=r"strict: layers/.* drhs: int8 × int8 is expected .* was found"):

@@ -1,4 +1,4 @@
-"""The data pipeline: documents stay apart, streams repeat and resume exactly, bad data is named."""
+"""The data pipeline: documents stay separate, streams repeat and resume exactly, bad data is an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LETTERS = [chr(number) for number in (*range(65, 91), *range(97, 123))]
 
 
 def write_letters(folder: Path, copies: int = 1) -> Path:
-    """Write documents of one letter each, of 1 to 60 letters, so that a stray target shows."""
+    """Write documents that repeat one letter 1 to 60 times, so that a target from another document is visible."""
     folder.mkdir(exist_ok=True)
     for number, letter in enumerate(LETTERS * copies):
         length = 1 + (number * 37) % 60
@@ -45,7 +45,7 @@ def letters(tmp_path: Path) -> Path:
 
 
 def segments(batch: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
-    """Take a batch apart into the token runs (inputs and last target) of its segments."""
+    """Return the tokens (inputs and last target) of each segment of a batch."""
     runs = []
     for row in range(len(batch["inputs"])):
         ids = batch["segment_ids"][row]
@@ -126,8 +126,8 @@ def test_train_has_every_token_once_an_epoch(tmp_path):
     corpus = load_corpus("text", str(folder))
     expected = runs_of(Chunks(corpus, corpus.train, 16))
     data = make_iterators(Config(dataset_path=str(folder)), 4)
-    # Rows come in groups of 64 that each hold consecutive chunks of the shuffled order: an epoch of more than 128 full
-    # rows has at least two groups that reach into no other epoch.
+    # Rows are read in groups of 64, each with consecutive chunks of the shuffled order: an epoch of more than 128 full
+    # rows has at least two groups without rows of another epoch.
     assert sum((len(run) - 1) * count for run, count in expected.items()) > 192 * 16
     rows = [Counter(segments(batch)) for batch in take(data.train, 232)]
     first, later = sum(rows[:32], Counter()), sum(rows, Counter())
@@ -191,7 +191,7 @@ def test_split_is_by_hash_and_keeps_copies_together(tmp_path):
         (tmp_path / f"{number}.txt").write_text(f"text {number % 40} {'x' * (number % 40)}")
     before = held_out()
     assert len(before) == 2  # 5 % of 40
-    for number in range(100):  # Other names, same texts: the split stays.
+    for number in range(100):  # Other names, same texts: the split does not change.
         (tmp_path / f"{number}.txt").rename(tmp_path / f"z{100 - number}.txt")
     assert held_out() == before
 

@@ -1,4 +1,4 @@
-"""However a run has to end, it ends in order: closed output, hang-ups, full disks, folders that are gone, odd data."""
+"""Ways in which a run ends: closed output, hang-ups, full disks, deleted folders, unusual data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.conftest import CI_CONFIG, STEPS, read_losses, train
 
 
 class Closing(io.StringIO):
-    """Standard output whose reader goes after some lines."""
+    """Standard output whose reader closes it after some lines."""
 
     def __init__(self, lines: int):
         super().__init__()
@@ -38,7 +38,7 @@ class Closing(io.StringIO):
 
 
 def test_a_closed_output_saves(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
-    """`python -m train ... | head`."""
+    """A run saves if its output is closed, as with `python -m train ... | head`."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Closing(2))
         train(tiny, copy, steps=STEPS + 9, checkpoint_every=0, log_every=1)
@@ -51,7 +51,7 @@ def test_a_hang_up_is_heard_once_and_not_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
         with StopRequest() as stop:
-            for _ in range(2):  # a shell and a terminal both send one
+            for _ in range(2):  # a shell and a terminal both send SIGHUP
                 os.kill(os.getpid(), signal.SIGHUP)
                 assert stop.signal == "SIGHUP"
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL

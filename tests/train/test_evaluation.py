@@ -1,4 +1,4 @@
-"""Evaluation: one table of the float model, the trained one and what serves, the last two the same to the last bit."""
+"""Evaluation: one table of the float, the trained and the served model; the last two have the same bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(finished: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders of the run as it was trained, and in weight-only int4."""
+    """Return the folders of the run converted as trained, and converted to weight-only int4."""
     folder = tmp_path_factory.mktemp("converted")
     convert_run(run, folder / "fp8", say=lambda text: None)
     convert_run(run, folder / "int4w", {"quantization": "int4w"}, say=lambda text: None)
@@ -92,7 +92,7 @@ def test_what_does_not_compare_is_refused(
     for words, message in (
         ([str(run), "--batches", "0"], "Invalid value for '--batches': 0 is not in the range x>=1; see "),
         ([str(served[0])], "is a converted checkpoint; pass its run first"),
-        ([str(run), str(tmp_path / "absent")], "absent does not exist; pass the folder of a run"),
+        ([str(run), str(tmp_path / "absent")], "absent is not a folder; pass the folder of a run"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()

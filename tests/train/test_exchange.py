@@ -1,4 +1,4 @@
-"""A run becomes the checkpoints of others and comes back: the same parameters, the same bytes."""
+"""A run is exported and imported again: the same parameters, the same bytes."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     assert set(after) == set(before)
     for path, array in before.items():
         np.testing.assert_array_equal(after[path], array)
-    # The byte tokenizer became a file, and means the same text.
+    # The byte tokenizer was written to a file, and has the same text.
     tokens = open_served(tmp_path / "again").tokenizer
     assert tokens.encode_prompt("é a\n").tolist() == [256, 0xC3, 0xA9, 32, 97, 10]
     assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
@@ -119,7 +119,7 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
             np.testing.assert_array_equal(np.asarray(leaf.qvalue), np.asarray(there[path].qvalue))
             assert (leaf.block, leaf.shape) == (there[path].block, there[path].shape)
     assert kinds == {("uint8", string.removeprefix("ggml_"))}
-    # Straight from the run the same bytes come out.
+    # An export of the run itself has the same bytes.
     export_run(run, tmp_path / "direct.gguf", f"gguf_{string.removeprefix('ggml_')}", say=quiet)
     name = "model.layers.1.self_attn.q_proj"
     both = [open_gguf(tmp_path / file).quantized(name).qvalue for file in ("m.gguf", "direct.gguf")]
@@ -127,7 +127,7 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
 
 
 def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
-    words = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(321))]  # 324: no multiple of 64
+    words = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(321))]  # 324 is not a multiple of 64
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
     made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.WordPiece()
     made.add_special_tokens(words[:3])
@@ -165,7 +165,7 @@ WRITTEN = (
 
 @pytest.mark.parametrize(("string", "format"), WRITTEN)
 def test_what_is_exported_is_what_the_forward_pass_multiplied(run, tmp_path, string, format):
-    """Of a converted checkpoint and of the run itself: the same bytes, which decode to the converted kernels."""
+    """A converted checkpoint and the run itself export the same bytes, which decode to the converted kernels."""
     export_run(run, tmp_path / "float", "hf", dtype="float32", say=quiet)
     trained = tmp_path / "run"
     given = data_of(run) | {"quantization": string, "dtype": "bfloat16", "quant_backend": "native"}
@@ -186,13 +186,13 @@ def test_what_is_exported_is_what_the_forward_pass_multiplied(run, tmp_path, str
                 elements = np.asarray(one.qvalue).reshape(weight.shape[::-1]).T
                 np.testing.assert_array_equal(stored.elements.view(np.uint8), elements.view(np.uint8))
                 expected = np.asarray(dequantize(one)).reshape(weight.shape[::-1]).T
-                if format == "ct_nvfp4a16":  # which divides by a stored reciprocal
+                if format == "ct_nvfp4a16":  # this format divides by a stored reciprocal
                     np.testing.assert_allclose(weight, expected, rtol=RECIPROCAL)
                     scales = np.asarray(one.scale).reshape(-1, weight.shape[0]).T
                     np.testing.assert_array_equal(folder.tensors(name)[".weight_scale"], scales)
                 else:
                     np.testing.assert_array_equal(weight, expected)
-    # Imported into a run and converted in the same string, the decoded values are those of the file.
+    # After an import and a conversion with the same string, the decoded values equal those of the file.
     import_to_run(tmp_path / "direct", tmp_path / "again", data_of(run) | {"quantization": string, "dtype": "bfloat16"})
     convert_run(tmp_path / "again", tmp_path / "twice", say=quiet)
     for path, leaf in leaves_by_path(serving.load(tmp_path / "twice").params, is_leaf=is_tensor).items():

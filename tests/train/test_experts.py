@@ -1,4 +1,4 @@
-"""Experts and latent attention of the training program: against loops, and served as they were trained."""
+"""Experts and latent attention of the training program: compared with loops, and served as trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_experts_are_a_loop_over_tokens_and_their_experts():
 def test_what_does_not_fit_is_named():
     for fields, message in (
         ({"num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok must lie between 1 and num_experts 2, go"),
-        ({"rope_head_dim": 8}, "require latent attention, which kv_lora_rank 0 turns off"),
+        ({"rope_head_dim": 8}, "require latent attention, but kv_lora_rank is 0"),
         (DEEPSEEK | {"num_kv_heads": 2}, "num_kv_heads must be num_query_heads 8 with kv_lora_rank 16"),
     ):
         with pytest.raises(ValueError, match=message):

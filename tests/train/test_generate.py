@@ -1,4 +1,4 @@
-"""The engine: every prompt is answered as it is alone, whoever shares the slots; refusals, stops, sampling."""
+"""The serving engine: every prompt has the same answer as without other prompts; refusals, stops, sampling."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LIMIT = 31  # the tiny run's sequence_length is 32
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Return 24 lines of mixed length, an empty and an over-long one among them."""
+    """Return 24 lines of mixed length; one is empty and one is too long."""
     rng = np.random.default_rng(0)
     lines = ["item " + "".join(rng.choice(list("0123456789 of"), size)) for size in rng.integers(0, 25, 24)]
     lines[0], lines[6] = "", "y" * (LIMIT - 1)
-    lines[5] = "x" * LIMIT  # and the beginning of a document: one too many
+    lines[5] = "x" * LIMIT  # with the beginning-of-document token, one token too many
     return lines
 
 
 @pytest.fixture(scope="module")
 def served(finished):
-    """Return (quantization, kv cache) -> the run without quantization, served with them."""
+    """Return (quantization, kv cache) -> the unquantized run, served with this quantization and this cache."""
 
     def get(quantization: str, kv: str) -> Served:
         fields = {"quantization": quantization}
@@ -69,7 +69,7 @@ def test_prompts_are_answered_as_alone(served, texts, quantization, kv):
 
 @pytest.mark.parametrize("quantization", ["", "int8"])
 def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts, quantization):
-    """By causality one pass over a finished text gives the logits of each of its beginnings."""
+    """Because of causality, one pass over the full text computes the logits of all its prefixes."""
     model = served(quantization, "")
     completions = model.engine(slots=4, prefill_chunk=8).generate(model.prompts(texts, texts), NEW)
     answered = [completion for completion in completions if completion.tokens]
@@ -144,7 +144,7 @@ def test_sampling_draws_from_the_nucleus_alone():
     np.testing.assert_array_equal(drawn(temperature=1.0, top_p=0.4), [0, 1, 0, 0, 0])
     assert set(np.flatnonzero(drawn(temperature=1.0, top_p=0.7))) == {1, 3}
     assert set(np.flatnonzero(drawn(temperature=1.0, top_p=0.85))) == {0, 1, 3}
-    # Five standard deviations of a share p among 2000 draws are at most 5 · sqrt(.25 / 2000) = .056.
+    # Five standard deviations of a share p of 2000 draws are at most 5 · sqrt(0.25 / 2000) = 0.056.
     np.testing.assert_allclose(drawn(temperature=1.0), probabilities, atol=0.056)
     squared = probabilities**2 / (probabilities**2).sum()
     np.testing.assert_allclose(drawn(temperature=0.5), squared, atol=0.056)

@@ -1,4 +1,4 @@
-"""Health of a run: it changes nothing, sees what the step sees, is written once a step, and says what is wrong."""
+"""Health of a run: it changes nothing, measures the tensors of the step, and is written once per step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_writes_a_row_at_every_step_that_is_due_and_changes_no_bit(measure
 
 def test_a_resumed_run_writes_no_step_twice(measured, tiny, tmp_path):
     run = shutil.copytree(measured, tmp_path / "run")
-    shutil.rmtree(run / "checkpoints" / str(STEPS))  # goes on from 21, and writes the row of 24 again
+    shutil.rmtree(run / "checkpoints" / str(STEPS))  # resumes from step 21, and writes the row of step 24 again
     with (run / FILE).open("a") as file:
         file.write('{"step": 32, "lay')
     said = train(quantized(tiny, "fp8"), run, health_every=8)
@@ -65,7 +65,7 @@ def test_a_resumed_run_writes_no_step_twice(measured, tiny, tmp_path):
 
 
 def test_sampled_sequences_divide_the_batch_and_fit_micro_batches_devices_and_shards(tiny):
-    """No more than a micro-batch, unless asked."""
+    """By default, at most one micro-batch."""
 
     def sampled(batch, micro_batches, asked, devices, shards):
         fields = {"batch_size": batch, "gradient_accumulation_steps": micro_batches, "health_sequences": asked}
@@ -80,7 +80,7 @@ def test_sampled_sequences_divide_the_batch_and_fit_micro_batches_devices_and_sh
 
 
 def table(**changes: dict[tuple[int, int], float]) -> dict[str, np.ndarray]:
-    """Statistics of two layers in good health, but for what is said: {statistic: {(row, tensor): value}}."""
+    """Return statistics of two healthy layers, with exceptions {statistic: {(row, tensor): value}}."""
     good = {"amax": 1.0, "scale": 0.01, "saturated": 0.0, "flushed": 0.0, "sqnr": 30.0, "nonfinite": 0.0}
     values = {name: np.full((2, 3), value) for name, value in good.items()}
     for name, places in changes.items():
@@ -128,7 +128,7 @@ def test_a_tensor_is_named_once_and_the_rest_is_counted():
 
 
 def test_an_infinite_number_is_null_in_the_files(tiny, tmp_path):
-    """As jq and JSON.parse read them. A kernel of ones has no rounding error, a broken tensor an infinite amax."""
+    """JSON has no infinities. A kernel of ones has infinite SQNR, a broken tensor an infinite amax."""
     places = [(row, place) for row in range(2) for place in range(3)]
     values: Any = table(sqnr=dict.fromkeys(places, math.inf), amax={(1, 0): math.inf}, nonfinite={(1, 0): 0.5})
     with Metrics(tmp_path, dataclasses.replace(tiny, health_every=1), 0) as metrics:

@@ -1,4 +1,4 @@
-"""What is saved, gone on from or called good is finite; what went first is named; a stopped run can be adjusted."""
+"""Saved, resumed and last-good states are finite; a message names the first non-finite tensor; runs can be adjusted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def program(tiny: TrainConfig) -> Program:
 
 
 def poisoned(state: TrainState, part: str, *keys: Any, layer: int, value: float) -> TrainState:
-    """Return a state with one number of one array set."""
+    """Return a state in which one number of one array is replaced."""
 
     def change(path: Any, leaf: Any) -> Any:
         names = tuple(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
@@ -53,7 +53,7 @@ def test_every_part_of_a_state_is_looked_at(program: Program):
 
 
 def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp_path: Path):
-    """Loss and gradient of the step are finite; it is the update that is not. It is the last of the run, too."""
+    """Loss and gradient of the step are finite, but its update is not. The step is also the last step of the run."""
     with pytest.raises(Diverged, match="nothing is saved yet") as caught:
         train(tiny, tmp_path / "run", **OVERFLOWING)
     message = str(caught.value)
@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_neither_an_end_nor_saved(copy: Path, tiny: TrainC
         (copy / "summary.json").unlink()  # stopped after its last checkpoint
         with pytest.raises(Diverged, match=rf"the held-out loss is nan; the last good state, step {STEPS}, is saved"):
             train(tiny, copy)
-    found = iter([None, "opt_state/x"])  # on resuming, and before the next checkpoint
+    found = iter([None, "opt_state/x"])  # after resuming, before the next checkpoint
     monkeypatch.setattr(FiniteCheck, "__call__", lambda self, state: next(found))
     with pytest.raises(Diverged, match=rf"after step {STEPS + 1} opt_state/x is not finite; .* step {STEPS}, is saved"):
         train(tiny, copy, steps=STEPS + 1)
@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_neither_an_end_nor_saved(copy: Path, tiny: TrainC
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(copy: Path, tiny: TrainConfig):
-    """None is saved so; an imported one may be."""
+    """A run never saves such a checkpoint, but an imported one may be non-finite."""
     program = build(tiny, 320)
     with Checkpoints(copy, tiny) as checkpoints:
         found = checkpoints.restore(program.abstract_state)

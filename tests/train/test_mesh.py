@@ -30,7 +30,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "int8 on aqt": {"quantization": "int8", "quant_backend": "aqt", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
 }
 ONE = {"mesh_data": 1, "mesh_fsdp": 1, "mesh_tensor": 1}
-# By default, -1, int8's weight gradients have a block with scales of its own for each of the four parts of the batch.
+# By default (-1), int8's weight gradients have one block with separate scales per shard of the batch, here four.
 BLOCKS = {"int8": {"quantization_local_shard_count": 4}, "fp8": {}}
 
 
@@ -41,7 +41,7 @@ def wide(tiny: TrainConfig) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What eight devices and one device computed, by name of the mesh."""
+    """Return the results of eight devices and of one device, by name of the mesh."""
     configs = {}
     for name, fields in MESHES.items():
         config = dataclasses.replace(wide, **fields)
@@ -49,7 +49,7 @@ def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         configs[name] = [to_mapping(config), to_mapping(single)]
     dump = tmp_path_factory.mktemp("dump") / "hlo"
     words = [sys.executable, "-m", "tests.train.mesh_worker", str(dump), json.dumps(configs)]
-    # A program that comes out of the compilation cache is not dumped.
+    # XLA does not dump programs from the compilation cache.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "0"}
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,15 +60,15 @@ def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_each_step_is_that_of_one_device_from_the_same_state(eight: dict[str, Any], name: str):
-    """Median: what the order of sums does. Largest: what rounding boundaries can do that a last bit crosses."""
+    """The median is the effect of the order of sums; the largest value includes crossed rounding boundaries."""
     found, kind = eight[name], MESHES[name]["quantization"]
     single = np.array(found["single"])
-    assert single[-3:].mean() < 0.8 * single[0]  # it is training that is compared
+    assert single[-3:].mean() < 0.8 * single[0]  # training is compared
     assert len(single) == STEPS
     for quantity, distances in found["steps"].items():
         distance = np.abs(distances)
         if quantity == "rest":
-            # Kernels' amaxes, scales (of histories that are the same) and past amaxes are equal to the bit.
+            # Kernels' amaxes, scales (from equal histories) and past amaxes are equal, bit for bit.
             assert not distance.any()
             continue
         assert np.median(distance) <= numerics.TRAIN_SUMMATION_ORDER, quantity
@@ -92,12 +92,12 @@ def test_weights_are_gathered_in_8_bits_and_no_weight_gradient_is_reduced_in_32(
     assert set(gathered) == {low}
     reduced = [shape for dtype, shape in found["others"] if dtype == "s32" and int(np.prod(shape)) > 1]
     tokens = [wide.batch_size // 4, wide.sequence_length]
-    # Sums over the tensor axis of activations and their gradients stay, [batch, sequence, ...].
+    # Sums of activations and their gradients over the tensor axis remain, [batch, sequence, ...].
     assert all(shape[:2] == tokens for shape in reduced), reduced
 
 
 def _kernel_sizes(config: TrainConfig) -> set[int]:
-    """Elements of a layer's kernel on one device of a tensor axis of two, whole along fsdp."""
+    """Return the sizes of a layer's kernels on one device: sharded over a tensor axis of two, gathered along fsdp."""
     heads = {config.num_query_heads, config.num_kv_heads}
     return {config.emb_dim * h * config.head_dim // 2 for h in heads} | {config.emb_dim * config.mlp_dim // 2}
 

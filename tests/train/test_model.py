@@ -1,4 +1,4 @@
-"""The decoder: names of its parameters, causality, document boundaries, remat and scan leave the numbers alone."""
+"""The decoder: parameter names, causality, document boundaries; remat and scan do not change the numbers."""
 
 from __future__ import annotations
 

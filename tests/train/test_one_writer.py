@@ -1,4 +1,4 @@
-"""A run folder has one writer: the second is refused by name and host, and a dead one's place is taken."""
+"""A run folder has one writer: a second is refused with the first one's host, and replaces it if its process ended."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_makes_way(tmp_path
 
 
 def _left_elsewhere(run: Path) -> Path:
-    """Leave the lock of a process on another host."""
+    """Write the lock of a process on another host."""
     words = ("filelock/2", "pid=17", "host=elsewhere", "mode=lease", "token=ab", f"duration={lock.STALE_S}")
     (run / lock.NAME).write_text("".join(f"{word}\n" for word in words))
     return run / lock.NAME
 
 
 def test_a_writer_on_another_host_is_believed_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its process cannot be seen."""
+    """The state of its process cannot be read."""
     monkeypatch.setattr(lock, "STALE_S", 3.0)
     monkeypatch.setattr(lock, "_TRY_S", 0.5)
     path, ended, said = _left_elsewhere(tmp_path), threading.Event(), []

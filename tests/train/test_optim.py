@@ -42,7 +42,7 @@ def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path, 
 def test_a_run_goes_on_along_the_axis_of_another_platform(
     tiny: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """TPUs have groups along rows, of heads along an axis further to the left; they load elsewhere, and the reverse."""
+    """On TPUs, groups are along rows, or along an earlier axis for heads; other platforms can load these moments."""
     config = dataclasses.replace(tiny, **ONE | {"optimizer_state": "int8_dynamic"})
 
     def shapes(platform: str, axis: str) -> dict[str, tuple[tuple[int, ...], Any]]:

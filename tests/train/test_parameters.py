@@ -1,4 +1,4 @@
-"""Parameters of a run read one at a time, a layer at a time, without the optimizer state."""
+"""Parameters of a run, read one at a time or one layer at a time, without the optimizer state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_reading_a_part_changes_nothing_and_a_leaf_that_cannot_be_read_is_named(
         np.testing.assert_array_equal(parameters.read(path, *index), parameters.read(path)[index])
     assert sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*")) == before
     for file in (copy / f"checkpoints/{STEPS}/state").glob("ocdbt.process_*/d/*"):
-        if file.stat().st_size > 8192:  # arrays, parameters and optimizer state; the index is smaller
+        if file.stat().st_size > 8192:  # files of arrays: parameters and optimizer state; the index is smaller
             os.truncate(file, file.stat().st_size // 10)
     for path in parameters.stores:
         try:

@@ -1,4 +1,4 @@
-"""Two processes on one host train, evaluate, save, stop and resume as one process on two devices does."""
+"""Two processes on one host train, evaluate, save, stop and resume like one process with two devices."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STEPS = 8
 
 
 def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Metrics without what depends on the clock."""
+    """Return metrics without the fields that depend on time."""
     lines = read_lines(run_dir)
     return [{k: v for k, v in line.items() if k not in ("step_time_s", "tokens_per_s")} for line in lines]
 
 
 def _restore(config: TrainConfig, run_dir: Path) -> Any:
-    """Load the newest state of a two-device run onto this process's one device."""
+    """Load the latest state of a two-device run onto the one device of this process."""
     alone = dataclasses.replace(config, mesh_fsdp=1)
     with Checkpoints(run_dir, config) as checkpoints:
         found = checkpoints.restore(build(alone, 320).abstract_state)
@@ -38,7 +38,7 @@ def _restore(config: TrainConfig, run_dir: Path) -> Any:
 
 
 def _assert_same(one: Path, two: Path, config: TrainConfig) -> None:
-    """Two addends have one sum in either order, so two devices give the same bits wherever they are."""
+    """Check for equal bits: a sum of two terms does not depend on their order, so two devices compute the same bits."""
     assert list(read_losses(two)) == list(range(1, config.steps + 1))
     assert _lines(two) == _lines(one)
     states = [_restore(config, run) for run in (one, two)]
@@ -51,7 +51,7 @@ def _assert_same(one: Path, two: Path, config: TrainConfig) -> None:
 
 @pytest.mark.slow
 def test_two_processes_stop_resume_and_log_health_as_one_does(tiny: TrainConfig, tmp_path: Path):
-    """One run shows it all, with delayed scales and with stochastic rounding: each start of a process is expensive."""
+    """One run tests everything, with delayed scaling and stochastic rounding, because starting a process is slow."""
     rules = [{"path": ".*/mlp/.*", "recipe": "int8"}]
     fields = {"quantization": "fp8", "quant_backend": "native", "rules": rules, "mesh_data": 1, "mesh_fsdp": 2}
     config = dataclasses.replace(tiny, **fields, steps=STEPS, eval_every=3, health_every=4)
@@ -66,7 +66,7 @@ def test_two_processes_stop_resume_and_log_health_as_one_does(tiny: TrainConfig,
     assert max(read_losses(two)) < STEPS
     texts = finish(start(config, two, devices=2, processes=2), two)
     assert f"resumed {two} at step" in texts[0]
-    assert not any(word in texts[1] for word in ("step", "resumed", "done"))  # process 0 alone prints
+    assert not any(word in texts[1] for word in ("step", "resumed", "done"))  # only process 0 prints
     _assert_same(one, two, config)
     recipes = {layer["recipe"] for layer in json.loads((two / "summary.json").read_text())["layers"]}
     assert recipes == {"fp8", "int8"}

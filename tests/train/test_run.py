@@ -1,4 +1,4 @@
-"""Whole runs: they learn, stop, resume exactly, survive kill -9 and broken checkpoints, and end in order."""
+"""Whole runs: learning, stopping, exact resumption, kill -9, damaged checkpoints, and orderly ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_loss_falls_and_the_summary_says_what_ran(finished: Any, tiny: TrainConf
 
 @pytest.mark.slow
 def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path):
-    """To the bits of a run that nothing interrupted."""
+    """The result has the bits of an uninterrupted run."""
     run, quantization = tmp_path / "run", "fp8"
     config = quantized(tiny, quantization)
     started = start(config, run)

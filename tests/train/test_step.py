@@ -1,4 +1,4 @@
-"""The step: micro-batches, non-finite steps, where the loss broke, what is saved for backward, eight devices."""
+"""The training step: micro-batches, non-finite steps, the source of a broken loss, saved residuals, eight devices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests import numerics
 from tests.states import nested
 from tests.train.conftest import quantized
 
-# With a large epsilon AdamW is smooth in the gradient, so that a difference in summation order stays one.
+# With a large epsilon, AdamW is smooth in the gradient, so rounding differences stay small.
 SMOOTH = {"adam_eps": 1.0, "warmup_steps_fraction": 0.0, "learning_rate": 1.0}
-# A scale is that of the same history, with three divisions at most, each rounded once, in each of two programs.
+# Both programs compute scales from the same history, with at most three divisions, each rounded once.
 DELAYED_SCALE = 2 * 3 * numerics.FLOAT32_EPS
 
 
@@ -41,7 +41,7 @@ def _run(config: TrainConfig, steps: int = 3):
 
 
 def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig):
-    # Without packing the micro-batches hold different numbers of tokens.
+    # Without packing, micro-batches have different numbers of tokens.
     config = dataclasses.replace(tiny, packing=False, **SMOOTH)
     small = dataclasses.replace(config, gradient_accumulation_steps=4)
     np.testing.assert_allclose(_run(small), _run(config), rtol=numerics.TRAIN_SUMMATION_ORDER)
@@ -49,7 +49,7 @@ def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig):
 
 @pytest.mark.slow
 def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: TrainConfig):
-    """From one warm state: every layer's state is that of the batch. (A first step scales by each micro-batch.)"""
+    """From a warm state, the states are equal. (In the first step, each micro-batch has a separate scale.)"""
     config = dataclasses.replace(quantized(tiny, "fp8"), packing=False, **SMOOTH)
     data = make_iterators(config, config.batch_size)
     programs = [build(dataclasses.replace(config, gradient_accumulation_steps=k), data.vocab_size) for k in (1, 4)]
@@ -62,7 +62,7 @@ def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: Tra
         if path.endswith("_amax_history"):
             count += large[..., 0].size
             assert (large[..., 1] == before[..., 2]).all(), path  # rolled on
-            # Amaxes that differ in their last bits lie in one bin, a few in neighbours, whose ends are an eighth apart.
+            # Amaxes that differ in their last bits are in the same bin; a few are in the next bin, one eighth larger.
             same += int((found[..., 0] == large[..., 0]).sum())
             np.testing.assert_allclose(found[..., 0], large[..., 0], rtol=1 / 8, err_msg=path)
             large, found = large[..., 1:], found[..., 1:]
@@ -85,7 +85,7 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
     after, metrics = program.step(state, batch, jnp.bool_(True))
     assert not metrics["healthy"]
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, after))
-    # A later, sound step does not go on from there either: its batch is not the one to follow.
+    # A later, finite step does not continue from there either, because its batch is not the next one.
     after.params["layers"]["mlp"]["wo"]["kernel"] = jnp.zeros_like(after.params["layers"]["mlp"]["wo"]["kernel"])
     sound = jax.tree.map(np.array, after)
     later, metrics = program.step(after, batch, metrics["healthy"])
@@ -100,7 +100,7 @@ def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfi
     program = build(config, data.vocab_size)
 
     def loss(*inputs):
-        # The square root's slope at 0 is infinite.
+        # The derivative of the square root at 0 is infinite.
         value = program.loss(*inputs)
         return value + jnp.sqrt(0 * value)
 

@@ -1,4 +1,4 @@
-"""Tokens back to text, whole and as they come."""
+"""Conversion of tokens to text, complete and streamed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_long_text_decodes_few_tokens_at_a_time_and_half_a_character_is_shown_
 
 
 def test_a_completion_goes_on_from_its_prompt(tmp_path):
-    """Metaspace decoders, as Llama 2's, drop the space of a first word."""
+    """Metaspace decoders, like Llama 2's, remove the space before the first word."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁hello": 0, "▁world": 1, "?": 2}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()

@@ -1,11 +1,11 @@
-"""native against AQT and Qwix: the same qvalues and scales bit for bit, outputs within what follows from a last bit.
+"""native compared with AQT and Qwix: the same qvalues and scales bit for bit, outputs within a last-bit tolerance.
 
-Where they differ, by name:
-- The last bit of an output, at the product with the scales: AQT and Qwix multiply the matmul's result by one scale and
-  then by the other; so do we for per-channel scales, while two per-tensor scales are multiplied with each other first.
-- Qwix's integers at the largest magnitude, if it is negative: −bound rounds to −128 (int8) or −8 (int4) there, and to
-  -127 or -7 in AQT and here, where the grid is symmetric.
-- Weights: native ones keep their grid (``TensorSpec.keeps_grid``), so they are compared without that.
+Known differences:
+- The last bit of an output, in the product with the scales: AQT and Qwix multiply the matmul's result by one scale and
+  then by the other. We do the same for per-channel scales, but multiply two per-tensor scales with each other first.
+- Qwix's integers at the largest magnitude, if it is negative: −bound rounds to −128 (int8) or −8 (int4) in Qwix, and to
+  -127 or -7 in AQT and jaxquant, where the grid is symmetric.
+- Weights: native weights keep their grid (``TensorSpec.keeps_grid``), so they are compared without this option.
 """
 
 from __future__ import annotations

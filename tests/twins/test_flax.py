@@ -1,8 +1,8 @@
-"""native fp8 in flax mode against flax's own op, bit for bit.
+"""native fp8 in flax mode compared with flax's own op, bit for bit.
 
-In bfloat16 XLA:CPU may leave out the rounding of a product that is cast to float32 next ("excess precision"), and does
-so by where the product stands in the program. The product of a gradient matmul with its scales is such a place. The
-bfloat16 twin therefore compiles both without excess precision; in float32 there is nothing to leave out.
+In bfloat16, XLA:CPU may leave out the rounding of a product that is then cast to float32 ("excess precision"),
+depending on where the product is in the program. The product of a gradient matmul with its scales is affected.
+Therefore the bfloat16 comparison compiles both programs without excess precision; float32 has no such rounding.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def test_a_flax_checkpoint_goes_on_in_either_mode():
         model = maybe_quantize_model(Model(), {"quantization": "fp8", "amax_init": mode}, x)
         quant = state.from_flax(saved, like=state.split(jax.eval_shape(model.init, jax.random.key(1), x))[1])
         ours = jax.jit(model.apply)(state.merge(params, quant), x)
-        # Only the scale's formula differs, max / a inverted against a / max: a last bit, which can move a rounding.
+        # Only the formula of the scale differs, 1 / (max / a) and a / max: a last bit, which can change a rounding.
         np.testing.assert_allclose(ours, out, atol=0 if mode == "flax" else float(jnp.abs(out).max()) / 16)
         seen = jax.jit(jax.grad(lambda q, m=model: (m.apply(state.merge(params, q), x) ** 2).mean()))(quant)
         history = state.rows_of(state.update(quant, seen))["Dense_0/Fp8DirectDotGeneralOp_0/input"]["amax_history"]
         amax = jnp.abs(x).max()
-        np.testing.assert_array_equal(history[-1], amax)  # as flax stored it
+        np.testing.assert_array_equal(history[-1], amax)  # in flax's layout
         np.testing.assert_array_equal(history[0], amax if mode == "flax" else recorded(amax))
     model = maybe_quantize_model(Model(), {"quantization": "fp8"}, x)
     with pytest.raises(ValueError, match=r"no 'input_\w+' there.* with jaxquant\.state\.from_flax"):

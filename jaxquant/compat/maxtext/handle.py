@@ -1,4 +1,4 @@
-"""``configure_quantization``: handle for models, such as MaxText's, that pass quantization to each layer explicitly."""
+"""``configure_quantization`` and its handle, for models such as MaxText's that pass quantization to each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax
 
 from jaxquant.backends import load
 from jaxquant.compat.maxtext.layer_op import LayerOp
-from jaxquant.compat.maxtext.stored import Op, einsum_holds, forward_config, op_name
+from jaxquant.compat.maxtext.stored import Op, forward_config, inner_op_name, op_name
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.mixed_precision import DEFAULT
 from jaxquant.config.quant_config import QuantConfig, is_program_config
@@ -35,7 +35,7 @@ class QuantMode(enum.Enum):
     SERVE = "serve"
 
     def __eq__(self, other: Any) -> bool:
-        """Whether another mode, such as a member of AQT's enum, has the same name."""
+        """Compare by name with another mode, which may be a member of AQT's enum."""
         is_mode = isinstance(other, enum.Enum) and type(other).__name__ == "QuantMode"
         return self.name == getattr(other, "name", "") if is_mode else NotImplemented
 
@@ -43,13 +43,13 @@ class QuantMode(enum.Enum):
 
 
 def get_quant_mode(quant_mode_str: str | enum.Enum = "train") -> QuantMode:
-    """Read a mode.
+    """Convert a string, or a member of another enum, to a mode.
 
     Args:
-      quant_mode_str: "train", "convert" or "serve"; or a member of an enum with these names, such as AQT's.
+      quant_mode_str: "train", "convert" or "serve"; or a member of an enum with these names, such as AQT's enum.
 
     Raises:
-      ValueError: the string is not a mode.
+      ValueError: the string is not the name of a mode.
     """
     if isinstance(quant_mode_str, enum.Enum):
         quant_mode_str = quant_mode_str.name.lower()
@@ -57,22 +57,22 @@ def get_quant_mode(quant_mode_str: str | enum.Enum = "train") -> QuantMode:
         return QuantMode(quant_mode_str)
     except ValueError:
         known = ", ".join(repr(mode.value) for mode in QuantMode)
-        raise ValueError(f"quant_mode_str {quant_mode_str!r} is not a mode; known ones are {known}") from None
+        raise ValueError(f"quant_mode_str {quant_mode_str!r} is not a mode; use one of {known}") from None
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Quantization:
-    """Config prepared for one backend and mode; all fields except the mode are fixed.
+    """Handle of a config for one backend and mode; only the mode can be set.
 
     Attributes:
       backend: key of ``BACKENDS``; the backend must have ops for layers.
-      quant_mode: mode of the model. It can be set, as MaxText's engine does between loading, converting and serving;
-        the caller must then jit its functions again.
+      quant_mode: mode of the model. MaxText's engine sets the mode between loading, converting and serving. After the
+        mode is set, functions must be jitted again.
       replicate_scale: whether the stored scales of a sharded kernel are replicated.
       resolver: resolver that returns the recipe of each layer by its path.
       base: recipe of the layers that no rule matches, or None if only a file or rules select recipes.
-      asked: paths of the layers that have run, or were traced, with this handle.
-      building: operands with which an op without a path was last initialized.
+      asked: paths of the layers that have run or been traced with this handle.
+      building: operands of the last initialization of an op without a path.
     """
 
     backend: str
@@ -80,8 +80,8 @@ class Quantization:
     replicate_scale: bool
     resolver: Resolver
     base: Recipe | None = None
-    asked: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
-    building: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
+    layer_paths: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
+    init_operands: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "quant_mode":
@@ -92,14 +92,15 @@ class Quantization:
 
     @property
     def needs_apply_rngs(self) -> bool:
-        """Whether an op draws random numbers when it is applied; if not, MaxText's layers omit their RNG streams."""
+        """Whether ops draw random numbers when they are applied; if not, MaxText's layers omit their RNG streams."""
         return any(recipe.is_stochastic for recipe in self.resolver.recipes)
 
     @property
     def quant_dg(self) -> Any:
-        """Config of the matmuls in AQT's layout, from which MaxText's experts read the dtypes of a grouped matmul.
+        """Config of the matmuls in AQT's layout. MaxText's experts read the dtypes of their grouped matmul from it.
 
-        For ``intmp``, a dictionary of regex to (config, tile size), with the default under ``"__default__"``.
+        With rules or ``intmp``, a dictionary from regexes to pairs of config and tile size. The key ``"__default__"``
+        has the pair of all other layers.
         """
         if self.base is not None and self.base.name != "intmp" and not self.resolver.patterns:
             return forward_config(self.backend, self.base)
@@ -117,103 +118,103 @@ class Quantization:
         Raises:
           ValueError: see ``Resolver.check_used``.
         """
-        self.resolver.check_used(sorted(self.asked))
+        self.resolver.check_used(sorted(self.layer_paths))
 
     def dot_general_cls(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[[], nn.Module]:
-        """Return the ``dot_general_cls`` of a Linen layer, whose module gets its recipe by the layer's path.
+        """Return the argument ``dot_general_cls`` of a Linen layer; its module uses the recipe of the layer's path.
 
         Args:
-          mesh_axes: logical axis names of the kernel, for the stored qvalue and scale in serve mode.
+          mesh_axes: logical axis names of the kernel, which the stored qvalue and scale get in serve mode.
         """
-        kind = self._named("dot_general", _DotGeneral)
+        kind = self._op_class("dot_general", _DotGeneral)
         return lambda: kind(self, tuple(mesh_axes))
 
     def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[..., jax.Array]:
         """Return an einsum module, called as ``module(equation, activation, weight)``. Call this inside a layer."""
         if self.is_left_to_the_trace:
             return jax.numpy.einsum
-        return self._named("einsum", _Einsum)(self, tuple(mesh_axes))
+        return self._op_class("einsum", _Einsum)(self, tuple(mesh_axes))
 
     @property
     def is_left_to_the_trace(self) -> bool:
-        """Whether the ops stay in float because a model that is quantized with the same config is being traced."""
+        """Whether ops stay in float, because ``maybe_quantize_model`` is tracing a model with the same config."""
         if self.quant_mode is not QuantMode.TRAIN:
             return False
         engine = None if traced_face.value is None else traced_face.value.engine
         return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
 
-    def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
-        """Return a class named like the backend's own op: Linen names modules, and their state, after the class."""
-        return _renamed(kind, op_name(self.backend, op, self.base))
+    def _op_class(self, op: Op, kind: type[_PathOp]) -> type[_PathOp]:
+        """Return a class with the name of the backend's op, because Linen names modules and state after the class."""
+        return _rename_class(kind, op_name(self.backend, op, self.base))
 
 
 @functools.cache
-def _renamed(kind: type, name: str) -> Any:
+def _rename_class(kind: type, name: str) -> Any:
     """Return a Linen class under another name. The class is cached, because jit's cache is keyed by class."""
     return types.new_class(name, (kind,), {}, lambda body: body.update(__module__=__name__, __doc__=kind.__doc__))
 
 
-class _ByPath(nn.Module):
+class _PathOp(nn.Module):
     """Op that runs the resolver's recipe for the path of its layer, or stays in float."""
 
     quantization: Quantization
     mesh_axes: tuple[str | None, ...] = ()
 
-    def _op(self, out_features: int, *operands: jax.Array, name: str = "") -> LayerOp | None:
+    def _make_op(self, out_features: int, *operands: jax.Array, name: str = "") -> LayerOp | None:
         if self.quantization.is_left_to_the_trace:
             return None
         path = join_path(self.path[:-1])
         if not self.path and self.quantization.resolver.patterns:
-            if self._is_built(operands):
-                return None  # a trace of the model may apply the rules
-            raise NotImplementedError(  # the op is in an NNX layer, which Linen does not know
+            if self._is_constructing(operands):
+                return None  # the rules may be applied when the model is traced
+            raise NotImplementedError(  # the op is in an NNX layer, which Linen cannot see
                 f"rule {self.quantization.resolver.patterns[0][0]!r} is not supported by the op of "
                 "jaxquant.compat.maxtext.configure_quantization in an NNX layer, because the op has no layer path; "
                 "call jaxquant.maybe_quantize_model(model, config) instead"
             )
-        self.quantization.asked.add(path)
+        self.quantization.layer_paths.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
             return None
         if recipe.shares_experts:
             raise NotImplementedError(
                 f"quantization_share_expert_scales true at {at_layer(path)}: an op of "
-                "jaxquant.compat.maxtext.configure_quantization does not see the experts that a vmap around it maps "
-                "over; use jaxquant.maybe_quantize_model"
+                "jaxquant.compat.maxtext.configure_quantization inside a vmap over experts runs on one expert; use "
+                "jaxquant.maybe_quantize_model"
             )
         op = LayerOp(self.quantization, recipe, path, self.mesh_axes, name=name or None)
         if not name:
             nn.share_scope(self, op)  # stores the op's variables in this module's scope
         return op
 
-    def _is_built(self, operands: tuple[jax.Array, ...]) -> bool:
-        """Whether the layer is only being constructed: its op is initialized and then called once with the same arrays.
+    def _is_constructing(self, operands: tuple[jax.Array, ...]) -> bool:
+        """Return whether the layer is being constructed.
 
-        MaxText's ``DenseGeneral`` does both in its constructor.
+        The constructor of MaxText's ``DenseGeneral`` initializes the op, and then calls it once with the same arrays.
         """
-        building = self.quantization.building
+        init_operands = self.quantization.init_operands
         if self.is_initializing():
-            building[:] = operands
+            init_operands[:] = operands
             return True
-        is_same = bool(building) and all(a is b for a, b in zip(building, operands, strict=True))
-        building.clear()
+        is_same = bool(init_operands) and all(a is b for a, b in zip(init_operands, operands, strict=True))
+        init_operands.clear()
         return is_same
 
-    def _watch(self, op: LayerOp | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the operands unchanged. Raises in training if the op's state would never be updated."""
+    def _guard_state(self, op: LayerOp | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the operands unchanged; raise in training if the quant state of the op would never be updated."""
         is_training = self.quantization.quant_mode is QuantMode.TRAIN
         is_hidden = is_training and not self.path and op is not None and op.recipe.is_stateful
-        return require_manual(_STANDS_STILL, operands) if is_hidden else operands
+        return require_manual(_NOT_UPDATED, operands) if is_hidden else operands
 
 
-_STANDS_STILL = (
-    "an NNX layer holds the quant state of an op of jaxquant.compat.maxtext.configure_quantization, and its gradient "
-    f"is taken outside the pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model "
-    "and value_and_grad"
+_NOT_UPDATED = (
+    "an NNX layer has the quant state of an op of jaxquant.compat.maxtext.configure_quantization, but only the "
+    f"pre-training of MaxText 0.2.5 or later updates this state; {STATELESS}, or use jaxquant.maybe_quantize_model and "
+    "value_and_grad"
 )
 
 
-class _DotGeneral(_ByPath):
+class _DotGeneral(_PathOp):
     """``dot_general`` with the recipe of the layer's path."""
 
     @nn.compact
@@ -222,21 +223,21 @@ class _DotGeneral(_ByPath):
     ) -> jax.Array:
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-        op = self._op(math.prod(kept), lhs, rhs)
+        op = self._make_op(math.prod(kept), lhs, rhs)
         compute: Any = op or jax.lax.dot_general
-        return compute(*self._watch(op, lhs, rhs), dimension_numbers, precision, *args, **kwargs)
+        return compute(*self._guard_state(op, lhs, rhs), dimension_numbers, precision, *args, **kwargs)
 
 
-class _Einsum(_ByPath):
+class _Einsum(_PathOp):
     """Einsum with the recipe of the layer's path."""
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         out_features = _einsum_out_features(equation, rhs.shape)
-        op = self._op(out_features, lhs, rhs, name=einsum_holds(self.quantization.backend))
+        op = self._make_op(out_features, lhs, rhs, name=inner_op_name(self.quantization.backend))
         if op is None:
             return jax.numpy.einsum(equation, lhs, rhs, **options)
-        lhs, rhs = self._watch(op, lhs, rhs)
+        lhs, rhs = self._guard_state(op, lhs, rhs)
         dot = lambda lhs, rhs, numbers, _: op(lhs, rhs, numbers, **options)  # noqa: E731
         is_converted = self.quantization.quant_mode is not QuantMode.TRAIN
         return contract_einsum(equation, (lhs, rhs), dot, is_converted=is_converted, **options)
@@ -266,19 +267,19 @@ def _tile_size(recipe: Recipe | None) -> int:
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
     """Return the handle of a config, for models that pass quantization to each layer explicitly.
 
-    A program such as MaxText calls both this function and ``maybe_quantize_model`` for every config. For an object with
-    MaxText's fields, this function returns None if ``maybe_quantize_model`` handles the config.
+    MaxText calls both this function and ``maybe_quantize_model`` for every config. For the config object of a program
+    such as MaxText, this function returns None if ``maybe_quantize_model`` handles the config.
 
     Args:
       config: any value that ``QuantConfig.from_any`` accepts.
       quant_mode_str: "train", "convert" or "serve".
 
     Returns:
-      The handle, or None if the config quantizes nothing, or is MaxText's and selects Qwix. Call ``check_used`` of the
-      handle after ``model.init``, so that a rule without a match is an error.
+      The handle, or None if the config quantizes nothing, or if it is MaxText's config and selects Qwix. Call
+      ``check_used`` of the handle after ``model.init``; it raises an error for a rule that matches no layer.
 
     Raises:
-      ValueError: the mode is unknown, or the backend replaces functions of a whole model (Qwix).
+      ValueError: the mode is unknown, or the backend quantizes only complete models (Qwix).
       TypeError, ValueError, NotImplementedError: the config is invalid; see ``QuantConfig.from_any``.
     """
     mode = get_quant_mode(quant_mode_str)
@@ -293,7 +294,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
             return None
         raise ValueError(
             f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes a whole model "
-            "and has no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
+            "and has no op for a single layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
         )
     resolver.check_no_float_blocks()
     for recipe in resolver.recipes:
@@ -304,26 +305,26 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
 
 
 def refuse_accumulation(program: Any, resolver: Resolver) -> None:
-    """Raise for quant state under MaxText's gradient accumulation, which averages it like a gradient.
+    """Raise if a recipe has quant state and MaxText accumulates gradients, because MaxText would average the state.
 
     Raises:
-      ValueError: a MaxText config has more than one micro-batch, and a recipe keeps state.
+      ValueError: a MaxText config has more than one micro-batch, and a recipe has quant state.
     """
     steps = getattr(program, "gradient_accumulation_steps", 1)
     stateful = [recipe.name for recipe in resolver.recipes if recipe.is_stateful]
     if hasattr(program, "micro_batch_size_to_train_on") and steps > 1 and stateful:
         raise ValueError(
             f"gradient_accumulation_steps {steps} with recipe {stateful[0]!r}: MaxText averages the quant state over "
-            "the micro-batches as if it were a gradient; set it to 1, or use a recipe without state, such as "
-            "'fp8_full' or 'te_fp8_currentscaling'"
+            "the micro-batches as if it were a gradient; set gradient_accumulation_steps to 1, or use a recipe without "
+            "state, such as 'fp8_full' or 'te_fp8_currentscaling'"
         )
 
 
 def in_convert_mode(quant: Quantization | None) -> bool:
-    """Whether the model writes quantized parameters."""
+    """Return whether the model writes quantized parameters."""
     return quant is not None and quant.quant_mode is QuantMode.CONVERT
 
 
 def in_serve_mode(quant: Quantization | None) -> bool:
-    """Whether the model runs on quantized parameters."""
+    """Return whether the model runs on quantized parameters."""
     return quant is not None and quant.quant_mode is QuantMode.SERVE

@@ -1,9 +1,9 @@
-"""Op that is passed to a layer: a contraction on any backend, with quant state and converted kernel.
+"""Op that is passed to a layer: a contraction on any backend, with its quant state and its converted kernel.
 
 Convert mode runs the training forward pass and writes the quantized kernel to the collection "aqt", at
-``LAYER/OP/qrhs/frozen``. Serve mode reads it from there and uses only shape and dtype of the kernel that the layer
-passes, which may be zeros. Collection and names are AQT's, so that a model that lists them in its ``nn.scan`` and in
-its checkpoints runs on any backend.
+``LAYER/OP/qrhs/frozen``. Serve mode reads the kernel from there. The layer still passes a float kernel, which may be
+zeros, because only its shape and dtype are used. The collection and the names are the same as in AQT, so that a model
+with these names in its ``nn.scan`` and its checkpoints runs on any backend.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayerOp(nn.Module):
     """Contraction of an activation and a weight by a recipe; quant state is in ``_overwrite_with_gradient``.
 
     Attributes:
-      quantization: ``Quantization`` handle, with backend, mode, and naming of stored scales.
+      quantization: ``Quantization`` handle with backend, mode and ``replicate_scale``.
       recipe: recipe of the layer.
       layer: path of the layer.
       mesh_axes: logical axis names of the kernel, which are also set on the stored kernel in serve mode.
@@ -68,9 +68,9 @@ class LayerOp(nn.Module):
         else:
             state = self._quant_state(rhs, dims)
             if recipe.sparsity is not None:
-                masks = self._watched((rhs,), state[SPARSITY])
+                masks = self._guard_state((rhs,), state[SPARSITY])
                 weight = sparsity.sparsify(recipe.sparsity, dims.rhs_contract, rhs, masks)
-        # Without a stream, the op derives a key from the rounded values.
+        # Without a random stream, the op derives the noise from the values that it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
         amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
         setup = Setup(
@@ -78,7 +78,7 @@ class LayerOp(nn.Module):
             numbers=dims.numbers,
             precision=precision,
             dtype=preferred_element_type,
-            state=self._watched((lhs, weight), amaxes),
+            state=self._guard_state((lhs, weight), amaxes),
             key=key,
             implementation=self.quantization.resolver.implementation,
         )
@@ -88,7 +88,7 @@ class LayerOp(nn.Module):
         return out
 
     def _quant_state(self, rhs: Array, dims: Dimensions) -> LayerState:
-        """Return the state, or create it while initializing. State created in each call would never be updated."""
+        """Return the stored state, or create it during initialization; a state created later would never be updated."""
         recipe, initial = self.recipe, {**initial_state(self.recipe)}
         if recipe.sparsity is not None:
             initial[SPARSITY] = sparsity.initial_state(rhs, recipe.sparsity, dims.rhs_contract)
@@ -97,15 +97,15 @@ class LayerOp(nn.Module):
         is_there = self.has_variable(OVERWRITE_WITH_GRADIENT, ENTRY)
         if not is_there and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             raise ValueError(
-                f"{missing_state(recipe.name, self.layer, next(iter(initial)))}; where the layer is under nn.scan, "
-                f"give it variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
+                f"{missing_state(recipe.name, self.layer, next(iter(initial)))}; if the layer is under nn.scan, pass "
+                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}} to nn.scan"
             )
         state: Any = self.variable(OVERWRITE_WITH_GRADIENT, ENTRY, make_state, initial).value
         refuse_trained(state)
         return layers_of(state)[""]
 
-    def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
-        """Return the state, wrapped so that an error is raised if a gradient does not include it."""
+    def _guard_state(self, operands: tuple[Array, ...], state: Any) -> Any:
+        """Return the state; a gradient that does not include the state will raise an error."""
         return watch.LINEN(self.layer, operands, state) if state else state
 
     # -- converted kernels -------------------------------------------------------------------------------------------
@@ -116,10 +116,10 @@ class LayerOp(nn.Module):
         return tensor.astype(kernel.dtype.name)
 
     def _write(self, kernel: Array, dims: Dimensions, state: Any) -> None:
-        """Store the converted kernel, using the quant state that the op has just created or read."""
+        """Convert the kernel with the quant state of this call, and store it."""
         tensor = self._convert(kernel, dims, state)
         scale = tensor.input_scale
-        # This is not known under jit, and the served result is then NaN.
+        # Under jit, the value of the scale is unknown; the served result is then NaN instead of an error.
         if scale is not None and not self.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
             raise uncalibrated_error(self.layer, self.recipe)
         if not self.is_mutable_collection(COLLECTION):
@@ -131,20 +131,20 @@ class LayerOp(nn.Module):
         self.put_variable(COLLECTION, STORED, {"frozen": frozen})
 
     def _read(self, kernel: Array, dims: Dimensions) -> QTensor:
-        """Return the stored kernel; while initializing, create zeros for it."""
+        """Return the stored kernel; during initialization, store zeros first."""
         axes, state = dims.rhs_contract, initial_state(self.recipe)
         wanted = jax.eval_shape(lambda k: self._convert(k, dims, {**state, "sparsity": {"mask": k}}), kernel)
         if self.is_initializing() and self.is_mutable_collection(COLLECTION):
             zeros = wanted.replace(lambda _, part: jnp.zeros(part.shape, part.dtype))
             frozen, names = freeze(self.backend.name, self.recipe, zeros, axes, self.mesh_axes)
-            frozen = _named(frozen, names, self.quantization.replicate_scale) if names else frozen
+            frozen = _set_axis_names(frozen, names, self.quantization.replicate_scale) if names else frozen
             self.put_variable(COLLECTION, STORED, {"frozen": frozen})
         stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
         if "frozen" not in stored:
             raise ValueError(
                 f"{layer_name(self.layer)} is in serve mode, but the collection {COLLECTION!r} has no converted kernel "
-                "for it; convert first: apply the model of "
-                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') with mutable=[{COLLECTION!r}]"
+                "for this layer; first apply the model with the handle of "
+                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') and mutable=[{COLLECTION!r}]"
             )
         tensor = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes).astype(kernel.dtype.name)
         check_converted(self.layer, _describe(tensor), repr(self.recipe.name), _describe(wanted))
@@ -155,8 +155,8 @@ def _describe(tensor: QTensor) -> str:
     return f"{tensor.description}{'' if tensor.input_scale is None else ', with an input_scale'}"
 
 
-def _named(tensor: Any, names: Any, replicate_scale: bool) -> Any:
-    """Set the axis names of the float kernel on the stored kernel; a shared axis of a scale has no name."""
+def _set_axis_names(tensor: Any, names: Any, replicate_scale: bool) -> Any:
+    """Set the axis names of the float kernel on the stored kernel; an axis of size 1 of a scale gets no name."""
 
     def name(part: Array) -> nn.LogicallyPartitioned:
         is_scale = part is not tensor.qvalue

@@ -1,7 +1,7 @@
-"""Parameters of models that pass quantization to each layer explicitly, and their collection "aqt".
+"""Functions, under MaxText's names, that match the quantized kernels of the collection "aqt" with float parameters.
 
-The names are MaxText's. Convert mode keeps the float kernels and adds a quantized tensor for each kernel at the layer's
-path. These functions find the parameter that each tensor replaces, and remove these parameters.
+Convert mode keeps the float kernels in "params" and adds the quantized kernels in "aqt", each at the path of its layer.
+These functions find the float parameter that each quantized kernel replaces, and remove these parameters.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ _OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGen
 def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
     """Return the float parameter that each quantized tensor replaces.
 
-    A tensor belongs to the layer whose path precedes the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). It replaces one
-    of the layer's own parameters, except biases, that has the same number of elements. Several tensors of one layer
-    (the einsum kernels of an expert block) are matched in the order of their numbers and names.
+    A tensor belongs to the layer whose path precedes the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). The tensor
+    replaces a parameter of this layer that is not a bias and has the same number of elements. If a layer has several
+    tensors (the einsum kernels of an expert block), they are matched in the order of their numbers and names.
 
     Args:
-      aqt_params: collection "aqt", of the AQT or the native backend.
-      params: collection "params"; boxes with axis names count as their contents.
+      aqt_params: collection "aqt" of the AQT backend or the native backend.
+      params: collection "params"; arrays may be in boxes with axis names.
 
     Returns:
-      A tree like ``aqt_params`` with a key path into ``params`` (``jax.tree_util`` keys) for each tensor and None for
-      each other leaf.
+      A tree like ``aqt_params``. A quantized tensor is replaced by a key path into ``params`` (``jax.tree_util`` keys),
+      and any other leaf by None.
 
     Raises:
-      ValueError: a tensor has no matching parameter, or two tensors match one; lists both sides.
+      ValueError: a tensor has no matching parameter, or two tensors match one parameter; the message lists all tensors
+        and parameters.
     """
     tensors, structure = jax.tree_util.tree_flatten_with_path(aqt_params, is_leaf=_is_tensor)
     floats = [(path, meta.unbox(value)) for path, value in _leaves(params)]
-    order = sorted(range(len(tensors)), key=lambda i: [_natural(key) for key in tensors[i][0]])
+    order = sorted(range(len(tensors)), key=lambda i: [_sort_key(key) for key in tensors[i][0]])
     found: dict[int, Path] = {}
     for i in order:
         path, tensor = tensors[i]
         if not _is_tensor(tensor):
             continue
-        layer = _layer(path)
+        layer = _layer_path(path)
         free = [
             (key, _shape_of(value))
-            for key, value in sorted(floats, key=lambda item: [_natural(k) for k in item[0]])
+            for key, value in sorted(floats, key=lambda item: [_sort_key(k) for k in item[0]])
             if join_path(key[:-1]) == layer
             and not join_path(key[-1:]).endswith("bias")
-            and math.prod(_shape_of(value)) == math.prod(_shape(tensor))
+            and math.prod(_shape_of(value)) == math.prod(_tensor_shape(tensor))
             and key not in found.values()
         ]
         if not free:
-            raise ValueError(_both_sides(f"{join_path(path)} has no float parameter", tensors, floats))
-        # Tiles and scanned layers give the tensor another shape than its kernel.
-        found[i] = min(free, key=lambda item: item[1] != _shape(tensor))[0]
+            raise ValueError(_list_both(f"{join_path(path)} has no float parameter", tensors, floats))
+        # Prefer a parameter of equal shape; with tiles or scanned layers, the shapes of tensor and kernel differ.
+        found[i] = min(free, key=lambda item: item[1] != _tensor_shape(tensor))[0]
     return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])
 
 
@@ -82,7 +83,7 @@ def _leaves(params: Any) -> list[tuple[Path, Any]]:
 
 
 def _is_box(node: Any) -> bool:
-    """Whether a node is an array with axis names."""
+    """Return whether a node is an array with axis names."""
     return isinstance(node, meta.AxisMetadata)
 
 
@@ -90,7 +91,7 @@ def _is_tensor(node: Any) -> bool:
     return hasattr(node, "qvalue")
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
+def _tensor_shape(tensor: Any) -> tuple[int, ...]:
     return _shape_of(jax.tree.leaves(tensor.qvalue)[0])
 
 
@@ -98,18 +99,18 @@ def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))  # a Python number is an array without axes
 
 
-def _natural(key: Any) -> list[tuple[int, int | str]]:
+def _sort_key(key: Any) -> list[tuple[int, int | str]]:
     """Return a key that sorts AqtEinsum_10 after AqtEinsum_9."""
     parts = re.split(r"(\d+)", join_path([key]))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 
 
-def _layer(path: Path) -> str:
+def _layer_path(path: Path) -> str:
     ops = [index for index, key in enumerate(path) if _OP.search(join_path([key]))]
     return join_path(path[: ops[0]] if ops else path[:-1])
 
 
-def _both_sides(what: str, tensors: Any, floats: Any) -> str:
-    left = "".join(f"\n  {join_path(path)} {_shape(tensor)}" for path, tensor in tensors if _is_tensor(tensor))
+def _list_both(what: str, tensors: Any, floats: Any) -> str:
+    left = "".join(f"\n  {join_path(path)} {_tensor_shape(tensor)}" for path, tensor in tensors if _is_tensor(tensor))
     right = "".join(f"\n  {join_path(path)} {_shape_of(value)}" for path, value in floats)
     return f"{what}.\nquantized:{left}\nparameters:{right}"

@@ -1,4 +1,4 @@
-"""maybe_quantize_model for MaxText's config, its Qwix rules, scales and key/value cache."""
+"""Functions for MaxText's config: ``maybe_quantize_model``, Qwix rules, static scales, and the key/value cache."""
 
 from __future__ import annotations
 
@@ -32,28 +32,31 @@ LAYERS = "decoder/.*layers.*"
 
 
 def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Model:
-    """Return a model whose linear layers run in the low precision that a program's config selects.
+    """Return a model whose linear layers run in the low precision that MaxText's config selects.
 
-    The example inputs have the shapes of the program's batch. The program itself handles the config's settings of
-    caches and checkpoints. A model that holds the handle of ``configure_quantization`` is returned unchanged if the
-    handle's mode is "convert" or "serve". In mode "train" it is quantized like other models, on the handle's backend,
-    and the handle's ops stay in float.
+    Without example inputs, this function creates abstract inputs with the shapes of MaxText's batch. MaxText itself
+    handles the config's settings of caches and checkpoints.
+
+    A model may contain the handle of ``configure_quantization``. If the handle's mode is "convert" or "serve", the
+    model is returned unchanged. In mode "train", the model is quantized on the handle's backend, and the handle's ops
+    stay in float.
 
     Args:
       model: Linen or NNX module.
-      config: MaxText's config, or another object with its fields; other values as in ``jaxquant.maybe_quantize_model``.
-      example_inputs, example_kwargs: see ``jaxquant.maybe_quantize_model``.
+      config: MaxText's config or another object with its fields, or a config of ``jaxquant.maybe_quantize_model``.
+      example_inputs, example_kwargs: arguments of ``jaxquant.maybe_quantize_model``.
 
     Raises:
-      ValueError: a recipe keeps quant state and gradients are accumulated; or see ``jaxquant.maybe_quantize_model``.
-      TypeError, NotImplementedError: see ``jaxquant.maybe_quantize_model``.
+      ValueError: MaxText's config accumulates gradients and a recipe has quant state; or raised by
+        ``jaxquant.maybe_quantize_model``.
+      TypeError, NotImplementedError: raised by ``jaxquant.maybe_quantize_model``.
     """
     if not is_program_config(config):
         return quantize_any(model, config, *example_inputs, **example_kwargs)
     if not (example_inputs or example_kwargs):
-        example_inputs, example_kwargs = example_of(model, config)
+        example_inputs, example_kwargs = make_example_inputs(model, config)
     program, config = config, QuantConfig.from_any(config)
-    handle = handle_of(model) if isinstance(model, (nn.Module, nnx.Module)) else None
+    handle = find_handle(model) if isinstance(model, (nn.Module, nnx.Module)) else None
     if handle is not None:
         if handle.quant_mode is not QuantMode.TRAIN:
             return model
@@ -65,8 +68,8 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     return quantize_model(model, config, *example_inputs, **example_kwargs)
 
 
-def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return example inputs for the model of a MaxText config: tokens, positions, segment ids, and inputs of MTP.
+def make_example_inputs(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs for the model of a MaxText config: tokens, positions, segment ids, and MTP inputs.
 
     Args:
       model: any model.
@@ -87,7 +90,7 @@ def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return (ids, ids, ids), options
 
 
-def handle_of(model: Any) -> Quantization | None:
+def find_handle(model: Any) -> Quantization | None:
     """Return the handle of ``configure_quantization`` in a model, or None."""
     if isinstance(model, nnx.Module):
         nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
@@ -97,7 +100,7 @@ def handle_of(model: Any) -> Quantization | None:
         values = list(model.values())
     else:
         values = [getattr(model, field.name, None) for field in dataclasses.fields(model)]
-    found = (handle_of(value) if _may_hold(value) else value for value in values)
+    found = (find_handle(value) if _may_contain_handle(value) else value for value in values)
     return next((value for value in found if isinstance(value, Quantization)), None)
 
 
@@ -108,8 +111,8 @@ def without_op_state(model: nnx.Module) -> nnx.Module:
     return copy
 
 
-def _may_hold(value: Any) -> bool:
-    """Whether a value is a Linen module or a mapping, such as arguments that a module passes on."""
+def _may_contain_handle(value: Any) -> bool:
+    """Return whether a value is a Linen module, or a mapping such as the arguments of a submodule."""
     is_linen = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "init_with_output")
     return is_linen or isinstance(value, Mapping)
 
@@ -118,13 +121,16 @@ def _may_hold(value: Any) -> bool:
 
 
 def get_quantization_rule(config: Any) -> list[Any] | None:
-    """Return the Qwix rules of a config for ``qwix.quantize_model``: its own rules, its switches, the decoder's layers.
+    """Return the Qwix rules of a config for ``qwix.quantize_model``.
+
+    The rules of the config come first, then rules for its switches (such as ``quantize_router_proj``), then a rule for
+    the layers of the decoder.
 
     Args:
       config: any value that ``QuantConfig.from_any`` accepts.
 
     Returns:
-      List of ``qwix.QtRule``, first match first, or None if the config quantizes nothing.
+      List of ``qwix.QtRule`` whose first match wins, or None if the config quantizes nothing.
 
     Raises:
       NotImplementedError: Qwix does not support the recipe.
@@ -152,7 +158,7 @@ def get_qt_provider(config: Any) -> Any:
 
 
 def get_static_scale(qtype: Any, calibration_method: str) -> float:
-    """Return the scale of a constant symmetric range: ``max / bound`` of the dtype, or 1 if that is below 1e-19.
+    """Return the scale of a constant symmetric range: ``max / bound`` of the dtype, or 1 if the scale is below 1e-19.
 
     Args:
       qtype: dtype to quantize to, or its name.
@@ -178,7 +184,7 @@ def manual_quantize(tensor: Array, dtype: Any, calibration_method: str) -> QTens
     Args:
       tensor: array of any float dtype.
       dtype: dtype of the qvalue.
-      calibration_method: see ``get_static_scale``.
+      calibration_method: argument of ``get_static_scale``.
 
     Raises:
       ValueError: the calibration is not a constant symmetric range.
@@ -189,10 +195,10 @@ def manual_quantize(tensor: Array, dtype: Any, calibration_method: str) -> QTens
 
 @dataclasses.dataclass(frozen=True)
 class KVQuant:
-    """Quantized key/value cache in the interface of MaxText's attention: the cast, and einsums with cached tensors.
+    """Quantized key/value cache with the interface of MaxText's attention: a cast, and einsums with cached tensors.
 
     Attributes:
-      axis_cfg: "dkv" (a scale for every head) or "heads_and_dkv" (the heads of a position share one scale).
+      axis_cfg: "dkv" (each head has a scale) or "heads_and_dkv" (all heads of a position share one scale).
       dtype: dtype of the cached values.
     """
 
@@ -204,7 +210,7 @@ class KVQuant:
 
         Args:
           kv: keys or values.
-          axis_names: MaxText's names of their axes, which include "cache_kv" and "cache_heads".
+          axis_names: MaxText's names of the axes of ``kv``, which include "cache_kv" and "cache_heads".
 
         Returns:
           The quantized values, and the absmax, which MaxText stores with them.

@@ -6,7 +6,7 @@ import functools
 import re
 
 from jaxquant.export.hf.exclusions import ANY_CLASS, REGEX, compressed_tensors_pattern
-from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, named
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, name_rules
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
 
@@ -28,7 +28,7 @@ _STRATEGIES = {
     "channel": ScaleGranularity.ROWWISE,
     "token": ScaleGranularity.COLWISE,
 }
-_TILED = {
+_TILED_FORMATS = {
     "nvfp4-pack-quantized": ("NVFP4", 4, 16, functools.partial(nvfp4_layer, "nvfp4-pack")),
     "mxfp4-pack-quantized": ("MXFP4", 4, 32, functools.partial(mx_layer, _ELEMENTS["float", 4], "mxfp4-pack")),
     "mxfp8-quantized": ("MXFP8", 8, 32, functools.partial(mx_layer, _ELEMENTS["float", 8], "plain")),
@@ -53,7 +53,7 @@ def read(config: Section) -> CheckpointQuantization:
     groups = config.section("config_groups")
     if not groups.data:
         raise ValueError(f"{groups.place} must be specified and contain a group")
-    whole_format = _format(config, None)
+    whole_format = _read_format(config, None)
     config.pass_over("quantization_status", "global_compression_ratio", "run_compressed")
     sparsity = config.section("sparsity_config")
     if sparsity.text("format", "dense") != "dense":
@@ -67,19 +67,19 @@ def read(config: Section) -> CheckpointQuantization:
         if not isinstance(key, str):
             raise TypeError(f"{groups.place} has the key {key!r}, which is not a string")
         group = groups.section(key)
-        spec = _layer(group, _format(group, whole_format))
+        spec = _read_layer(group, _read_format(group, whole_format))
         if group.has("targets"):
             _check_targets(group)
         targeted += _rules("targets", group, spec) if group.has("targets") else [LayerRule(".*", spec, group.place)]
     rules += sorted(targeted, key=lambda rule: 0 if rule.names else 2 if rule.pattern == ".*" else 1)
-    return CheckpointQuantization("compressed-tensors", tuple(rules), kv_cache(config, "kv_cache_scheme"))
+    return CheckpointQuantization("compressed-tensors", tuple(rules), read_kv_cache(config, "kv_cache_scheme"))
 
 
 def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule]:
     """Return the rules of ``ignore`` or ``targets``: one rule for all exact names, and one for each pattern."""
     written, place = section.texts(key), section.where(key)
     patterns = {index: name for index, name in enumerate(written) if name == ANY_CLASS or name.startswith(REGEX)}
-    return named(frozenset(written) - set(patterns.values()), spec, place) + [
+    return name_rules(frozenset(written) - set(patterns.values()), spec, place) + [
         LayerRule(compressed_tensors_pattern(name, f"{place}[{index}]"), spec, place)
         for index, name in patterns.items()
     ]
@@ -97,23 +97,23 @@ def _check_targets(group: Section) -> None:
             )
 
 
-def kv_cache(config: Section, key: str) -> str | None:
+def read_kv_cache(config: Section, key: str) -> str | None:
     """Return the dtype of the KV cache, or None; a config has a scheme, modelopt's "FP8" or AutoFP8's "static"."""
     value = config.get(key)
     if value in (None, ""):
         return None
     if not isinstance(value, str):
-        return _input(config.section(key)).dtype
+        return _read_input(config.section(key)).dtype
     if value.upper() not in _KV_CACHES:
         raise ValueError(f"{config.where(key)} {value!r} is not known; known values are {', '.join(_KV_CACHES)}")
     return _KV_CACHES[value.upper()]
 
 
-def _format(section: Section, default: str | None) -> str | None:
+def _read_format(section: Section, default: str | None) -> str | None:
     return section.choice("format", FORMATS) if section.has("format") else default
 
 
-def _element(scheme: Section) -> str:
+def _read_element(scheme: Section) -> str:
     kind, bits = scheme.choice("type", ("int", "float"), "int"), scheme.integer("num_bits", 8)
     if (kind, bits) not in _ELEMENTS:
         raise NotImplementedError(
@@ -123,7 +123,7 @@ def _element(scheme: Section) -> str:
     return _ELEMENTS[kind, bits]
 
 
-def _layer(group: Section, format: str | None) -> LayerSpec | None:
+def _read_layer(group: Section, format: str | None) -> LayerSpec | None:
     if not group.has("weights"):
         if group.has("input_activations"):
             raise NotImplementedError(f"{group.place} quantizes inputs but not weights, which is not supported")
@@ -137,9 +137,9 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
         raise NotImplementedError(
             f"{weights.where('actorder')} {weights.get('actorder')!r} is not supported; export with actorder 'weight'"
         )
-    weight = _operand(weights, "weight")
-    inputs = _input(group.section("input_activations")) if group.has("input_activations") else None
-    for name, (wanted, bits, size, make) in _TILED.items():
+    weight = _read_operand(weights, "weight")
+    inputs = _read_input(group.section("input_activations")) if group.has("input_activations") else None
+    for name, (wanted, bits, size, make) in _TILED_FORMATS.items():
         element = _ELEMENTS["float", bits]
         fits = (weight.dtype, weights.get("group_size")) == (element, size)
         if format != name and not (bits == 4 and fits):
@@ -158,7 +158,7 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
     return LayerSpec(weight, inputs, "pack-quantized" if is_packed else "plain")
 
 
-def _strategy(scheme: Section) -> str:
+def _read_strategy(scheme: Section) -> str:
     """Return the strategy, which defines the elements that share a scale; observer and scale dtype are ignored."""
     scheme.pass_over("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     size = scheme.get("group_size")
@@ -170,15 +170,15 @@ def _strategy(scheme: Section) -> str:
     return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
-def _input(scheme: Section) -> OperandSpec:
+def _read_input(scheme: Section) -> OperandSpec:
     dynamic = scheme.get("dynamic") or False
     if dynamic not in (True, False, "local"):
         raise ValueError(f"{scheme.where('dynamic')} must be true, false or 'local', got {dynamic!r}")
-    return _operand(scheme, "input activation", ScaleOrigin.DYNAMIC if dynamic else ScaleOrigin.STATIC)
+    return _read_operand(scheme, "input activation", ScaleOrigin.DYNAMIC if dynamic else ScaleOrigin.STATIC)
 
 
-def _operand(scheme: Section, side: str, origin: ScaleOrigin = ScaleOrigin.STATIC) -> OperandSpec:
-    element, strategy, symmetric = _element(scheme), _strategy(scheme), scheme.boolean("symmetric", True)
+def _read_operand(scheme: Section, side: str, origin: ScaleOrigin = ScaleOrigin.STATIC) -> OperandSpec:
+    element, strategy, symmetric = _read_element(scheme), _read_strategy(scheme), scheme.boolean("symmetric", True)
     if strategy in _STRATEGIES:
         return OperandSpec(element, _STRATEGIES[strategy], origin, symmetric=symmetric)
     if strategy in ("group", "tensor_group"):

@@ -29,7 +29,7 @@ def transformers_pattern(key: str, place: str) -> str:
     """
     if not key:
         raise ValueError(f"{place} is empty; it must name a module")
-    return checked(rf"{_group(key)}(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(key)}", key, place)
+    return check_regex(rf"{_wrap_in_group(key)}(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(key)}", key, place)
 
 
 def compressed_tensors_pattern(target: str, place: str) -> str:
@@ -41,7 +41,7 @@ def compressed_tensors_pattern(target: str, place: str) -> str:
     Source: ``match_named_modules`` of compressed-tensors.
     """
     if target.startswith(REGEX):
-        return checked(f"{_group(target[len(REGEX) :])}.*", target, place)
+        return check_regex(f"{_wrap_in_group(target[len(REGEX) :])}.*", target, place)
     return ".*" if target == ANY_CLASS else re.escape(target)
 
 
@@ -65,7 +65,7 @@ def modelopt_pattern(glob: str, place: str) -> str:
     wrappers = "".join(f"(?:{re.escape(wrapper)})?" for wrapper in ("model.", "language_model.", "model."))
     if body:
         body += r"\."
-    return checked(rf"{wrappers}{body}{end}(?:\..*)?", glob, place)
+    return check_regex(rf"{wrappers}{body}{end}(?:\..*)?", glob, place)
 
 
 def quark_pattern(entry: str, place: str) -> str:
@@ -73,7 +73,7 @@ def quark_pattern(entry: str, place: str) -> str:
     return (compressed_tensors_pattern if entry.startswith(REGEX) else modelopt_pattern)(entry, place)
 
 
-def _group(regex: str) -> str:
+def _wrap_in_group(regex: str) -> str:
     """Wrap a regex in a group, and move leading flags such as ``(?i)`` into this group."""
     flags = re.match(r"\(\?([aimsux]+)\)", regex)
     return f"(?:{regex})" if flags is None else f"(?{flags[1]}:{regex[flags.end() :]})"
@@ -92,7 +92,7 @@ def _from_glob(part: str) -> str:
     return "".join(regexes)
 
 
-def checked(pattern: str, written: str, place: str) -> str:
+def check_regex(pattern: str, written: str, place: str) -> str:
     """Return a regex after checking that it compiles.
 
     Raises:

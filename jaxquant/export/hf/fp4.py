@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from jaxquant.export.hf.exclusions import quark_pattern
-from jaxquant.export.hf.fp8 import EXPERTS, exclusions
-from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, listed
+from jaxquant.export.hf.fp8 import EXPERTS, read_exclusions
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, read_lists
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import mx_layer
 
@@ -24,7 +24,7 @@ _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "floa
 def read_mxfp4(config: Section) -> CheckpointQuantization:
     """Return the quantization of gpt-oss's ``quantization_config``: MXFP4 weights of the experts, float inputs."""
     experts = LayerRule(EXPERTS, mx_layer("float4_e2m1fn", "gpt-oss", with_input=False), config.where("quant_method"))
-    return CheckpointQuantization("mxfp4", (*exclusions(config), experts))
+    return CheckpointQuantization("mxfp4", (*read_exclusions(config), experts))
 
 
 def read_quark(config: Section) -> CheckpointQuantization:
@@ -55,7 +55,7 @@ def read_quark(config: Section) -> CheckpointQuantization:
                 stacklevel=2,
             )
     config.pass_over(*_TOOL_KEYS)
-    rules = listed(config, ["exclude"], quark_pattern)
+    rules = read_lists(config, ["exclude"], quark_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
     rules.append(LayerRule(".*", spec, weight.place))
     return CheckpointQuantization("quark", tuple(rules))

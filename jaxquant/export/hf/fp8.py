@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxquant.export.hf import compressed_tensors, modelopt
 from jaxquant.export.hf.exclusions import modelopt_pattern, transformers_pattern
-from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_rules, name_rules, read_lists
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, tensor_layer
 
@@ -14,18 +14,18 @@ _FMT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 _FMT |= {dtype: dtype for dtype in _FMT.values()}
 
 
-def exclusions(config: Section) -> list[LayerRule]:
+def read_exclusions(config: Section) -> list[LayerRule]:
     """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, which have transformers' syntax."""
-    return listed(config, EXCLUSION_KEYS, transformers_pattern)
+    return read_lists(config, EXCLUSION_KEYS, transformers_pattern)
 
 
-def formats(config: Section) -> tuple[str, bool]:
+def read_formats(config: Section) -> tuple[str, bool]:
     """Return the element type of ``fmt``, and whether ``scale_fmt`` requires powers of two."""
     dtype = _FMT[config.choice("fmt", _FMT, "e4m3")]
     return dtype, config.choice("scale_fmt", ("", "ue8m0", "float"), "") == "ue8m0"
 
 
-def origin_of(config: Section, default: str = "") -> ScaleOrigin:
+def read_origin(config: Section, default: str = "") -> ScaleOrigin:
     """Return whether input scales are static or dynamic, from ``activation_scheme``; errors have MAX's wording."""
     scheme = config.text("activation_scheme", default)
     if not scheme:
@@ -38,7 +38,7 @@ def origin_of(config: Section, default: str = "") -> ScaleOrigin:
     return ScaleOrigin(scheme)
 
 
-def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
+def block_layer(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
     """Return the spec of a layer with a scale for each block of the weight, and for each ``size[1]`` input features."""
     weight = block(dtype, *size, power_of_two_scale=ue8m0)
     return LayerSpec(weight, block(dtype, 1, size[1], origin, power_of_two_scale=ue8m0))
@@ -51,25 +51,25 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     scales. ``kv_cache_scheme: static`` is AutoFP8's name for a cache in e4m3 with stored scales. If a config also has a
     ``moe_quant_algo``, its experts use that algorithm.
     """
-    origin = origin_of(config)
-    dtype, ue8m0 = formats(config)
+    origin = read_origin(config)
+    dtype, ue8m0 = read_formats(config)
     size = config.pair("weight_block_size")
-    spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)
-    rules = [*exclusions(config), *head_and_routers()]
+    spec = tensor_layer(dtype, origin, ue8m0) if size is None else block_layer(dtype, size, origin, ue8m0)
+    rules = [*read_exclusions(config), *head_rules()]
     if config.text("moe_quant_algo", ""):
         config.pass_over("quant_algo")  # a mixed checkpoint; the two algorithms already define it
         # ``ignore`` belongs to the experts' algorithm: modules in it keep the scheme of the method.
-        rules += listed(config, ["ignore"], modelopt_pattern, spec)
+        rules += read_lists(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, modelopt.read_spec(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
-    return CheckpointQuantization("fp8", tuple(rules), compressed_tensors.kv_cache(config, "kv_cache_scheme"))
+    return CheckpointQuantization("fp8", tuple(rules), compressed_tensors.read_kv_cache(config, "kv_cache_scheme"))
 
 
 def read_fbgemm(config: Section) -> CheckpointQuantization:
     """Return the quantization of ``fbgemm_fp8``: a scale for each weight row, and a bounded scale for each token."""
     spec = channel_layer(config.number("activation_scale_ub"))
     last = LayerRule(".*", spec, config.where("quant_method"))
-    return CheckpointQuantization("fbgemm_fp8", (*exclusions(config), *head_and_routers(), last))
+    return CheckpointQuantization("fbgemm_fp8", (*read_exclusions(config), *head_rules(), last))
 
 
 def read_mxfp8(config: Section) -> CheckpointQuantization:
@@ -77,7 +77,7 @@ def read_mxfp8(config: Section) -> CheckpointQuantization:
     size = config.pair("weight_block_size")
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")
-    rules = named(config.texts("ignored_layers"), None, config.where("ignored_layers"), covers_children=True)
-    rules += listed(config, ["modules_to_not_convert"], transformers_pattern)
+    rules = name_rules(config.texts("ignored_layers"), None, config.where("ignored_layers"), covers_children=True)
+    rules += read_lists(config, ["modules_to_not_convert"], transformers_pattern)
     last = LayerRule(".*", mx_layer("float8_e4m3fn", "plain"), config.where("quant_method"))
-    return CheckpointQuantization("mxfp8", (*rules, *head_and_routers(), last))
+    return CheckpointQuantization("mxfp8", (*rules, *head_rules(), last))

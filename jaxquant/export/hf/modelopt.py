@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxquant.export.hf import compressed_tensors
 from jaxquant.export.hf.exclusions import modelopt_pattern
-from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
+from jaxquant.export.hf.quantization import CheckpointQuantization, LayerRule, head_rules, name_rules, read_lists
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, nvfp4_layer, tensor_layer
 
@@ -35,7 +35,7 @@ def read_spec(section: Section, key: str) -> LayerSpec:
     name = section.text(key).upper()
     if name not in ALGORITHMS:
         raise NotImplementedError(
-            f"{section.where(key)} {section.get(key)!r} is not supported; supported are {', '.join(ALGORITHMS)}"
+            f"{section.where(key)} {section.get(key)!r} is not supported; supported values are {', '.join(ALGORITHMS)}"
         )
     size = ALGORITHMS[name].weight.block_size
     if size is not None and section.has("group_size") and section.integer("group_size") != size[1]:
@@ -64,19 +64,19 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
       is_sniffed: whether the method was inferred from tensor names; such a checkpoint has no list of exclusions.
     """
     algorithm = config.text("quant_algo", "")
-    said = [compressed_tensors.kv_cache(config, key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
-    kv_cache = said[0] or said[1]
+    kv_caches = [compressed_tensors.read_kv_cache(config, key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
+    kv_cache = kv_caches[0] or kv_caches[1]
     if not algorithm and not config.has("config_groups"):
         if kv_cache is None:
             raise ValueError(f"{config.where('quant_algo')} must be specified")
         return None
-    rules = listed(config, ("ignore", "exclude_modules"), modelopt_pattern)
+    rules = read_lists(config, ("ignore", "exclude_modules"), modelopt_pattern)
     if algorithm:
         config.pass_over("config_groups")  # repeats the algorithm in the format of compressed-tensors
     if is_sniffed:
-        rules += head_and_routers()
+        rules += head_rules()
     if algorithm.upper() == MIXED or config.has("quantized_layers"):
-        rules += _mixed(config)
+        rules += _read_mixed(config)
     elif not algorithm:
         groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.read_places))
         rules += groups.rules
@@ -85,7 +85,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
     return CheckpointQuantization("modelopt", tuple(rules), kv_cache)
 
 
-def _mixed(config: Section) -> list[LayerRule]:
+def _read_mixed(config: Section) -> list[LayerRule]:
     layers = config.section("quantized_layers")
     if not layers.data:
         raise ValueError(f"{layers.place} must be specified for quant_algo {MIXED}")
@@ -97,4 +97,4 @@ def _mixed(config: Section) -> list[LayerRule]:
         names.setdefault((-name.count("."), read_spec(entry, "quant_algo")), []).append(name)
     # A name also covers the modules below it, and the nearest name decides, so the deepest names come first.
     deepest = sorted(names, key=lambda key: key[0])
-    return [rule for key in deepest for rule in named(names[key], key[1], layers.place, covers_children=True)]
+    return [rule for key in deepest for rule in name_rules(names[key], key[1], layers.place, covers_children=True)]

@@ -104,7 +104,7 @@ class CheckpointQuantization:
         return next((rule for rule in self.rules if rule.matches(module)), None)
 
 
-def listed(
+def read_lists(
     config: Section, keys: Iterable[str], to_regex: Callable[[str, str], str], spec: LayerSpec | None = None
 ) -> list[LayerRule]:
     """Return a rule for each entry in the lists of modules of a config.
@@ -122,14 +122,14 @@ def listed(
     ]
 
 
-def named(
+def name_rules(
     names: Collection[str], spec: LayerSpec | None, origin: str, covers_children: bool = False
 ) -> list[LayerRule]:
     """Return a list with one rule for the exact module names, or an empty list without names."""
     return [LayerRule("(?!)", spec, origin, frozenset(names), covers_children)] if names else []
 
 
-def head_and_routers() -> tuple[LayerRule, ...]:
+def head_rules() -> tuple[LayerRule, ...]:
     """Return the rules of methods that never quantize the output head and routers, without listing them."""
     return (
         LayerRule(HEAD_PATTERN, None, "output head, never quantized by this method"),

@@ -45,12 +45,12 @@ class Section:
         Raises:
           NotImplementedError: a key was not read; the message names it.
         """
-        for place, value in self._unread():
+        for place, value in self._unread_keys():
             raise NotImplementedError(
                 f"{place} {show(value)} is not supported and may change values; export the checkpoint without it"
             )
 
-    def _unread(self) -> Iterator[tuple[str, Any]]:
+    def _unread_keys(self) -> Iterator[tuple[str, Any]]:
         for key, value in self.data.items():
             place = self.where(key)
             if not _has_content(value) or f"{place}{_WHOLE}" in self.read_places:
@@ -58,12 +58,12 @@ class Section:
             if place not in self.read_places:
                 yield place, value
             elif isinstance(value, Mapping):
-                yield from Section(value, place, self.read_places)._unread()
+                yield from Section(value, place, self.read_places)._unread_keys()
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string, or ``default`` if the key is missing or null; raises if there is no default."""
-        value = self._value(key, default)
-        return self._checked(key, value, isinstance(value, str), "a string", TypeError)
+        value = self._required(key, default)
+        return self._check(key, value, isinstance(value, str), "a string", TypeError)
 
     def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
         """Return a string, which must be one of ``known``."""
@@ -75,28 +75,28 @@ class Section:
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         """Return an integer above 0 and at most ``most``."""
-        value = self._value(key, default)
-        return self._checked(key, value, type(value) is int and 0 < value <= most, f"a whole number from 1 to {most}")
+        value = self._required(key, default)
+        return self._check(key, value, type(value) is int and 0 < value <= most, f"a whole number from 1 to {most}")
 
     def number(self, key: str) -> float | None:
         """Return a finite number above 0, or None if the key is missing or null."""
         value = self.get(key)
         fits = value is None or (type(value) in (int, float) and 0 < value < float("inf"))
-        self._checked(key, value, fits, "a finite number above 0")
+        self._check(key, value, fits, "a finite number above 0")
         return None if value is None else float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        return self._checked(key, value, isinstance(value, bool), "true or false", TypeError)
+        value = self._required(key, default)
+        return self._check(key, value, isinstance(value, bool), "true or false", TypeError)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings; empty if the key is missing or null."""
         value = self.get(key)
         if value is None:
             return ()
-        self._checked(key, value, isinstance(value, (list, tuple)), "a list of strings", TypeError)
+        self._check(key, value, isinstance(value, (list, tuple)), "a list of strings", TypeError)
         for index, item in enumerate(value):
-            self._checked(f"{key}[{index}]", item, isinstance(item, str), "a string", TypeError)
+            self._check(f"{key}[{index}]", item, isinstance(item, str), "a string", TypeError)
         return tuple(value)
 
     def pair(self, key: str) -> tuple[int, int] | None:
@@ -106,16 +106,16 @@ class Section:
             return None
         words = value.split("x") if isinstance(value, str) else value
         numbers = tuple(map(_positive_integer, words)) if isinstance(words, (list, tuple)) and len(words) == 2 else ()
-        self._checked(key, value, bool(numbers) and all(numbers), "two whole numbers above 0")
+        self._check(key, value, bool(numbers) and all(numbers), "two whole numbers above 0")
         return numbers  # pyright: ignore[reportReturnType]
 
     def section(self, key: str) -> Section:
         """Return the mapping under a key as a section, which is empty if the key is missing or null."""
         value = self.get(key)
-        self._checked(key, value, isinstance(value, Mapping | None), "a mapping", TypeError)
+        self._check(key, value, isinstance(value, Mapping | None), "a mapping", TypeError)
         return Section(value or {}, self.where(key), self.read_places)
 
-    def _value(self, key: str, default: Any) -> Any:
+    def _required(self, key: str, default: Any) -> Any:
         value = self.get(key)
         if value is None:
             value = default
@@ -123,7 +123,7 @@ class Section:
             raise ValueError(f"{self.where(key)} must be specified")
         return value
 
-    def _checked(self, key: str, value: Any, fits: bool, wanted: str, error: type[Exception] = ValueError) -> Any:
+    def _check(self, key: str, value: Any, fits: bool, wanted: str, error: type[Exception] = ValueError) -> Any:
         """Return ``value`` if ``fits``; otherwise raise ``error`` with the requirement ``wanted``."""
         if not fits:
             raise error(f"{self.where(key)} must be {wanted}, got {show(value)}")

@@ -66,10 +66,10 @@ def read_tensors(tensors: Mapping[str, Any] | None) -> dict[str, TensorInfo]:
     """
     if tensors is None:
         return {}
-    return {name: _info(name, value) for name, value in tensors.items() if name != "__metadata__"}
+    return {name: _read_info(name, value) for name, value in tensors.items() if name != "__metadata__"}
 
 
-def _info(name: str, value: Any) -> TensorInfo:
+def _read_info(name: str, value: Any) -> TensorInfo:
     if isinstance(value, TensorInfo):
         return value
     if isinstance(value, Mapping):

@@ -30,11 +30,11 @@ _MOVES = _PARTS | {"sharding_constraint", "reshard", "device_put", "reduce_preci
 _ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
 _MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 """Operations that compute one number from several numbers, or a multiple of a number."""
-_SPREADS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
+_KEEPS_SUMS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
 """Operations that keep a sum recognizable: if an input contains the sum, the result contains it, too."""
 
 
-class Standing(NamedTuple):
+class StateUse(NamedTuple):
     """Use of quant state in a step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Standing(NamedTuple):
     frozen: tuple[str, ...]
 
 
-def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
+def check_state(program: Graph, labeled: Sequence[LabeledContraction]) -> StateUse:
     """Find quant state that a step uses wrongly, and layers whose quant state is frozen.
 
     An amax history advances if a result contains the history, shifted by one entry. A history is treated as a weight if
@@ -57,20 +57,20 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     # Histories in jaxquant's tables, and histories of flax's own ops, whose names also end in "amax_history".
     histories = [each for each in program.inputs if each.name and each.name[-1].endswith(HISTORY)]
     if not histories or not any(each.is_backward for each in labeled):
-        return Standing((), ())
+        return StateUse((), ())
     results = [each for each in program.outputs if each not in histories]
     reached = ancestors(results, stop=_is_reduced)
     rolled = ancestors([each for each in reached if each.operation == "concatenate"], stop=_is_reduced)
-    layers, frozen = _differentiated(labeled)
+    layers, frozen = _differentiated_layers(labeled)
     faults: list[str] = []
-    if touched := next(_summed(reached, histories, program.observed), None):
+    if touched := next(_find_summed(reached, histories, program.observed), None):
         faults.append(
             f"quant state {'/'.join(touched.name)!r} is added to or multiplied, as by an optimizer, a decay or an "
             "average of all variables; apply these to parameters only (jaxquant.state.split), or use "
             "jaxquant.state.TrainState or Optimizer"
         )
-    readers = _readers(ancestors(program.outputs))
-    if lost := next(_overwritten(program, histories, readers, labeled), None):
+    readers = _map_readers(ancestors(program.outputs))
+    if lost := next(_find_overwritten(program, histories, readers, labeled), None):
         beside = {each.name[-1] for each in program.inputs if each.name[:-1] == lost.name[:-1]}
         fix = "use jaxquant.state.TrainState or Optimizer, or pass the observations to jaxquant.state.update"
         faults.append(
@@ -78,7 +78,7 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
             "several uses, micro-batches or devices, as by flax's TrainState; "
             + (fix if BINS in beside else "amax_init 'flax' supports only one use")
         )
-    if any(_raised(readers, program.observed)):
+    if any(_find_nonlinear(readers, program.observed)):
         faults.append(
             "observations of quant state are squared, used as a divisor or passed to a function, as by "
             "optax.global_norm, clipping or an optimizer of all gradients; use jaxquant.state.split(grads)[0] for "
@@ -89,14 +89,14 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
             f"{path}: it is differentiated but its quant state does not advance; pass the observations to "
             "jaxquant.state.update, TrainState, Optimizer or apply_gradients, or use jaxquant.state.frozen()"
         )
-    return Standing(tuple(faults), tuple(frozen))
+    return StateUse(tuple(faults), tuple(frozen))
 
 
 def _is_reduced(value: Value) -> bool:
     return value.operation.startswith(("reduce_", "arg")) or value.operation in CONTRACTIONS
 
 
-def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, list[str]], list[str]]:
+def _differentiated_layers(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, list[str]], list[str]]:
     """Return the differentiated layers by amax history, and the frozen ones.
 
     Returns:
@@ -108,7 +108,7 @@ def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, 
     with_backward = {each.forward for each in labeled if each.is_backward}
     for forward in labeled:
         for operand in forward.origins if forward in with_backward else ():
-            made = _made_of(operand)
+            made = _scale_sources(operand)
             if any(value.operation == "name" and value.params.get("name") == FROZEN_MARK for value in made):
                 frozen[forward.path] = None
                 continue
@@ -117,13 +117,13 @@ def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, 
     return layers, list(frozen)
 
 
-def _made_of(operand: Origin) -> Iterable[Value]:
+def _scale_sources(operand: Origin) -> Iterable[Value]:
     """Return the values that the scale of an operand was computed from, up to the operand and other contractions."""
     scales = [] if operand.divisor is None else [operand.divisor]
     return ancestors(scales, lambda value: value is operand.source or value.operation in CONTRACTIONS)
 
 
-def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
+def _find_summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
     """Yield the histories of which sums or multiples are computed; computations of observations do not count."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
@@ -131,7 +131,7 @@ def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[
     yield from (each for each in histories if each in made)
 
 
-def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
+def _map_readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
     """Return the values computed from each value."""
     readers: dict[Value, list[Value]] = {}
     for value in needed:
@@ -140,7 +140,7 @@ def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
     return readers
 
 
-def _spread(
+def _reachable(
     values: Iterable[Value], readers: Mapping[Value, Sequence[Value]], operations: Set[str] = _LINEAR
 ) -> set[Value]:
     """Return the values, and everything that ``operations`` (by default linear operations) compute from them."""
@@ -153,7 +153,7 @@ def _spread(
     return known
 
 
-def _overwritten(
+def _find_overwritten(
     program: Graph,
     histories: Sequence[Value],
     readers: Mapping[Value, Sequence[Value]],
@@ -163,22 +163,22 @@ def _overwritten(
 
     Histories that no contraction depends on are ignored, for example while a large batch is accumulated.
     """
-    known = _spread(program.observed, readers, _SPREADS)
+    known = _reachable(program.observed, readers, _KEEPS_SUMS)
     forward = ancestors(_operands(each for each in labeled if not each.is_backward))
     weights = {each for each in forward if each.operation == "argument" and not is_field(each.name)}
     if not any(_is_trained(each, weights) for each in program.outputs if each not in known):
         return
     sums = (each for each in known if each.operation in _MIXED and _is_mixed(each, known))
-    summed = _spread(sums, readers, _SPREADS)
+    summed = _reachable(sums, readers, _KEEPS_SUMS)
     results = [each for each in program.outputs if each not in histories]
-    lost = _made_of_histories((each for each in results if each in summed), histories)
+    lost = _source_histories((each for each in results if each in summed), histories)
     if lost:
-        lost -= _made_of_histories((each for each in results if each not in summed), histories)
+        lost -= _source_histories((each for each in results if each not in summed), histories)
         lost &= ancestors(_operands(labeled)).keys()
     yield from (each for each in histories if each in lost)
 
 
-def _made_of_histories(results: Iterable[Value], histories: Sequence[Value]) -> set[Value]:
+def _source_histories(results: Iterable[Value], histories: Sequence[Value]) -> set[Value]:
     """Return the histories from which results of their shape are computed."""
     alike: dict[tuple[int, ...], list[Value]] = {each.shape: [] for each in histories}
     for each in results:
@@ -199,7 +199,7 @@ def _is_mixed(value: Value, known: Set[Value]) -> bool:
     """Whether a value is a sum of known values or a multiple; a sum that joins padded parts does not count."""
     if value.operation not in _ADDS:
         return True
-    parts = _below([value], lambda each: each.operation in ("add", "add_any"))
+    parts = _sources([value], lambda each: each.operation in ("add", "add_any"))
     places = [str(each.params["padding_config"]) for each in parts if each.operation == "pad"]
     is_joined = len(set(places)) == len([each for each in parts if each.operation not in ("add", "add_any")])
     return not is_joined and all(each in known for each in value.inputs)
@@ -207,18 +207,18 @@ def _is_mixed(value: Value, known: Set[Value]) -> bool:
 
 def _is_trained(result: Value, weights: Set[Value]) -> bool:
     """Whether a result is a weight plus an update, that is, a trained weight."""
-    within = _below([result], lambda each: each.operation in _MOVES | _ADDS)
-    sums = _below((each for each in within if each.operation in _ADDS), lambda each: each.operation in _MOVES | _ADDS)
+    within = _sources([result], lambda each: each.operation in _MOVES | _ADDS)
+    sums = _sources((each for each in within if each.operation in _ADDS), lambda each: each.operation in _MOVES | _ADDS)
     return any(each in weights and each.shape == result.shape for each in sums)
 
 
-def _below(values: Iterable[Value], is_open: Callable[[Value], bool]) -> dict[Value, None]:
+def _sources(values: Iterable[Value], is_open: Callable[[Value], bool]) -> dict[Value, None]:
     return ancestors(values, stop=lambda each: not is_open(each))
 
 
-def _raised(readers: Mapping[Value, Sequence[Value]], observed: set[Value]) -> Iterator[Value]:
+def _find_nonlinear(readers: Mapping[Value, Sequence[Value]], observed: set[Value]) -> Iterator[Value]:
     """Yield nonlinear results, such as squares and quotients, of observations or their sums."""
-    known = _spread(observed, readers)
+    known = _reachable(observed, readers)
     for value in {value for each in known for value in readers.get(each, ())}:
         both = value.operation in ("mul", "div") and all(each in known for each in value.inputs)
         if value.operation in _POWERS or both or (value.operation == "div" and value.inputs[1] in known):
