@@ -48,7 +48,7 @@ class Part:
     Attributes:
       name: name of the part.
       file: file of JSON lines.
-      until: end of its time, by ``time.perf_counter``.
+      until: time at which the part has to end, in seconds of ``time.perf_counter``.
       is_small: whether sizes are for a CPU.
       kind: kind of the device.
     """

@@ -76,7 +76,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
       head_dim: number of features in each head.
       num_experts: number of experts in each layer; each has the width ``mlp_dim``. 0 means a single MLP for all tokens.
       num_experts_per_tok: number of experts that each token uses.
-      shared_experts: number of further experts that every token uses. They are one MLP of width
+      shared_experts: number of further experts that every token uses. All shared experts together are one MLP of width
         ``shared_experts * mlp_dim``.
       kv_lora_rank: size of the latent of keys and values in latent attention. 0 means grouped-query attention without
         latents.

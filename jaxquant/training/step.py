@@ -246,7 +246,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         return jax.tree.unflatten(jax.tree.structure(state), [*placed]), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        # Evaluation also runs in micro-batches, so that it fits in memory if training does.
+        # Evaluation also runs in micro-batches, so that evaluation fits in memory if training does.
         of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
         parts = _micro_batches(batch, config.gradient_accumulation_steps)
         return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
@@ -266,8 +266,8 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     """Resolve ``quantization_local_shard_count: -1`` from the mesh; its devices may belong to several processes.
 
     Each block of the weight gradient's contraction must be on one device, because integer sums must not be added across
-    devices. The number of blocks is therefore the number of devices that share the batch. Qwix splits the sequence
-    instead of the batch; for Qwix, -1 remains the size of the mesh.
+    devices. The number of blocks is therefore the number of devices over which the batch is sharded. Qwix splits the
+    sequence instead of the batch; for Qwix, -1 remains the size of the mesh.
     """
     reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
     backend = config.resolved_backend

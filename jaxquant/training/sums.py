@@ -63,7 +63,7 @@ def make_record(config: TrainConfig) -> dict[str, Any]:
 
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
-    """Return the SHA-256 of each file that a configuration names and its model depends on."""
+    """Return the SHA-256 of each file that a configuration names and on which the model depends."""
     paths = {name: Path(getattr(config, name)) for name in _FILE_FIELDS if getattr(config, name)}
     return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 

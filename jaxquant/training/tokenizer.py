@@ -160,7 +160,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._recent = list(before)[-_CONTEXT:]  # last tokens; ``_num_returned`` characters of them are returned
+        self._recent = list(before)[-_CONTEXT:]  # last tokens; ``_num_returned`` counts characters already returned
         self._num_returned = len(tokenizer.decode(self._recent))
 
     def add(self, token: int) -> str:
