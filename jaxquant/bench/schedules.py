@@ -138,7 +138,7 @@ def _loops_and_guards(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _trip_counts(text: str) -> tuple[int, ...]:
-    """Return the iterations of the loops. Kernels of this package have at most one loop per depth."""
+    """Return the number of iterations of each loop. Kernels of this package have at most one loop per depth."""
     found: dict[int, int] = {}
     for line in text.splitlines():
         if exit_test := _EXIT.search(line):

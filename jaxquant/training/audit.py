@@ -36,5 +36,5 @@ def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tupl
     batch = {name: tokens for name in ("inputs", "targets", "segment_ids", "positions")}
     is_healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=built.replicated)
     state = built.abstract_state
-    state = state._replace(quant_state=quantization_state.warm(state.quant_state))  # quant state as after the first step
+    state = state._replace(quant_state=quantization_state.warm(state.quant_state))  # as after one step
     return built.step, (state, batch, is_healthy)

@@ -134,7 +134,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
       mesh_tensor: number of devices over which the heads and ``mlp_dim`` are sharded; -1 means all remaining devices.
       log_every: number of steps between two progress lines; ``metrics.jsonl`` has every step.
       eval_every: number of steps between two held-out losses. 0 means only at the end.
-      eval_batches: number of batches of a held-out loss.
+      eval_batches: number of batches over which a held-out loss is computed.
       checkpoint_every: number of steps between two checkpoints. 0 means only at the end.
       checkpoint_keep: number of checkpoints to keep.
       tensorboard: whether to write TensorBoard events.

@@ -293,8 +293,10 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
-    """Return the parts of a forward matmul that a checkpoint also describes. Recipes with delayed scales compare equal
-    to recipes with static scales."""
+    """Return the parts of a forward matmul that a checkpoint also describes.
+
+    Recipes with delayed scales compare equal to recipes with static scales.
+    """
 
     def plain(operand: Any, is_input: bool) -> Any:
         if not isinstance(operand, TensorSpec):

@@ -22,8 +22,8 @@ class Busy(ValueError):
 class RunLock:
     """Lock on a run folder, held by the first process of a run.
 
-    The file names its owner. Its modification time is a heartbeat for hosts and containers that cannot see each other's
-    processes.
+    The file names its owner. The modification time of the file is a heartbeat for hosts and containers that cannot see
+    each other's processes.
     """
 
     def __init__(self, run_dir: Path):
