@@ -189,7 +189,7 @@ def difference_from_peer(row: dict[str, Any], peer: dict[str, Any] | None) -> st
 
 
 def matmuls(program: HloStep) -> str:
-    """Return the matmuls of a compiled program by the dtypes of their operands, as ``6 s8``."""
+    """Return the matmuls of a compiled program by the dtypes of their operands, such as ``6 s8``."""
     return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
 
 
