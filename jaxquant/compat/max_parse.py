@@ -40,7 +40,7 @@ def parse_quant_config(
     """Read the quantization of a checkpoint like MAX 26.3.
 
     MAX reads some configs incorrectly without an error: ``re:`` ignores, ``exclude_modules``, modelopt FP8, group and
-    block strategies, weight-only. This function reads them as the library that wrote them.
+    block strategies, weight-only. This function reads such configs as the libraries that write them do.
 
     Args:
       huggingface_config: dict, object with ``to_dict()``, or object with the config's fields as attributes.

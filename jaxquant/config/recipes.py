@@ -43,7 +43,7 @@ class RecipeRow:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All backends that run the config string, starting with the one of ``auto``."""
+        """All backends that run the config string, starting with the backend that ``auto`` selects."""
         found = [name for name, row in BACKENDS.items() if not row.package] if self.auto else []
         return tuple(sorted((*found, *self.libraries), key=lambda name: name != self.auto))
 
@@ -350,7 +350,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     """Find the row of a config string.
 
     Args:
-      name: config string; a composition as ``spell`` writes it.
+      name: config string; for a composition, the text that ``spell`` returns.
       place: config field that contains the string, for errors.
 
     Raises:
