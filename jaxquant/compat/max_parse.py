@@ -298,7 +298,10 @@ class _ConfigBuilder:
         return "bfloat16" if excluded else None
 
     def _can_use_fused_mlp(self, widened: bool) -> bool:
-        """Return whether the scales of gate and up can be joined along rows; scalars must be equal or widened first."""
+        """Return whether the scales of gate and up can be concatenated along rows, after scalar scales are widened.
+
+        Scalar scales that are not widened must be equal.
+        """
         for name, gate in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             if kind not in _SCALES or not stem.endswith("gate_proj"):

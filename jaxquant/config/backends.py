@@ -56,5 +56,5 @@ def check_library_implementation(backend: str, implementation: str | None) -> No
     if implementation is not None and (row := BACKENDS[backend]).package:  # pyright: ignore[reportArgumentType]
         raise ValueError(
             f"implementation {implementation!r} does not apply to quant_backend {backend!r}, because {row.title} "
-            "computes its own matmuls; set it to null, or use quant_backend 'native'"
+            "computes its own matmuls; set implementation to null, or use quant_backend 'native'"
         )

@@ -257,7 +257,7 @@ class QuantConfig(options.Options):
             why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
-            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these; native has its numerics
+            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op, which native reproduces
         if string == "fp8" and fields.get("use_qwix_quantization"):
             string = fields["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
         count = fields.get("quantization_local_shard_count")

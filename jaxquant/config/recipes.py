@@ -336,7 +336,7 @@ def _composition_row(name: str, place: str) -> RecipeRow:
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
     """Return whether a group of options affects a composition through a row that reads the group."""
-    if GROUPS[group].change is None:  # stored scales belong to the forward weight
+    if GROUPS[group].change is None:  # only the forward weight has stored scales
         return parts[0] is not None and group in parts[0].options
     probed = [row and apply_groups(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed

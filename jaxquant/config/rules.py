@@ -251,8 +251,8 @@ class Resolver:
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"
                 )
-            # This applies only to rules: an intmp file lists general entries first, so a later entry may match all
-            # layers of an earlier one.
+            # Only rules are checked: an intmp file lists general entries first, so a later entry may match all layers
+            # of an earlier entry.
             if entry.is_rule and all(first[path] is not entry for path in matched):
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} has no effect: the first match wins, and earlier rules match "

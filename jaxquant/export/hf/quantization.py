@@ -1,4 +1,4 @@
-"""Quantization of a checkpoint as data: ordered rules, each with a frozen spec."""
+"""Quantization of a checkpoint as data: ordered rules, each with the spec of its layers."""
 
 from __future__ import annotations
 
