@@ -48,7 +48,7 @@ NAMES = [tuple(line.split()) for line in _NAMES.strip().splitlines()]
 """Page, module, and public names of the module; without names, the names in its ``__all__`` are used."""
 PAGES = list(dict.fromkeys(page for page, *_ in NAMES))
 MEMBERS = {"jaxquant.QuantConfig": "[from_any]", "jaxquant.core.qtensor.QTensor": "[parts, blocks, astype]"}
-"""Public members to document of classes that also have internal members. Other classes of ``recipes`` show none."""
+"""Public members of classes that also have internal members, by class. Other classes of ``recipes`` show none."""
 OPTIONS = {"QuantConfig": "config.quant_config", "TrainConfig": "training.config", "Rule": "config.rules"}
 
 
@@ -93,7 +93,7 @@ def attribute_texts(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def yaml_type(hint: Any) -> str:
-    """Return a type hint in the words of YAML."""
+    """Return a type hint as text for readers who write YAML."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" if value != "" else '`""`' for value in args)
@@ -132,6 +132,6 @@ def options(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marked lines of a page; mkdocs calls this for each page."""
+    """Replace the marked lines of a page; mkdocs calls this function for each page."""
     write = {"api": api, "options": options}
     return re.sub(r"^<!-- (api|options): (\w+) -->$", lambda found: write[found[1]](found[2]), markdown, flags=re.M)

@@ -1,4 +1,4 @@
-"""``python -m train`` in a checkout: ``jaxquant train CONFIG``, or a command of ``jaxquant``."""
+"""``python -m train`` in a checkout runs ``jaxquant train``, or the ``jaxquant`` command that the first word names."""
 
 import sys
 

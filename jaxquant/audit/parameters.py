@@ -95,7 +95,7 @@ def _choose_parameters(
     An input is a parameter if one operand of a contraction is a multiple of this input and the other operand is
     computed. The other leaves of the parameter's tree are then parameters, too. An input that is multiplied by a
     parameter is data, unless both are in the same tree. If both operands are arguments and nothing else is known, the
-    parameter is the argument in a tree or with a name such as "kernel", else the second operand.
+    parameter is the operand that is a leaf of a tree or has a name such as "kernel", otherwise the second operand.
 
     Returns:
       Indices of the parameters, and the number of leading names of each argument that are not part of a path.

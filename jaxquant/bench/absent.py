@@ -114,7 +114,7 @@ TABLES: dict[str, Callable[[Options], Table]] = {
 
 
 def _existing_rows(options: Options, stem: str) -> list[dict[str, Any]]:
-    """Return the rows of an existing table, for all chips."""
+    """Return the rows of the existing table, for all chips; [] if there is no table."""
     file = Path(options.out or ".") / f"{stem}.json"
     return json.loads(file.read_text()) if options.out and file.exists() else []
 

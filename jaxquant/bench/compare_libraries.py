@@ -108,11 +108,11 @@ ENTRIES = (
 
 
 def step(entry: Setup, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
-    """Return the measured function of an entry and the shapes of its arguments.
+    """Return the measured function of an entry, and the shapes of the arguments.
 
     Args:
       entry: entry of the table.
-      tokens, width, hidden: rows of x, features of x and y, features between the layers.
+      tokens, width, hidden: number of rows of x, of features of x and y, and of features between the layers.
     """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     model: Any = Mlp(hidden, width, entry.op)

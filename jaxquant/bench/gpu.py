@@ -1,8 +1,8 @@
 """All measurements on a GPU in one run of at most 330 seconds, for ``jaxquant bench gpu``.
 
-All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is known, so a killed
-run keeps its figures. The rows of a part are compiled one after the other, because XLA times its choices on the device,
-and are then timed in turns. Each part has a time limit; unused time is added to the following parts.
+All parts run in one process. Each figure is appended to the file as a line of JSON as soon as it is measured, so a
+killed run keeps its figures. The rows of a part are compiled one after the other, because XLA times its choices on the
+device, and are then timed in turns. Each part has a time limit; unused time is added to the following parts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Part:
         base: str = "",
         predicted: Mapping[str, Row] | None = None,
     ) -> None:
-        """Compile rows and time each once per round; write every time, and the medians at the end.
+        """Compile rows and time each row once per round; write every measured time, and the medians at the end.
 
         ``us`` are medians by call and ``sum us`` is the median of their sum. ``× base`` is the median over rounds of
         the base's sum divided by the row's sum in the same round. A row that does not compile is written with its
@@ -206,7 +206,7 @@ def predictions_by_name(contenders: Sequence[gemms.Contender], audits: Sequence[
 
 
 def gemm_set(part: Part) -> None:
-    """Time the GEMMs of a layer, including quantization of operands, next to flax's, torch's, Qwix's and AQT's."""
+    """Time the GEMMs of a layer, including quantization of operands, by jaxquant, flax, torch, Qwix and AQT."""
     tokens, shapes = (64, [(64, 32)]) if part.is_small else (published.TOKENS, [*published.GEMMS.values()])
     contenders = gemms.CONTENDERS[: 3 if part.is_small else None]
     made = functools.partial(gemms.prepare_gemms, shapes=shapes)
@@ -217,7 +217,7 @@ def gemm_set(part: Part) -> None:
 
 
 def layer_step(part: Part) -> None:
-    """Time forward and backward of a decoder layer of Llama 3 8B with two sequences of 8192 tokens."""
+    """Time the forward and backward pass of a Llama 3 8B layer with two sequences of 8192 tokens."""
     config, tokens = (TINY, 64) if part.is_small else (LLAMA, 16384)
     here, mine = jax.default_backend(), ("Llama 3 8B", chip_name(part.kind), tokens)
     audits = [r for r in read_results("layer-audits.json") if (r["layer"], r["chip"], r["tokens"]) == mine]
@@ -250,7 +250,7 @@ PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "layer": (layer_step, 45),
     "kernels": (kernels, 30),
 }
-"""Function and seconds of each part, in order: 285 seconds in total, 35 seconds less than the limit of a run."""
+"""Function and seconds of each part, in order. The sum is 285 seconds, 35 less than the limit of a run."""
 
 
 def measure_gpu(folder: Path, limit: float, is_small: bool, describe: Callable[[], Row]) -> int:

@@ -1,4 +1,4 @@
-"""GPU kernels of jaxquant on a GPU: results compared with the references, and times with XLA's program."""
+"""Comparison of jaxquant's GPU kernels with their references (results) and with XLA's programs (times)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Pair = tuple[Row, Sequence[Callable[[], Any]]]
 
 
 def compare_kernels(cases: Sequence[Any] = CASES, rounds: int = 5) -> Iterator[Row]:
-    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's own program.
+    """Compare each kernel with its reference on the device, bit for bit, and time it next to XLA's program.
 
     Operands of matmuls are small integers, so every sum is exact. The peer of a dense block-scaled matmul is XLA's
     bfloat16 matmul of the dequantized operands; the peer of a grouped block-scaled matmul is its reference. `equal` is

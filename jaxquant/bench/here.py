@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
 
 
 def report_losses(module: str, only: Sequence[str], folder: Path) -> int:
-    """Train the schemes of a module over their seeds, and report their held-out losses."""
+    """Train each scheme of a module with several seeds, and report the held-out losses."""
     bench = importlib.import_module(f"jaxquant.bench.{module}")
     measure = functools.partial(seeds.compare, bench.TRIALS, bench.RECORD, bench.STEPS)
     return report(module.replace("_", "-"), functools.update_wrapper(measure, seeds.compare), [only], folder)

@@ -1,8 +1,8 @@
-"""Hand-written TPU kernels compiled for absent chips, next to XLA's own program for the same result.
+"""Hand-written TPU kernels, compiled without a TPU, next to XLA's own program for the same result.
 
 A kernel's cycles are the bundles of its final schedule, each multiplied by its number of executions. If XLA's program
-is one matmul, its cycles are counted in the same way, next to the compiler's own ``estimated_cycles``. Bundle
-counts do not include waits for HBM; the last column has the cycles that the bytes take at full bandwidth.
+is one matmul, the table has its cycles, too, next to the compiler's ``estimated_cycles``. Bundle counts do not include
+waits for HBM; the last column has the cycles that the bytes take at full bandwidth.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ XLA_MATMUL = "fusion"
 
 
 class Compiler:
-    """Compiler for one chip, whose dumps are read from a folder; each program replaces the dumps of the last.
+    """Compiler for one chip, with a folder of its dumps; each program replaces the dumps of the previous program.
 
     Args:
       target: name of the chip.
@@ -98,7 +98,7 @@ def rows(target: str, folder: Path) -> list[Row]:
 
 
 def _block_casts() -> dict[str, tuple[Cast, ...]]:
-    """Return the casts of an activation, an output gradient and a weight of a recipe in a bfloat16 model."""
+    """Return the casts of activations, output gradients and weights in bfloat16 models, by config string and tensor."""
     found = {}
     for string in ("fp8_block", "mxfp8"):
         recipe = RECIPES[string].recipe
@@ -145,7 +145,7 @@ def _cast_row(
       compiler: compiler of the chip.
       kernel, elements: name of the kernel, and its element type.
       made: schedule of the kernel.
-      blocks, rows: block shape of one program, and rows of one step of it.
+      blocks, rows: block shape of one program, and number of rows that one step of the program processes.
       estimate: XLA's estimate, in thousand cycles.
       written: bytes written per element.
     """

@@ -1,9 +1,9 @@
-"""Implementations of the matmuls of a Llama 3 8B and a Mixtral 8x7B layer, compiled for chips of other machines.
+"""Implementations of the matmuls in a Llama 3 8B and a Mixtral 8x7B layer, compiled without the chip.
 
-A step is forward and backward, with the attention that the training program chooses: gradients of parameters (float32),
-input (bfloat16) and quant state. The ratio is unquantized time over quantized time, both estimated by the audit; none
-of these was timed (``on-chip.md`` has some that were). "moved MB" counts only operations other than matmuls. "why"
-is the reason why operands are wider than 8 bits. More than 8192 tokens are several sequences.
+A step computes the forward and the backward pass, with the attention that the training program chooses: gradients of
+parameters (float32), input (bfloat16) and quant state. The ratio is unquantized time over quantized time, both
+estimated by the audit; no layer was timed here (``on-chip.md`` has measurements). "moved MB" counts only operations
+other than matmuls. "why" is the reason why operands are wider than 8 bits. More than 8192 tokens are several sequences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LLAMA = DecoderConfig(
     dtype="bfloat16",
 )
 LONGEST = 8192
-"""Maximum number of tokens of a sequence; more tokens are several sequences."""
+"""Maximum number of tokens of a sequence; more tokens are split into several sequences."""
 LAYERS = {"Llama 3 8B": LLAMA, "Mixtral 8x7B": dataclasses.replace(LLAMA, num_experts=8, num_experts_per_tok=2)}
 STRINGS = ("bf16", "fp8", "fp8_block", "fp8_block pallas", "mxfp8", "int8")
 """``bf16`` (float training) and config strings; a second word is the requested implementation."""
@@ -61,7 +61,7 @@ def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tup
       config: shape of the layer.
       options: fields of ``QuantConfig``.
       platform: platform of the chip.
-      tokens: tokens of one sequence, or of several with ``LONGEST`` each.
+      tokens: number of tokens, in one sequence or in several sequences of length ``LONGEST``.
     """
     batch, length = max(tokens // LONGEST, 1), min(tokens, LONGEST)
     kind = choose_attention("auto", platform, config.head_dim, length, config.dtype)
@@ -100,7 +100,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     function, shapes = step(config or LAYERS[name], options, where.platform, tokens)
     place = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-    with on_device_of(placed):  # the attention primitive loses the device
+    with on_device_of(placed):  # otherwise attention is traced for the local device
         traced = jax.jit(function).trace(*placed)
     covered = [row for row in of_trace(traced).rows if row.has_parameter]
     made = implementation.choices_made() if asked_for else []

@@ -23,11 +23,11 @@ from jaxquant.bench.timing import FAILURES
 from jaxquant.inject.model import maybe_quantize_model
 
 FAR = 0.01
-"""Relative difference above which more than the order of sums must differ."""
+"""Relative difference that the order of sums cannot explain if operands are rounded equally."""
 
 
 def read_predictions(kind: str) -> dict[str, Row]:
-    """Return predictions of the MLP step for a kind of device by config string; {} if there is no prediction."""
+    """Return the predictions of the MLP step for a device kind, by config string; {} if there are none."""
     rows = read_results(f"audit-yardstick-{chip_name(kind)}.json")
     return {row["step"].removeprefix("jaxquant "): {"us": row["us"], "× bf16": float(row["× bf16"])} for row in rows}
 
@@ -39,7 +39,7 @@ def read_results(name: str) -> Any:
 
 
 def chip_name(kind: str) -> str:
-    """Return the name of the chip for a kind of device, or "" if it is not in the table."""
+    """Return the name of the chip of a device kind, or "" if the chip is not in the table."""
     names = [name for name, chip in CHIPS.items() if f"{kind} ".startswith(f"{chip.name} ")]
     return max(names, key=lambda name: len(CHIPS[name].name), default="")
 

@@ -3,9 +3,9 @@
 Shares of peak are fitted only on TransformerEngine's GEMM set (``chips``); every other row is a prediction. A row is a
 jaxquant program for the same chip, shapes and recipe, compiled here and estimated by ``price.estimate``. The published
 figure was measured with other code, so the row also describes the differences. Whole steps are steps of the training
-program, as the audit of a config compiles them.
+program, compiled by the audit.
 
-``jaxquant bench published``; ``--only NAME`` selects rows. ``gemm-set`` only estimates the GEMM set.
+``jaxquant bench published``; ``--only NAME`` selects rows. ``jaxquant bench gemm-set`` estimates the GEMM set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Anchor:
       string: corresponding config string of jaxquant.
       source: source of the figure.
       is_fitted: whether shares of peak were fitted on this measurement.
-      differs: difference between jaxquant's program and the measured one.
+      differs: difference between jaxquant's program and the measured program.
     """
 
     name: str
@@ -150,7 +150,7 @@ def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def price_gemms(string: str, target: str) -> Roofline:
-    """Compile the GEMM set for an absent chip and estimate its time.
+    """Compile the GEMM set for a chip, which this machine need not have, and estimate its time.
 
     Args:
       string: config string, "" for bf16.
@@ -163,7 +163,7 @@ def price_gemms(string: str, target: str) -> Roofline:
 
 
 def gemm_rows(target: str, strings: Sequence[str]) -> list[dict[str, Any]]:
-    """Estimate the GEMM set for an absent chip, unquantized and under config strings of the native backend.
+    """Estimate the GEMM set for a chip, unquantized and under config strings of the native backend.
 
     Args:
       target: chip, one of ``CHIPS``.
@@ -178,7 +178,7 @@ def gemm_rows(target: str, strings: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def price_step(anchor: StepAnchor, string: str) -> Roofline:
-    """Compile a whole training step for absent chips and estimate its time.
+    """Compile a whole training step for the chips of an anchor and estimate its time.
 
     Args:
       anchor: published ratio, with the config to compile.
@@ -192,7 +192,7 @@ def price_step(anchor: StepAnchor, string: str) -> Roofline:
 
 
 def rows(names: list[str] | None = None) -> list[dict[str, Any]]:
-    """Compile and estimate the anchors whose name contains one of ``names`` (by default all of them).
+    """Compile and estimate the anchors whose name contains one of ``names``; None selects all anchors.
 
     Args:
       names: parts of anchors' names.

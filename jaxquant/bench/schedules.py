@@ -1,8 +1,7 @@
-"""Final schedules of TPU kernels: reader of the bundles that the compiler writes.
+"""Reader of the final schedules that the compiler writes for TPU kernels.
 
-A TPU runs one bundle per cycle. The final schedule of a kernel is one text with its bundles, loops and branches, and
-another with the slots that each bundle fills. Both are written to the folder that ``dump_environment`` sets before
-libtpu starts.
+A TPU runs one bundle per cycle. The final schedule of a kernel is two files: one has its bundles, loops and branches,
+the other has the slots that each bundle fills. libtpu writes both to the folder that ``dump_environment`` sets.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Bundle:
 
     Attributes:
       loops: number of loops around the bundle.
-      guards: number of branches that can skip it.
+      guards: number of branches that can skip the bundle.
       mxu: number of slots of the matrix units that the bundle fills.
-      fills, spills: loads and stores of spilled registers.
+      fills, spills: number of loads and stores of spilled registers.
     """
 
     loops: int
@@ -54,8 +53,8 @@ class Schedule:
 
     Attributes:
       bundles: bundles in the order of their addresses.
-      mxu: slots of the matrix units in a bundle.
-      turns: iterations of the loops, from the outermost one.
+      mxu: number of slots of the matrix units in a bundle.
+      trip_counts: number of iterations of each loop, from the outermost loop.
     """
 
     bundles: tuple[Bundle, ...]
@@ -87,7 +86,7 @@ class Schedule:
 
     @property
     def fills_and_spills(self) -> tuple[int, int]:
-        """Loads and stores of spilled registers in the schedule."""
+        """Number of loads and of stores of spilled registers in the schedule."""
         return sum(each.fills for each in self.bundles), sum(each.spills for each in self.bundles)
 
 
@@ -106,7 +105,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
     bundles = list(_loops_and_guards(text))
     slots, capacity = _slots(_only(folder, f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt").read_text())
     if len(bundles) != len(slots):
-        raise ValueError(f"{kernel}: the schedule has {len(bundles)} bundles, but its utilization {len(slots)}")
+        raise ValueError(f"{kernel}: the schedule has {len(bundles)} bundles, but the file of slots has {len(slots)}")
     made = (
         Bundle(*place, mxu=each["MXU"], fills=each["VLOAD:FILL"], spills=each["VSTORE:SPILL"])
         for place, each in zip(bundles, slots, strict=True)

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A config string on a backend; ``also`` lists other strings with the same row of the table."""
+    """A config string on a backend; ``also`` lists other config strings with the same row of the table."""
 
     string: str
     backend: str

@@ -53,7 +53,7 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
       only: schemes to train; empty selects all. The table has every run of the record.
 
     Raises:
-      ValueError: no run has a run of its base to compare with.
+      ValueError: there is no pair of a run and a run of its base with the same seed.
     """
     losses = {key: line["held_out_loss"] for key, line in train_missing(trials, record, steps, only).items()}
     rows = []
@@ -70,7 +70,7 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
                 }
             )
     if not rows:
-        raise ValueError(f"{record} has no run of a base to compare with; train {trials[only[0]].base!r}")
+        raise ValueError(f"{record} has no pair of a scheme and its base to compare; train {trials[only[0]].base!r}")
     return rows
 
 

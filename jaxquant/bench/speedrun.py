@@ -119,8 +119,8 @@ def race(path: Path, is_small: bool, only: Sequence[str], steps: int | None) -> 
     """Train one decoder on one data set and seed with several libraries, each at its defaults.
 
     The target is the held-out loss that bf16 has after three quarters of its steps. Only the linear layers of the
-    blocks are quantized. Seconds do not include compilation and evaluation. A small run compares only losses, because
-    its times are not those of a chip.
+    blocks are quantized. Seconds do not include compilation and evaluation. A small run compares only losses, because a
+    CPU measures its times.
 
     Args:
       path: path of a JSONL file and a plot, without a suffix. Rows are written to the file as soon as they are known.
@@ -142,7 +142,7 @@ def race(path: Path, is_small: bool, only: Sequence[str], steps: int | None) -> 
 
 
 def _train_separately(name: str, fields: Row, is_small: bool) -> Row:
-    """Train a contender; on a GPU in a separate process, whose peak memory belongs to this contender only."""
+    """Train a contender, on a GPU in a separate process, so that the peak memory is its own."""
     if is_small:
         try:
             return train(name, fields)
@@ -156,7 +156,7 @@ def _train_separately(name: str, fields: Row, is_small: bool) -> Row:
 
 
 def table(rows: Sequence[Row], is_small: bool) -> list[Row]:
-    """Return the rows of the table; small sizes have no times, because these are not times of a chip."""
+    """Return the rows of the table; rows of small runs have no times, because a CPU measures them."""
     curve = rows[0].get("curve", [])
     target = curve[len(curve) * 3 // 4 - 1][2] if curve else 0.0
     made = []

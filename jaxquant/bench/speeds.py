@@ -49,7 +49,7 @@ def measure_speeds(target: str, only: Sequence[str] = ()) -> dict[str, float | N
 
 
 def merge_speeds(rows: Sequence[Row], target: str, found: dict[str, float | None]) -> list[Row]:
-    """Return the rows of a table, with new speedups on a chip, in the order of the recipe table and of ``CHIPS``."""
+    """Return the rows of a table with the new speedups on a chip, in the order of the recipe table."""
     known = {row["quantization"]: row for row in rows}
     for string, speed in found.items():
         known.setdefault(string, {"quantization": string})[target] = speed

@@ -1,4 +1,4 @@
-"""Matmuls of every config string on its default backend, compiled for chips of other machines, or a refusal.
+"""Matmuls of every config string on its default backend, compiled for a chip, or the error message.
 
 The function is ``compare_libraries``'s MLP step at 256 tokens and widths 256 → 512 → 256.
 """
@@ -37,7 +37,7 @@ def cell(string: str, target: str) -> str:
 
 
 def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:
-    """Return the cells of a chip by config string; ``only`` selects config strings if it is not empty."""
+    """Return the cells of a chip by config string; an empty ``only`` selects all config strings."""
     return {string: cell(string, target) for string in STRINGS if not only or string in only}
 
 

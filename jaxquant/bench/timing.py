@@ -79,7 +79,7 @@ def prepare(function: Callable[..., Any], shapes: Sequence[Any], options: dict[s
 
 
 def random_arrays(shapes: Any) -> Any:
-    """Return a tree of values for a tree of shapes: random matrices, and amax histories with entries.
+    """Return a tree of values for a tree of shapes: random matrices, and amax histories that are not empty.
 
     All random keys are equal. Binned observations, and integers of more than one byte, are zeros; vectors are ones.
     """

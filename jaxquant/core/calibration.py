@@ -79,7 +79,7 @@ class Calibration(Typed):
           ValueError: the dtype does not support the range; names the calibration and the dtype.
         """
         if not self.is_symmetric and element(dtype).kind == "float":
-            raise ValueError(f"calibration {self} is asymmetric and {dtype} has no zero point; use absmax or fixed,max")
+            raise ValueError(f"calibration {self} is asymmetric, but {dtype} has no zero point; use absmax")
 
     def __str__(self) -> str:
         if self.method == "fixed":

@@ -351,7 +351,7 @@ def _is_outer(outer: Shape, scale: Shape, shape: Shape) -> bool:
 def _check_encoded(tensor: QTensor, name: str) -> None:
     encoding, stored, block = ENCODINGS.get(tensor.codec or ""), tuple(tensor.qvalue.shape), tensor.block
     if encoding is None:
-        raise ValueError(f"{name} is in the unknown tensor format {tensor.codec!r}; known ones: {', '.join(ENCODINGS)}")
+        raise ValueError(f"{name} has the unknown tensor format {tensor.codec!r}; use one of {', '.join(ENCODINGS)}")
     if tensor.qvalue.dtype != jnp.uint8 or tensor.parts.keys() - {"input_scale"} != {"qvalue"}:
         raise ValueError(f"{name} is in the format {tensor.codec}, which stores only bytes, got {list(tensor.parts)}")
     if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:

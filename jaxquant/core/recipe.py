@@ -195,7 +195,7 @@ class Recipe:
         return operand if isinstance(operand, TensorSpec) else None
 
     def spec_of(self, tensor: str) -> TensorSpec | None:
-        """Return the spec of a tensor of ``TENSORS`` (preferably one with delayed scaling), or None if it is float."""
+        """Return the spec of a tensor of ``TENSORS`` (one with delayed scaling if possible), or None if it is float."""
         specs = [spec for operand in TENSORS[tensor] if isinstance(spec := self.specs[operand], TensorSpec)]
         return next((spec for spec in specs if spec.scaling == "delayed"), next(iter(specs), None))
 

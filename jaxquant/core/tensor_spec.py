@@ -62,8 +62,8 @@ class TensorSpec:
       codec: name of a tensor format of ``jaxquant.formats`` that encodes elements and scales together, or None. With a
         codec, all other fields except ``dtype``, the type of its elements, have their defaults.
       micro: selection of e4m3 block scales and the outer scale in training; None computes them as checkpoints do.
-      source: origin of a backward operand: the float tensor (``original``), or the operand of the forward matmul
-        (``forward``), so that only the qvalues of the latter are saved.
+      source: tensor from which a backward operand is quantized: the float tensor (``original``), or the operand of the
+        forward matmul (``forward``). With ``forward``, only the qvalues and scales of that operand are saved.
       keeps_grid: whether decoded integers quantize to the same elements and scales again, as weights require. The scale
         is then ``statistic / max`` in few significant bits (``Element.scale_bits``, or float16's 11 if they reproduce a
         float32 statistic), and the largest element can lose up to one code. Every code is used: the statistic is

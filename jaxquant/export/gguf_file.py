@@ -169,7 +169,7 @@ class GgufFile:
         check_ordinary(self.path)
         with self.path.open("rb") as file:
             if self.path.stat().st_size < 24:
-                raise ValueError(f"{path} is not a GGUF file: it has {self.path.stat().st_size} bytes")
+                raise ValueError(f"{path} is not a GGUF file: it has fewer than 24 bytes")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
         if self._read_bytes(4) != MAGIC:
@@ -212,7 +212,7 @@ class GgufFile:
             place = f"{self.path}: tensor {show(name)}"
             axes = self._unpack("<I")
             if name in tensors or not 1 <= axes <= _MAX_AXES:
-                raise ValueError(f"{place} occurs twice, or has {axes} axes (1 to 4 are supported)")
+                raise ValueError(f"{place} has {axes} axes (1 to 4 are supported), or occurs twice")
             shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
             number, offset = self._unpack("<I"), self._unpack("<Q")
             if number not in _TYPE_NAMES:

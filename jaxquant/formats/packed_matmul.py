@@ -34,7 +34,7 @@ def matmul(x: Float[Array, "... K"], kernel: PackedArray) -> Float[Array, "... N
     if kernel.ndim != 2 or x.ndim == 0 or x.shape[-1] != kernel.shape[kernel.axis]:
         raise ValueError(
             f"x of shape {x.shape} does not contract with a packed kernel of shape {kernel.shape} along its axis "
-            f"{kernel.axis}; the last axis of x must have the same size as that axis of a two-axis kernel"
+            f"{kernel.axis}; the last axis of x must have the size of that kernel axis"
         )
     return _matmul(x, kernel)
 

@@ -102,7 +102,7 @@ def explain_errors(model: Any, has_inputs: bool, use: str = "") -> Iterator[None
         yield
     except Exception as error:
         if not has_inputs and "required positional" in str(error):
-            raise TypeError(f"{type(model).__name__} is called with inputs; pass example inputs{use}") from error
+            raise TypeError(f"{type(model).__name__} requires inputs; pass example inputs{use}") from error
         error.add_note(f"{type(model).__name__} itself raised this error, in float, called with the example inputs.")
         raise
 

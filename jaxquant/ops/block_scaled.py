@@ -66,7 +66,7 @@ def _axes(dims: Dimensions) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
 
 
 def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: str = "cudnn") -> Array:
-    """Multiply qvalues and the scales of their blocks; the caller applies the outer scales.
+    """Compute the matmul of two operands with block scales; the caller applies the outer scales.
 
     Args:
       lhs, rhs, dims: operands and dimension numbers.

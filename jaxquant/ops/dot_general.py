@@ -70,7 +70,7 @@ def dot_general(
       preferred_element_type: dtype of the result, or None for the promoted dtype of the operands.
       recipe: recipe of the contraction.
       state: amax state from ``initial_state``, for a recipe with delayed scaling. ``jaxquant.state.update`` computes
-        the state after the step from its gradient.
+        the next state from this state and its gradient.
       key: random key for stochastic rounding. None derives a key from the bits of the operands' scales and amax
         histories, or from the output gradient if there are too few scales.
       out_sharding: sharding as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients

@@ -137,7 +137,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
             raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; remove it")
         for key, child in node.items():
             if not isinstance(key, str):
-                raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; use string keys")
+                raise TypeError(f"{path or 'params'} has the key {key!r} of type {type(key).__name__}; use string keys")
             if not key or "/" in key:
                 raise ValueError(f'{path or "params"} has the key {key!r}; use a key that is not empty and has no "/"')
             yield from _walk(child, (*keys, key), empty)

@@ -318,7 +318,7 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
     def pair(one: Table, other: Table) -> Table:
         if one.rows != other.rows:
             raise ValueError(
-                "quant state and the tree that is combined with it have different tables; derive both from one state"
+                "quant state and observation have different layers; take the gradient with respect to this quant state"
             )
         return dataclasses.replace(one, fields=combine(one.fields, other.fields))
 

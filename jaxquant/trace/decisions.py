@@ -27,9 +27,9 @@ class FaceHooks:
     """Wording and naming that differ between Linen, NNX and plain functions.
 
     Attributes:
-      is_model: whether modules with layers are quantized, not a function with matmuls. Then a parameter ``kernel`` at
-        the root is a layer with the path "", Python numbers are static, and a layer that first appears in a later trace
-        gets its recipe then. For a function, such a layer is an error, and numbers are traced as under ``jax.jit``.
+      is_model: whether a model is quantized, not a function. In a model, a parameter ``kernel`` at the root is a layer
+        with the path "", Python numbers are static, and a layer that first appears in a later trace gets its recipe in
+        that trace. For a function, such a layer is an error, and numbers are traced as under ``jax.jit``.
       operation: function that returns the name of a contraction's state below the layer's path, or "".
       owner: function that returns the path of the module that holds the state, or None if that is the layer's path.
       missing: function of (recipe name, path, field) that returns the error message for missing state.

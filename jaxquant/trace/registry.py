@@ -104,7 +104,7 @@ def function_name(eqn: Any) -> str:
 
 
 def how_to_register() -> str:
-    """Return the end of the reason for which a function is not analyzed, with the names registered so far."""
+    """Return the hint that ends the message about a function that is not analyzed, with the registered names."""
     taken = f" (registered so far: {', '.join(map(repr, _registered))})" if _registered else ""
     return f"register it with jaxquant.register_function{taken}"
 

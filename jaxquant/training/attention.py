@@ -1,8 +1,8 @@
 """Causal attention by XLA, by cuDNN's kernel on NVIDIA GPUs, or by the splash attention kernel on TPUs.
 
-All compute grouped-query attention with separate packed documents. XLA stores the scores of every pair of tokens; the
-kernels do not. Each kind encodes the documents differently (``make_mask``): XLA as a mask over pairs of tokens, cuDNN
-as a bias over pairs, splash as segment ids.
+All three compute grouped-query attention and keep packed documents separate. XLA stores the attention scores of all
+token pairs; the two kernels do not. Each kind encodes the documents differently (``make_mask``): XLA as a mask over
+pairs of tokens, cuDNN as a bias over pairs, splash as segment ids.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Kind = Literal["xla", "cudnn", "splash"]
 PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}
 """Platforms of each kernel, by their jax names."""
 
-_MASKED = -(2.0**41)  # as in jax's own cuDNN attention; differences of larger biases overflow
-_LANES = 128  # lanes of a TPU vector register; splash attention needs a multiple
-_BLOCKS = (512, 256, 128)  # queries and keys per splash program: the largest that divides the length
+_MASKED = -(2.0**41)  # as in jax's cuDNN attention; the difference of two larger biases overflows
+_LANES = 128  # lanes of a TPU vector register; splash attention requires a multiple
+_BLOCKS = (512, 256, 128)  # queries and keys per splash program; the largest divisor of the length is used
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:

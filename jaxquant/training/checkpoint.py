@@ -135,7 +135,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest complete checkpoint on disk, or None."""
+        """Step of the newest complete checkpoint on disk, or None if there is no complete checkpoint."""
         return max((step for step in ocp.utils.checkpoint_steps(self._folder) if step != self._saving), default=None)
 
     def _write_sums(self) -> None:
@@ -179,7 +179,7 @@ class Checkpoints:
         return None
 
     def _find_damage(self, step: int) -> str | None:
-        """Return the damage in a checkpoint's files, or None. Each process checks a share of the files."""
+        """Return the damage in a checkpoint's files as text, or None. Each process checks a share of the files."""
         damage = None
         try:
             sums.check_checkpoint_sums(self._folder / str(step), None, jax.process_index(), jax.process_count())
@@ -272,7 +272,7 @@ CHUNK_BYTES = 64 * 2**20
 """Bytes of the largest chunk; a reader holds one chunk in memory in addition to the requested part."""
 
 SLICE_BYTES = 2**20
-"""Size from which a slice of a leading axis is a separate chunk."""
+"""Smallest size in bytes for which a slice along a leading axis is a separate chunk."""
 
 _ONE = {"limit": 1}
 _CONTEXT = ts.Context(

@@ -110,13 +110,13 @@ def serve(
       texts: prompts.
       file: file with one prompt per line, "-" for standard input; None if ``texts`` are the prompts.
       directory: folder of a run or of a converted checkpoint.
-      max_new_tokens: tokens to generate for each prompt.
-      max_length: longest text in tokens; 0 selects the sequence length of the run.
+      max_new_tokens: maximum number of tokens to generate for each prompt.
+      max_length: maximum number of tokens of prompt and completion; 0 selects the sequence length of the run.
       temperature, top_p, seed: parameters of ``Sampling``.
-      kv_cache: dtype of the KV cache, "none" for float; None selects the config's.
-      kv_axis: axes that share a scale of the KV cache; None selects the config's.
-      slots: prompts that run at the same time.
-      prefill_chunk: tokens of a prompt that one step processes.
+      kv_cache: dtype of the KV cache, "none" for float; None selects the dtype in the config.
+      kv_axis: axes that share a scale of the KV cache; None selects the axes in the config.
+      slots: number of prompts that run at the same time.
+      prefill_chunk: number of tokens of a prompt that one step processes.
 
     Returns:
       0, or 1 if prompts are refused.
@@ -129,7 +129,7 @@ def serve(
     served = open_served(directory, dict(NO_KV_QUANT) if kv_cache == "none" else cache)
     if kv_axis:
         if not served.config.quantize_kvcache:
-            raise ValueError(f"--kv-axis {kv_axis} needs a quantized cache; add --kv-cache int8, int4 or fp8")
+            raise ValueError(f"--kv-axis {kv_axis} requires a quantized cache; add --kv-cache int8, int4 or fp8")
         served = dataclasses.replace(served, config=dataclasses.replace(served.config, kv_quant_axis=kv_axis))
     prompts = served.prompts(prompted, names)
     engine = served.engine(sampling=sampling, max_length=max_length, slots=slots, prefill_chunk=prefill_chunk)
@@ -153,7 +153,7 @@ def _read_prompts(texts: Sequence[str], file: str | None) -> tuple[list[str], li
         raise ValueError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
     if not data:
         raise ValueError(f"{name} contains no prompt; write one prompt per line")
-    lines = data.removesuffix(b"\n").split(b"\n")  # splitlines() would split at form feeds too
+    lines = data.removesuffix(b"\n").split(b"\n")  # splitlines() would also split at form feeds
     names = [f"{name} line {number}" for number in range(1, len(lines) + 1)]
     return [_text(line.removesuffix(b"\r"), name) for line, name in zip(lines, names, strict=True)], names
 
@@ -162,7 +162,7 @@ def _text(data: bytes, name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); write it in UTF-8") from None
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 class Printer:
@@ -231,8 +231,8 @@ def _format_sqnr(value: float) -> str:
 def return_large_blocks() -> None:
     """Make glibc return blocks above 1 MiB to the system as soon as they are freed.
 
-    By default glibc keeps freed blocks of up to 32 MiB for later, so a program that handles a model layer by layer
-    would hold several times the memory that it uses. Without glibc, the function does nothing.
+    By default, glibc reuses freed blocks of up to 32 MiB, so a program that processes a model layer by layer would
+    occupy several times the memory that it uses. Without glibc, the function does nothing.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -214,7 +214,7 @@ def convert_run(
     """Convert a checkpoint of a run and write it as a quantized checkpoint.
 
     Embeddings and other kernels that stay in float are written in the dtype in which the decoder reads them, which does
-    not change its results.
+    not change the decoder's results.
 
     Args:
       run: folder of the run.
@@ -241,7 +241,7 @@ def convert_run(
     _, shape, tokens = decoder_of(config)
     shapes = stored.variables(shape, tokens)
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
-    # Layers that were not trained with this recipe get their quant state from held-out text.
+    # Quant state of layers that were not trained with this recipe is calibrated on held-out text.
     if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, say)
         shapes = quantization_state.merge(shapes["params"], found)

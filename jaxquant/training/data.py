@@ -39,7 +39,7 @@ class Corpus:
       starts: start offset of each document, followed by the end of the last document.
       train, held_out: indices of the documents of each part, ascending. No document, and no copy of a document, is in
         both parts.
-      vocab_size: multiple of 64 that is larger than every token.
+      vocab_size: size of the tokenizer's vocabulary; every token is smaller.
       pad: padding token.
       description: one line with source, files, tokens and split.
       fingerprint: hash of tokens and split.
@@ -112,7 +112,8 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
 class TrainIterator:
     """Endless iterator over training batches.
 
-    Its position is small, JSON-serializable and equal on every process, and contains a hash of the corpus.
+    The position of the iterator is a small JSON-serializable value. It is equal on every process and includes a hash of
+    the corpus.
     """
 
     def __init__(self, stream: grain.IterDataset, fingerprint: str):
@@ -152,7 +153,7 @@ class Data:
     belongs to another document.
 
     Attributes:
-      train: iterator over endless batches.
+      train: endless iterator over training batches.
       held_out: function () -> iterator over ``eval_batches`` held-out batches, the same in each call. If the text has
         fewer batches, each token is returned once, and padding rows fill the last batch.
       vocab_size: multiple of 64 that is larger than every token.
@@ -209,7 +210,7 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
 
 
 class Chunks:
-    """Random-access source of the chunks of some documents, for grain.
+    """Random-access source for grain: chunks of documents.
 
     A document of n tokens has n − 1 targets. Chunk k has S inputs from token k·S on, and the targets are one token
     later, so every token except the document's first is a target exactly once.

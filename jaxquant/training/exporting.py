@@ -1,7 +1,8 @@
 """Export of runs and converted checkpoints to Llama checkpoints of other frameworks, and the mapping of their tensors.
 
-A kernel is [in…, out…] here and [out, in] there, with heads concatenated; norms and the embedding have the same layout.
-Both models rotate the halves of a head and compute ``silu(gate) · up``.
+The decoder's kernels are [in…, out…]; a Llama checkpoint has them as [out, in], with heads concatenated. Norms and the
+embedding have the same layout in both.
+Both models use the half-split rotary embedding and compute ``silu(gate) · up``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ FIELDS = {
     **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
     **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
 }
-"""Name of a field of the decoder's shape -> name of the field of a Llama's shape."""
+"""Field of ``TrainConfig`` -> field of ``LlamaShape``."""
 
 
 class Location(NamedTuple):
@@ -196,7 +197,7 @@ def _open_converted(folder: Path) -> Source:
 
 
 def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
-    """Return a decoder as a ``Source`` with the names of a Llama.
+    """Return a decoder as a ``Source`` whose tensors have the names of a Llama.
 
     Raises:
       NotImplementedError: the decoder and a Llama do not have the same parameters.

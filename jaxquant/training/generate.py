@@ -3,12 +3,12 @@
 There are three programs with static shapes, so nothing is compiled again for other prompts. The completion of a prompt
 depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``, but not on the prompts in other slots:
 
-* A prompt is prefilled separately, in chunks of one size. The last chunk is padded with copies of its last token, which
-  are not written to the cache and do not change a per-tensor scale.
-* Decoding maps a function of one row over the slots, so a dynamic per-tensor scale covers one token. In a prefill, the
-  scale covers a chunk. This concerns ``fp8_current``, ``aqt_fp8_full`` without bounds, and delayed scaling before its
-  first step: another ``prefill_chunk`` may change the completion, and the cache may differ slightly from the cache of
-  one pass over the whole text. All other recipes have scales per token, or static scales.
+* A prompt is prefilled separately, in chunks of one size. The last chunk is padded with copies of its last token. These
+  copies are not written to the cache and do not change a per-tensor scale. * Decoding maps a function of one row over
+  the slots, so a dynamic per-tensor scale covers one token. In a prefill, the scale covers a chunk. Such scales occur
+  with ``fp8_current``, ``aqt_fp8_full`` without bounds, and delayed scaling before the first step. With these recipes,
+  another ``prefill_chunk`` may change the completion, and the cache may differ slightly from the cache of one pass over
+  the whole text. All other recipes have scales per token, or static scales.
 
 The random key depends on the prompt's number and on the position. A finished slot is reused for the next prompt.
 """
@@ -54,7 +54,7 @@ class Completion:
       prompt: prompt that was continued.
       tokens: new tokens, without the end of the document.
       stopped: reason for the end: ``max_new_tokens``, ``cache_end``, ``document_end`` or ``refused``.
-      message: reason why a prompt was refused, as one sentence; otherwise "".
+      message: reason why the prompt was refused, as one sentence; otherwise "".
     """
 
     prompt: Prompt
@@ -196,7 +196,7 @@ class Engine:
           ValueError: a position is outside of the cache.
         """
         if (positions[active] >= self.max_length).any() or (positions[active] < 0).any():
-            raise ValueError(f"positions {positions[active]} are outside of a cache of max_length {self.max_length}")
+            raise ValueError(f"positions {positions[active]} are outside of a cache with max_length {self.max_length}")
         chosen, cache = self._decode(self._variables, cache, tokens, active.astype(np.int32), positions, numbers)
         return np.asarray(chosen), cache
 
@@ -261,7 +261,7 @@ class Engine:
             on_done(place, done[place])
 
         def is_finished(place: int, token: int) -> bool:
-            """Record a new token; returns whether the text ends with it."""
+            """Record a new token; returns whether the text ends with this token."""
             if token == self._end:
                 finish(place, "document_end")
                 return True

@@ -1,7 +1,7 @@
 """Health of a run: amax, scale, saturation, flushing and SQNR of the tensors of every linear layer, at intervals.
 
-At a health step the model runs forward and backward once more on part of the step's batch, with the state that the step
-starts from. Statistics of ``input`` and ``output_grad``, and dynamic per-tensor scales, cover only the sampled
+At a health step, the model runs forward and backward once more on part of the step's batch, with the state that the
+step starts from. Statistics of ``input`` and ``output_grad``, and dynamic per-tensor scales, cover only the sampled
 sequences. Statistics of kernels, and scales from quant state, do not depend on the sample.
 
 If a state or a step is not finite, the first non-finite array is reported with its layer.
@@ -34,7 +34,7 @@ from jaxquant.training.sharding import BATCH
 from jaxquant.training.step import Batch, Program, TrainState, example_inputs
 
 SHARE = 8
-"""Number of sequences of a batch for each measured sequence, unless ``health_sequences`` is set."""
+"""Health is measured on one in this many sequences, unless ``health_sequences`` is set."""
 
 WARN_SATURATED = 0.01
 """Share of clipped elements above which a warning is printed.
@@ -46,9 +46,9 @@ small a range.
 WARN_SQNR_DB = {8: 20.0, 4: 10.0}
 """SQNR in dB below which a warning is printed, by bits of the element.
 
-At 20 dB, the RMS error is a tenth of the tensor's RMS; at 10 dB, a third. N(0, 1) has 31.5 dB (e4m3), 25.8 (e5m2),
-about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the limit has lost more than twice that error to clipping,
-flushing or outliers.
+At 20 dB, the RMS error is a tenth of the tensor's RMS; at 10 dB it is a third. Values from N(0, 1) have 31.5 dB (e4m3),
+25.8 (e5m2), about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the limit has about twice that error or more,
+because of clipping, flushing or outliers.
 """
 _LINES = 3
 
@@ -104,8 +104,8 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
 
     Args:
       config: ``batch_size``, ``gradient_accumulation_steps`` and ``health_sequences``. 0 selects the smallest valid
-        number that is at least an eighth of the batch. If that exceeds a micro-batch, it selects the largest valid
-        number that fits into one, because the pass holds all measured sequences in memory at once.
+        number that is at least an eighth of the batch. If that number exceeds a micro-batch, 0 selects the largest
+        valid number that fits into a micro-batch, because the pass holds all measured sequences in memory at once.
       devices: number of devices that share a batch evenly.
       shards: number of blocks into which a recipe splits the batch.
 
@@ -130,11 +130,11 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
 
 
 class HealthLog:
-    """Writer of health passes that also prints one warning for each tensor with a fault.
+    """Writer of the results of health passes, which also prints one warning for each tensor with a fault.
 
     Args:
       health: health pass.
-      metrics: metrics that receive the rows, the worst values and the lines.
+      metrics: writer that receives the rows, the worst values and the warnings.
     """
 
     def __init__(self, health: Health, metrics: Metrics):
@@ -142,7 +142,7 @@ class HealthLog:
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, measured: tuple[dict[str, jax.Array], dict[str, Any]]) -> None:
-        """Write the result of ``Health.measure`` for a step, which blocks until it is computed."""
+        """Write the result of ``Health.measure`` for a step; blocks until the result is computed."""
         table, moments = jax.tree.map(np.asarray, measured)
         self._metrics.record_health(to_json(step, self._health, table, moments), worst_values(table, moments))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
@@ -238,7 +238,7 @@ class FiniteCheck:
 
 
 def _are_finite(tree: Any) -> dict[str, jax.Array]:
-    """Return whether each array of a tree is finite, for each layer if layers are stacked."""
+    """Return whether each array of a tree is finite; an array of stacked layers has one result per layer."""
 
     def reduce(path: str, x: jax.Array) -> jax.Array:
         return jnp.isfinite(x).all(axis=tuple(range(int("layers" in path.split("/") and x.ndim > 0), x.ndim)))

@@ -50,7 +50,7 @@ equal.
 
 
 def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
-    """Open a GGUF file or a Hugging Face folder as a Llama; checksums are compared if jaxquant exported it.
+    """Open a GGUF file or a Hugging Face folder as a Llama. If jaxquant exported it, check its checksums.
 
     Args:
       path: file or folder.
@@ -96,7 +96,7 @@ def imported_config(
 def import_to_run(
     checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
-    """Write a run whose step 0 has the parameters of a checkpoint; ``jaxquant train`` continues it.
+    """Write a run whose step 0 has the parameters of a checkpoint. ``jaxquant train`` continues the run.
 
     Quantized layers are decoded to float32, exactly or with one rounding. A run that quantizes these layers again uses
     the native backend, which reproduces the same integers (``TensorSpec.keeps_grid``), unless ``changes`` sets a
@@ -106,7 +106,7 @@ def import_to_run(
       checkpoint: GGUF file, or Hugging Face folder.
       run_dir: folder of the run; it must not exist.
       changes: fields of ``TrainConfig``: data, optimizer, and the quantization to train with.
-      progress: callback with the tokenizer and each tensor.
+      progress: callback that receives a row for the tokenizer and for each tensor.
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or the run exists.
@@ -212,7 +212,8 @@ def import_to_serve(
 
     Layers keep the elements and scales of the checkpoint if the config string has weights of the same type and
     granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the config strings of GGML's formats and others.
-    Without a requested quantization, the config string that quantizes weights and inputs like the checkpoint is used.
+    If no quantization is requested, the config string is selected that quantizes weights and inputs
+    like the checkpoint.
     Other layers are converted from the decoded float weights.
 
     Args:

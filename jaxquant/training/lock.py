@@ -11,7 +11,7 @@ from typing import Any
 NAME = "writer.lock"
 STALE_S = 90.0
 """Seconds without a heartbeat after which a writer whose process is not visible is considered dead."""
-_TRY_S = 3.0  # an empty lock file is taken over after two seconds
+_TRY_S = 3.0  # more than the two seconds after which an empty lock file is taken over
 _LOCAL_S = 0.5  # enough to check whether a process on this host is alive
 
 

@@ -41,7 +41,7 @@ class Diverged(RuntimeError):
 
 
 class Halted(RuntimeError):
-    """Raised when the run folder can no longer be written, or another run has taken it."""
+    """Raised when the run folder can no longer be written, or another run has taken the folder."""
 
 
 @dataclasses.dataclass
@@ -141,7 +141,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
 
 
 def _lock_or_raise(ask: Callable[[], None], run_dir: Path) -> None:
-    """Call ``ask`` on the main process to acquire or check the lock; raise ``Busy`` on every process if it fails."""
+    """Call ``ask`` on the main process to acquire or check the lock; raise ``Busy`` on every process on failure."""
     lock_error = None
     if processes.is_main():
         try:
@@ -206,7 +206,7 @@ class _Run:
     def _run_steps(self, first: int) -> float | None:
         """Run the remaining steps. Returns the last held-out loss, or None if a stop was requested before the end."""
         program, config, metrics = self.program, self.program.config, self.metrics
-        healthy = jax.device_put(np.bool_(True), program.replicated)  # as the step returns it, to trace it once
+        healthy = jax.device_put(np.bool_(True), program.replicated)  # as the step returns it: one trace of the step
         shared_stop_flag = processes.Flag(program.mesh)
         health_log = HealthLog(self.health, metrics) if self.health else None
         uses_warm_state = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
@@ -229,7 +229,8 @@ class _Run:
             last = step == config.steps
             if (step == first + 2 or (last and step == first + 1)) and (said := _describe_implementations(config)):
                 metrics.say(said)
-            # Several processes must stop at the same step: use the answer of an earlier step, which all have read.
+            # Several processes must stop at the same step: use the answer of an earlier step, which all processes have
+            # read.
             stops_now = self.stop_agreed if jax.process_count() > 1 else self._stop_reason is not None
             saving = last or stops_now or _is_due(step, config.checkpoint_every)
             evaluating = last or _is_due(step, config.eval_every)
@@ -264,7 +265,7 @@ class _Run:
         return self.stop.signal or ("a closed output" if self.metrics.is_output_closed else None)
 
     def _read_pending_metrics(self, health_log: HealthLog | None) -> None:
-        """Read the metrics of the pending step, which blocks until the step has finished."""
+        """Read the metrics of the pending step; blocks until the step has finished."""
         if (pending := self.pending) is None:
             return
         if health_log and pending.health:
@@ -279,7 +280,7 @@ class _Run:
     def _raise_diverged(self, failed: _PendingStep, values: dict[str, float]) -> NoReturn:
         """Save the last finite state, if it still exists, and raise ``Diverged`` with the first non-finite value.
 
-        A step whose loss or gradient norm is not finite keeps the state that it started from. A step that overflows in
+        A step with a non-finite loss or gradient norm returns the state that it started from. A step that overflows in
         the update itself has overwritten that state.
         """
         metric = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)

@@ -22,7 +22,7 @@ WARM_STEPS = 2
 
 
 def warm_median(times: Sequence[float]) -> float | None:
-    """Return the median after ``WARM_STEPS`` steps, or over all steps if there are no more; None without steps."""
+    """Return the median over steps after the first ``WARM_STEPS``, or over all if there are no more; None if empty."""
     return statistics.median(times[WARM_STEPS:] or times) if times else None
 
 
@@ -98,7 +98,7 @@ class Metrics:
             terminal.close_output()
 
     def pause(self) -> None:
-        """Exclude the time since the last step (a held-out loss, a checkpoint) from the next step's time."""
+        """Exclude the time since the last step, for a held-out loss or a checkpoint, from the next step's time."""
         self._clock = time.perf_counter()
 
     def record_step(self, step: int, values: dict[str, float]) -> None:
@@ -135,7 +135,7 @@ class Metrics:
         self._write(row["step"], {f"health/{name}": value for name, value in values.items()})
 
     def medians(self) -> dict[str, float | None]:
-        """Return median step time and speed of this process, without steps that compile; None before the first step."""
+        """Return the median step time and speed of this process, without steps that compile; the values can be None."""
         return {"step_time_s": warm_median(self.step_times), "tokens_per_s": warm_median(self.tokens_per_s)}
 
     def _write(self, step: int, values: dict[str, float]) -> None:

@@ -86,7 +86,7 @@ class LayerCache(NamedTuple):
     layer: int | jax.Array
 
     def update(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> tuple[LayerCache, jax.Array, jax.Array]:
-        """Write keys and values; return the updated state and all cached keys and values in their dtype."""
+        """Write keys and values; return the updated state, and all cached keys and values in the dtype of ``key``."""
         cache = kv_cache.append(self.cache, key, value, positions, valid=self.valid, layer=self.layer)
         return (self._replace(cache=cache), *kv_cache.read(cache, key.dtype.name, layer=self.layer))
 
@@ -112,15 +112,15 @@ def make_masks(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
     """Return the attention mask (``make_mask``), the positions and, with a cache, the mask of tokens to write.
 
-    Slot t of a cache holds the token at position t, and a query attends to its own slot and earlier ones. Later slots
-    may hold stale tokens or padding.
+    Slot t of a cache holds the token at position t, and a query attends to its own slot and all earlier slots. Later
+    slots may hold stale tokens or padding.
 
     Raises:
       ValueError: a cache is given without positions.
     """
     if cache is not None:
         if positions is None:
-            raise ValueError("a KV cache requires positions; pass an array [batch, tokens], from 0")
+            raise ValueError("a KV cache requires positions; pass an array [batch, tokens] that counts from 0")
         mask = positions[:, None, :, None] >= jnp.arange(cache.length)[None, None, None, :]
         return mask, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:
@@ -224,7 +224,7 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU of the ``num_experts_per_tok`` experts that a router selects for each token; no token is dropped.
+    """SwiGLU layer of the ``num_experts_per_tok`` experts that a router selects for each token; no token is dropped.
 
     ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities of ``softmax(gate(x))``; p are
     these probabilities divided by their sum. The router and the sum run in float32. Rows are sorted by expert, and each
@@ -288,9 +288,9 @@ class Decoder(nn.Module):
 
     Packed documents are separate: a query attends only to earlier keys with its own segment id.
 
-    With a ``cache``, each row is one document. Its tokens are written to the cache at ``positions``, except for tokens
-    with segment id 0. Each token attends to the cached values at its own and earlier positions, so the result does not
-    depend on how the tokens are divided into calls. The updated cache is returned with the logits.
+    With a ``cache``, each row is one document. The tokens of a row are written to the cache at ``positions``, except
+    for tokens with segment id 0. Each token attends to the cached values at its own and earlier positions, so the
+    result does not depend on how the tokens are divided into calls. The updated cache is returned with the logits.
     """
 
     config: DecoderConfig
@@ -338,7 +338,7 @@ class Decoder(nn.Module):
         n = head_chunks(c, x.shape[1])
         if n == 1:
             return cross_entropy(logits(head, x), targets)
-        # Compute the logits chunk by chunk, and again in the backward pass.
+        # Compute the logits chunk by chunk, and compute them again in the backward pass.
         compute_chunk = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
         split = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
         return self.run_chunks(compute_chunk, head, (split(x), split(targets))).swapaxes(0, 1).reshape(targets.shape)
@@ -360,7 +360,7 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def run_chunks(self, compute_chunk: Any, head: nn.Module, items: Any) -> jax.Array:
-        """Run ``piece(head, item)`` for all items in order; the backward pass recomputes each piece."""
+        """Run ``compute_chunk(head, item)`` for all items in order; the backward pass computes each chunk again."""
         shared = ["params", "_overwrite_with_gradient", "intermediates"]
         body = nn.remat(lambda head, carry, item: (carry, compute_chunk(head, item)), prevent_cse=False)
         scan = nn.scan(body, variable_broadcast=shared, split_rngs={"params": False, "quant": True})
@@ -377,7 +377,8 @@ def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
 def _promote_and_gather(config: DecoderConfig) -> Any:
     """Return a dtype promotion that also gathers a sharded embedding table before the lookup.
 
-    Otherwise the partitioner looks up tokens in every shard and can reshard the result only by replicating it.
+    Without this gather, the partitioner looks up tokens in every shard and can reshard the result only by replicating
+    it.
     """
     sharding = config.activation_sharding
     if not isinstance(sharding, jax.sharding.NamedSharding):

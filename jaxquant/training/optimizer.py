@@ -1,4 +1,4 @@
-"""AdamW or Muon with warm-up, cosine decay and gradient clipping; it updates parameters, not quant state."""
+"""AdamW or Muon with warm-up, cosine decay and gradient clipping; parameters are updated, quant state is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxquant.training.config import TrainConfig
 from jaxquant.training.sharding import parameter_spec
 
 DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
-"""Names of the parameters to which weight decay applies. The number of axes is not enough: scanned norms have two."""
+"""Names of parameters with weight decay. ``ndim`` is not a sufficient test, because scanned norms have two axes."""
 
 AXES: dict[str, int | Literal["rows"] | None] = {"auto": None, "last": -1, "rows": "rows"}
 """Value of ``axis`` of ``quantize_state`` for each ``optimizer_state_axis``."""
@@ -42,7 +42,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
-    """Build the optimizer. The structure of its state does not depend on the clipping threshold, which can change."""
+    """Build the optimizer. Its state has the same structure without clipping, so a resumed run can change clipping."""
 
     def sharding(path: str, moment: jax.Array) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
@@ -56,7 +56,7 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
             adam_b1=config.adam_b1,
             adam_b2=config.adam_b2,
             muon_weight_dimension_numbers=_muon_dimensions,
-            consistent_rms=0.2,  # RMS of AdamW's updates, so that its learning rates apply (arXiv 2502.16982)
+            consistent_rms=0.2,  # RMS of AdamW's updates, so that AdamW's learning rates apply (arXiv 2502.16982)
         )
     else:
         tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decay_mask)
@@ -81,7 +81,7 @@ def _muon_dimensions(params: optax.Params) -> optax.Params:
 
 
 def _shards_along(path: str, axis: int) -> int:
-    """Return the number of shards for which the groups of moments are made; it is the same on every mesh."""
+    """Return the number of shards for which moments are grouped. The number does not depend on the mesh."""
     return 8 if parameter_spec(*_names(path), 3 - axis)[axis] else 1
 
 

@@ -1,6 +1,6 @@
 """Runs on several processes: initialization, arrays that span processes, and agreement between them.
 
-Each process runs the same program on its own devices. All of them read the same data stream and take part in every
+Each process runs the same program on its own devices. All processes read the same data stream and take part in every
 jitted function and checkpoint; only process 0 prints and writes metrics.
 """
 
@@ -35,7 +35,7 @@ def join(*words: Any) -> None:
         raise ValueError(f"a run of several processes also requires {' and '.join(missing)}")
     if not 0 <= words[2] < words[1]:
         raise ValueError(f"--process-id must be in 0..{words[1] - 1}, got {words[2]}")
-    # Otherwise a service of jax handles SIGTERM, and a signal before the first step is lost.
+    # Otherwise JAX's preemption service handles SIGTERM, and a signal before the first step is lost.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(*words)
 
@@ -44,7 +44,7 @@ def check_devices() -> None:
     """Raise a ``ValueError`` if JAX cannot start the platform. JAX itself raises errors of several types.
 
     Raises:
-      ValueError: the platform does not start; the message names it.
+      ValueError: the platform does not start; the message names the platform.
     """
     try:
         jax.devices()
@@ -61,7 +61,7 @@ def is_main() -> bool:
 
 
 def shard(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
-    """Create arrays that span all processes from equal arrays in each process; with one process, jit does this."""
+    """Create arrays that span all processes from equal arrays in each process; jit does this for one process."""
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)
@@ -80,7 +80,7 @@ def sync_cpu(result: T) -> T:
 
 
 class Flag:
-    """A flag that becomes true in all processes once it is true in one. With a single process it does not block.
+    """A flag that becomes true in all processes once it is true in one process.
 
     ``any_process`` dispatches a collective after the current step. Reading its answer together with the metrics of the
     step adds no further wait.
@@ -91,7 +91,7 @@ class Flag:
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def any_process(self, condition: bool) -> Any:
-        """Dispatch the collective in every process; ``bool()`` of the result is the answer."""
+        """Dispatch a collective, and return its result: whether the condition is true in any process."""
         if jax.process_count() == 1:
             return condition
         placed = shard(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, condition)})

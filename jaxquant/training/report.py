@@ -73,11 +73,11 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """Last held-out loss, or None before the first."""
+        """Last held-out loss, or None if there is no held-out loss."""
         return self.held_out[max(self.held_out)] if self.held_out else None
 
     def gap(self, baseline: Run | None) -> float | None:
-        """Return by how many percent the last held-out loss exceeds the baseline's loss at the same step, or None."""
+        """Return the excess of the last held-out loss over the baseline's at the same step, in percent, or None."""
         return _gaps(self.held_out, baseline.held_out).get(max(self.held_out)) if baseline and self.held_out else None
 
     def smoothed(self) -> dict[int, float]:
@@ -100,7 +100,7 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     """
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) != len(paths):
-        raise ValueError(f"run folders {', '.join(map(str, paths))} contain one folder twice; name each folder once")
+        raise ValueError(f"run folders {', '.join(map(str, paths))} have a folder twice; pass each folder once")
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
     return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
@@ -119,14 +119,14 @@ def load_run(folder: Path, name: str) -> Run:
 
     def note(row: dict[str, Any]) -> None:
         for name, values in (("loss", train), ("held_out_loss", held_out)):
-            if name in row:  # null stands for a number that is not finite
+            if name in row:  # null is a number that is not finite
                 values[int(row["step"])] = math.nan if row[name] is None else float(row[name])
         if row.get("step_time_s") is not None:
             times.append(float(row["step_time_s"]))
 
     _read_lines(folder / "metrics.jsonl", "metrics", note)
     if not train:
-        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run finish at least one")
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run finish at least one step")
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
     median = summary.get("step_time_s") or warm_median(times)
     has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731

@@ -128,14 +128,14 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
 
 
 def open_contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Served]:
-    """Open a run's checkpoint in float and as trained, and checkpoints that were converted from runs.
+    """Open a run twice, in float and with its quantization, and open checkpoints that were converted from runs.
 
     Args:
       run: folder of the run.
       converted: folders of the converted checkpoints.
 
     Raises:
-      FileNotFoundError, ValueError, TypeError: raised by ``open_served``; also if ``run`` is not a run.
+      FileNotFoundError, ValueError, TypeError: raised by ``open_served``, or ``run`` is a converted checkpoint.
     """
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
@@ -151,12 +151,12 @@ def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> lis
 
     Args:
       models: models by name; all others are compared with the first model.
-      batches: number of batches; None is the configuration's ``eval_batches``.
+      batches: number of batches; None selects ``eval_batches`` of the configuration.
 
     Returns:
-      A row per model: held-out loss in nats per token, its relative excess over the first model's loss, the share of
-        positions with the same most likely next token as the first model, the largest difference of a logit from the
-        first model's and from the previous model's, and the bytes of its parameters.
+      A row per model: held-out loss in nats per token, its excess over the first model's loss,
+        the share of positions at which the most likely next token is that of the first model, the largest logit
+        difference from the first and from the previous model, and the bytes of the parameters.
 
     Raises:
       ValueError: the models have different vocabularies.

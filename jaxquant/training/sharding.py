@@ -17,7 +17,7 @@ from jaxquant.training.config import TrainConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
-"""Partition spec of a batch: sequences are sharded over data and fsdp; a tensor group shares its sequences."""
+"""Partition spec of a batch: sequences are sharded over data and fsdp, and replicated over tensor."""
 
 PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("query", "kernel"): {"fsdp": -3, "tensor": -2},
@@ -39,9 +39,9 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
 }
 """(module, parameter) -> mesh axis -> sharded axis of the parameter.
 
-``fsdp`` shards the axis of size ``emb_dim``, ``tensor`` the axis of heads or of ``mlp_dim``.
-Axes count from the end, because a scan over layers adds a leading axis. All other parameters (norms, scales and amax
-histories, routers) are replicated. A sparsity mask is sharded like its kernel.
+``fsdp`` shards the axis of size ``emb_dim``, ``tensor`` the axis of heads or of ``mlp_dim``. Axes are counted from the
+end, because a scan over layers adds a leading axis. All other parameters (norms, scales and amax histories, routers)
+are replicated. A sparsity mask is sharded like its kernel.
 """
 
 
@@ -50,7 +50,8 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
 
     Args:
       config: configuration with the sizes of the mesh and of the sharded axes.
-      devices: devices of the mesh, possibly abstract ones of another chip; None selects all devices of all processes.
+      devices: devices of the mesh, possibly abstract devices of another chip; None selects all devices of all
+        processes.
 
     Raises:
       ValueError: the product of the sizes is not the number of devices, or a size does not divide the axis that it
@@ -101,7 +102,7 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         return fitted(parameter_spec(names[-2], names[-1], len(leaf.shape)), leaf)
 
     def place_table(table: Table) -> Table:
-        # Amaxes and scales are replicated; a mask is sharded like its kernel: LAYER/OP/sparsity.
+        # Amaxes and scales are replicated; a mask (LAYER/OP/sparsity) is sharded like its kernel.
         *_, module, _, _ = ("", "", *table.rows[0].split("/"))
         spec = parameter_spec(module, "kernel", table.fields[MASK].ndim - 1) if MASK in table.fields else ()
         fields = {name: fitted((None, *spec) if name == MASK else (), x) for name, x in table.fields.items()}

@@ -29,7 +29,7 @@ _PARTS = 20
 
 
 Documents = Iterator[tuple[str, str | None]]
-"""Documents of a corpus, each with the name whose hash selects the split, or None to hash the text."""
+"""(text, name) of each document. The hash of the name selects the split, or of the text if the name is None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +75,10 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         raise ValueError(f"dataset_text_field {field!r} has no effect with dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
-            raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text, or another")
+            raise ValueError(f"dataset_path {path!r} has no effect with dataset 'stdlib'; set dataset=text or jsonl")
         return _stdlib()
     if not path:
-        raise ValueError(f"dataset {dataset!r} needs dataset_path; set it to a file or a folder")
+        raise ValueError(f"dataset {dataset!r} requires dataset_path; set it to a file or a folder")
     read = _split_file if Path(path).is_file() else _read_whole
     if dataset != "text":
         read = functools.partial(_json_lines if dataset == "jsonl" else _parquet_rows, field=field)
@@ -168,7 +168,7 @@ def _check_text(value: object, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place} has an incomplete surrogate pair at character {error.start}") from None
+        raise ValueError(f"{place} has an incomplete surrogate pair at character {error.start}; remove it") from None
     return value
 
 

@@ -70,7 +70,7 @@ def train(
 def _run(path: str, overrides: Sequence[str], process: tuple[str | None, int | None, int | None]) -> int:
     try:
         config = read_config(path, overrides)
-        from jaxquant.training import processes  # after the configuration: a typo is reported before jax loads
+        from jaxquant.training import processes  # imported late: a typo is reported before jax loads
 
         processes.join(*process)
         processes.check_devices()

@@ -48,7 +48,7 @@ class Model:
     Attributes:
       init: function key -> (params, quant_state), nested dicts by module name.
       apply: function (params, quant_state, inputs, segment_ids, positions, rngs[, cache]) -> logits, or (logits, cache)
-        with a cache. With ``targets`` it returns the loss of each token, without storing all logits; see
+        with a cache. With ``targets``, ``apply`` returns the loss of each token, without storing all logits; see
         ``jaxquant.training.model.Decoder``.
       module: Linen module of ``apply``, for reading its intermediates.
       layers: report rows, one for each linear layer.
@@ -96,9 +96,9 @@ class Program:
       config: configuration of the run, after ``with_global_shards``.
       init: function () -> TrainState.
       step: function (state, batch, healthy) -> (state, metrics) that donates the state. If ``healthy`` is False, or the
-        loss or gradient norm of this step is not finite, it returns the state unchanged and ``metrics["healthy"]`` is
-        False. If the update overflows, ``metrics["healthy"]`` is also False, but the returned state is not finite;
-        later steps leave it unchanged.
+        loss or gradient norm of this step is not finite, the step returns the state unchanged, and
+        ``metrics["healthy"]`` is False. If the update overflows, ``metrics["healthy"]`` is also False, but the returned
+        state is not finite; later steps leave this state unchanged.
       evaluate: function (state, batch) -> (sum of the token losses, number of tokens).
       loss: function (params, quant_state, batch, key) -> mean loss; not jitted, for inspection.
     """
@@ -122,7 +122,7 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
     """Return the decoder's shape from a training configuration.
 
     Raises:
-      ValueError: ``vocab_size`` is set and smaller than the tokenizer's.
+      ValueError: ``vocab_size`` is set and smaller than the tokenizer's vocabulary.
     """
     rows = config.vocab_size or -(-vocab_size // 64) * 64
     if rows < vocab_size:
@@ -252,7 +252,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
 
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
-    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # the platform sets the axis of groups
+    with on_device_of(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)):  # sets the axis of moments
         shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -277,7 +277,7 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> jax.stages.Traced:
-    """Trace a step without running it, so that errors appear before the run folder is modified.
+    """Trace a training step without running the step, so that errors appear before the run folder is modified.
 
     The training steps reuse this trace from jax's cache.
 

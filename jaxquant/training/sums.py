@@ -1,8 +1,8 @@
 """Verification of run files: checksums of each checkpoint, and the configuration that made the checkpoint.
 
 Each checkpoint folder contains ``SHA256SUMS``; without it, no array of the checkpoint is used. The first process writes
-it after every process has written its part and before the folder is renamed, so a checkpoint without it is incomplete
-or damaged. It also covers the configuration that made the checkpoint.
+this file after every process has written its part and before the folder is renamed, so a checkpoint without the file is
+incomplete or damaged. ``SHA256SUMS`` also covers the configuration that made the checkpoint.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def check_checkpoint_sums(folder: Path, names: Iterable[str] | None = None, shar
     Args:
       folder: folder of the checkpoint.
       names: files to read; None reads all.
-      share, shares: index and number of shares of the files; this call reads one share. It always checks that every
-        file has a checksum.
+      share, shares: index and number of shares of the files; this call reads one share. The function always checks that
+        every file has a checksum.
 
     Raises:
-      ValueError: a file is missing, changed, or has no checksum; the message names the first one.
+      ValueError: a file is missing, changed, or has no checksum; the message names the first file.
     """
     if (folder / "sums.json").is_file() and not (folder / sums.NAME).is_file():
         raise ValueError(f"{folder} has an earlier version's sums.json; read it with jaxquant at commit a87bb9a")
@@ -118,7 +118,7 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
     """Raise if ``config.yml`` of a run is not the configuration that made a checkpoint of the run.
 
     Raises:
-      ValueError: fields that determine numerics differ, or the file is invalid; the message names them.
+      ValueError: fields that determine numerics differ, or the file is invalid; the message names the fields.
     """
     path = run_dir / "config.yml"
     if not path.exists():
@@ -132,7 +132,7 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
 
 
 def compare_configs(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
-    """Return the allowed differences between a configuration and a checkpoint's, with both values of each field.
+    """Return the allowed differences between the configuration of a checkpoint and another one, with both values.
 
     Args:
       one: configuration of the checkpoint.

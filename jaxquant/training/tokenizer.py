@@ -17,11 +17,11 @@ PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class Tokenizer:
-    """A tokenizer; if its vocabulary has tokens for the beginning and the end of a text, it adds them.
+    """A tokenizer that adds the tokens for the beginning and the end of a text, if its vocabulary has them.
 
     Attributes:
       label: name in messages.
-      vocab_size: size of the vocabulary; every token is smaller.
+      vocab_size: size of the vocabulary; all token ids are below it.
       bos, eos: tokens at the beginning and the end of a text, or None.
       pad: padding token.
       dtype: dtype of the arrays.
@@ -121,7 +121,7 @@ class FileTokenizer(Tokenizer):
 
 
 def read_bytes(file: Path, option: str = "") -> bytes:
-    """Read the file at a path; ``option`` is the config field that names it.
+    """Read a file; ``option`` is the config field that names the file, for error messages.
 
     Raises:
       ValueError: the file cannot be read; the message names the file and the reason.
@@ -167,8 +167,8 @@ class TextStream:
         """Return the text that this token completes."""
         self._recent.append(token)
         text = self._tokenizer.decode(self._recent)
-        # The last U+FFFD characters, up to _LONGEST_PART of them, may be the beginning of a character. More of them are
-        # bytes that are not text.
+        # The last U+FFFD characters, up to _LONGEST_PART of them, may be the beginning of a character. More than that
+        # are bytes that are not text.
         complete = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
         new = self._take_new(text[:complete])
         if len(self._recent) >= 2 * _CONTEXT:

@@ -150,7 +150,7 @@ REFUSED = [
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
     ({"use_qwix_quantization": True, "quant_backend": "aqt"}, "true contradicts quant_backend 'aqt'; remove one of"),
     ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' has no known method"),
-    ({"quantization": "fp8_full", ACT: "minmax"}, f"{ACT}: calibration minmax is asymmetric and float8_e4m3fn has no"),
+    ({"quantization": "fp8_full", ACT: "minmax"}, f"{ACT}: calibration minmax is asymmetric, but float8_e4m3fn has no"),
     (BOUNDED | {"constant_bound_config": "1,2,3,4,5"}, "constant_bound_config must have 6 bounds (fwd_lhs, fwd_rhs, "),
     (BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]}, "constant_bound_config dlhs_lhs must lie between 1e-"),
     (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect together with constant_b"),

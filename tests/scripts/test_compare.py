@@ -168,5 +168,5 @@ def test_a_damaged_missing_or_repeated_run_is_an_error_that_names_it(runs, capsy
             file.write_text(text)
         assert message in told("float", str(number))
     assert f"error: run folder {runs / 'nowhere'} does not exist" in told("nowhere")
-    assert "contain one folder twice" in told("int8", "int8")
+    assert "have a folder twice" in told("int8", "int8")
     assert not out.exists()

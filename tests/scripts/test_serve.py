@@ -85,7 +85,7 @@ def told(run, capsys):
 def test_a_bad_option_and_prompts_that_cannot_be_read_are_named(tmp_path, told, monkeypatch):
     for name, data in (("latin", b"item\ncaf\xe9\n"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
-    path, latin = str(tmp_path), "is not UTF-8 (byte 3); write it in UTF-8"
+    path, latin = str(tmp_path), "is not UTF-8 (byte 3); save it as UTF-8"
     for words, message in (
         (("--prompt", "item", "--top-p", "1.5"), "top_p 1.5 must be above 0 and at most 1"),
         (("--prompt", "item", "--temperature", "-1"), "temperature -1.0 must not be negative"),

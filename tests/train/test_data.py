@@ -275,13 +275,13 @@ def test_tokenizer_file(tmp_path):
 
 BAD: list[tuple[str, bytes, dict[str, str], str]] = [
     ("", b"", {"dataset": "stdlib", "dataset_path": "x"}, "^dataset_path 'x' has no effect with dataset 'stdlib'; "),
-    ("", b"", {"dataset_path": ""}, "^dataset 'text' needs dataset_path; set it to a file or a folder$"),
+    ("", b"", {"dataset_path": ""}, "^dataset 'text' requires dataset_path; set it to a file or a folder$"),
     ("", b"", {"dataset_path": "/no/where"}, "^dataset_path '/no/where' does not exist; check the path$"),
     ("", b"", {}, "^dataset 'text' is empty: '.*' has no files$"),
     ("t", b"{}", {"dataset": "stdlib", "tokenizer_path": "t"}, "^tokenizer_path '.*/t' is not a tokenizer.json: "),
     ("a.txt", b"", {}, "is empty: none of its 1 files has text$"),
     ("a.txt", b"good \xff bad", {}, "a.txt' is not UTF-8 text: invalid start byte at byte 5; convert it or remove it"),
-    ("a.txt", b"the same " * 100, {}, "has no held-out part: it has 1 documents, 1 of them different; "),
+    ("a.txt", b"the same " * 100, {}, "has no held-out part: it has 1 documents and 1 distinct text; "),
     ("a.jsonl", b'\n\n{"text": "a"', {}, r"a.jsonl line 3 is not JSON that Python can read \(Expecting"),
     ("a.jsonl", b"[1, 2]", {}, "a.jsonl line 1 must be a JSON object with the key 'text', got list$"),
     ("a.jsonl", b'{"body": "a", "id": 2}', {}, "line 1 has no key 'text'; set dataset_text_field to one of 'body', 'i"),

@@ -47,7 +47,7 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
       example_inputs, example_kwargs: arguments of ``jaxquant.maybe_quantize_model``.
 
     Raises:
-      ValueError: a recipe has quant state and gradients are accumulated; or raised by
+      ValueError: MaxText's config accumulates gradients and a recipe has quant state; or raised by
         ``jaxquant.maybe_quantize_model``.
       TypeError, NotImplementedError: raised by ``jaxquant.maybe_quantize_model``.
     """

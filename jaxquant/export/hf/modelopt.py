@@ -35,7 +35,7 @@ def read_spec(section: Section, key: str) -> LayerSpec:
     name = section.text(key).upper()
     if name not in ALGORITHMS:
         raise NotImplementedError(
-            f"{section.where(key)} {section.get(key)!r} is not supported; supported are {', '.join(ALGORITHMS)}"
+            f"{section.where(key)} {section.get(key)!r} is not supported; supported values are {', '.join(ALGORITHMS)}"
         )
     size = ALGORITHMS[name].weight.block_size
     if size is not None and section.has("group_size") and section.integer("group_size") != size[1]:
