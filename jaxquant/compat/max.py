@@ -18,4 +18,4 @@ Float8InputScaleSpec = InputScaleSpec
 Float8WeightScaleSpec = WeightScaleSpec
 Float8ScaleGranularity = ScaleGranularity
 Float8ScaleOrigin = ScaleOrigin
-"""Names in MAX 25.6."""
+"""Names of these classes in MAX 25.6."""

@@ -24,7 +24,7 @@ _METHODS = {
     QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
     QuantFormat.BLOCKSCALED_FP8: "fp8",
 }
-"""``quant_method`` of each format whose name is not also the method."""
+"""Value of ``quant_method`` by format, for formats whose name differs from ``quant_method``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def interleave_scales(scales: jax.Array) -> jax.Array:
 
 
 def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Return block scales of ``shape`` from the order of ``interleave_scales``, also if it was flattened to two axes.
+    """Return block scales of ``shape`` from the result of ``interleave_scales``, which may be flattened to two axes.
 
     Raises:
       ValueError: the size of ``interleaved`` is not the size that ``shape`` requires.

@@ -40,7 +40,7 @@ def parse_quant_config(
     """Read the quantization of a checkpoint like MAX 26.3.
 
     MAX reads some configs incorrectly without an error: ``re:`` ignores, ``exclude_modules``, modelopt FP8, group and
-    block strategies, weight-only. This function reads them as the library that wrote them.
+    block strategies, weight-only. This function reads such configs as the libraries that write them do.
 
     Args:
       huggingface_config: dict, object with ``to_dict()``, or object with the config's fields as attributes.
@@ -298,7 +298,10 @@ class _ConfigBuilder:
         return "bfloat16" if excluded else None
 
     def _can_use_fused_mlp(self, widened: bool) -> bool:
-        """Return whether the scales of gate and up can be joined along rows; scalars must be equal or widened first."""
+        """Return whether the scales of gate and up can be concatenated along rows, after scalar scales are widened.
+
+        Scalar scales that are not widened must be equal.
+        """
         for name, gate in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             if kind not in _SCALES or not stem.endswith("gate_proj"):

@@ -180,7 +180,7 @@ def block_scale_linear(
     how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
     kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
     read = x
-    if rows == 1 and how != "float":  # padding keeps the order of sums: one row would use another
+    if rows == 1 and how != "float":  # a matmul of one row would sum in another order
         read = jnp.pad(x.reshape(1, -1), ((0, _ROWS - 1), (0, 0)))
     numbers = (((read.ndim - 1,), (1,)), ((), ()))
     out = _multiply("block_scale_linear", how, read, kernel, numbers, block_size, out_dtype)
@@ -225,7 +225,7 @@ def block_scale_experts(
         # Small integer types cannot represent the number of experts.
         chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
-            raise ValueError(f"indptr {indptr.shape} is one token; x needs 1 or {chosen.size} rows, got {x.shape[0]}")
+            raise ValueError(f"indptr {indptr.shape} has one token; x needs 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
         kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))

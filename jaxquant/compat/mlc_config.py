@@ -22,8 +22,8 @@ from jaxquant.export.hf import to_recipe
 def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:
     """Return the reason why MLC leaves a linear layer in float, or "" if MLC quantizes the layer.
 
-    MLC quantizes routers with more than 256 experts. jaxquant keeps them in float by default: it also treats a layer as
-    a router if the model ranks its results (``jaxquant.trace``).
+    MLC quantizes routers with more than 256 experts. jaxquant keeps such routers in float by default, because a layer
+    is also a router if the model ranks its results (``jaxquant.trace``).
 
     Args:
       name: dotted name of the layer.

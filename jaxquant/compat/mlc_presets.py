@@ -114,7 +114,7 @@ def read_mlc_quantization(
     dtype, ue8m0 = fp8.read_formats(section)
     if section.has("fmt") and dtype != scheme.weight_dtype:
         raise ValueError(
-            f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype}, but {section.where('fmt')} is {dtype}"
+            f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype}, but must equal {section.where('fmt')} {dtype}"
         )
     spec = fp8.block_layer(scheme.weight_dtype, size, origin, ue8m0)
     rules = read_lists(section, ["modules_to_not_convert"], transformers_pattern)

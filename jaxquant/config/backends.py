@@ -15,13 +15,13 @@ class BackendRow:
     Attributes:
       title: name of the backend in errors.
       package, tested: Python package that the backend requires ("" if none), and its oldest and newest tested version.
-      has_layer_ops: whether the backend quantizes a layer through an op that is passed to the layer. Otherwise it
-        quantizes a complete model, which needs example inputs.
+      has_layer_ops: whether the backend quantizes a layer through an op that is passed to the layer. If false, the
+        backend quantizes a complete model, which requires example inputs.
       needs_random_stream: whether stochastic rounding uses the random stream of a Linen model, if the model has one.
         Otherwise the noise is derived only from the bits of the output gradient.
       names_residuals: whether a remat policy can name the residuals of a quantized matmul.
       shards_batch: whether ``quantization_local_shard_count`` splits the first axis of the weight gradient's
-        contraction (the batch). Otherwise it splits the last axis.
+        contraction (the batch). If false, the field splits the last axis.
     """
 
     title: str
@@ -56,5 +56,5 @@ def check_library_implementation(backend: str, implementation: str | None) -> No
     if implementation is not None and (row := BACKENDS[backend]).package:  # pyright: ignore[reportArgumentType]
         raise ValueError(
             f"implementation {implementation!r} does not apply to quant_backend {backend!r}, because {row.title} "
-            "computes its own matmuls; set it to null, or use quant_backend 'native'"
+            "computes its own matmuls; set implementation to null, or use quant_backend 'native'"
         )

@@ -24,7 +24,7 @@ def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
     quantized = [part for part in parts if part is not None]
     if any(part.matches_flax for part in quantized) and any(part != parts[0] for part in parts):
         raise ValueError(
-            f"amax_init 'flax' runs flax's op for all three matmuls, but quantization {name} has several; use 'warmup'"
+            f"amax_init 'flax' runs flax's op for all three matmuls, which quantization {name} prevents; use 'warmup'"
         )
     _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())

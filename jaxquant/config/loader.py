@@ -84,7 +84,7 @@ def parse_yaml(text: str, place: str) -> Any:
       ValueError: the text is not YAML, is too long, or is nested too deep.
     """
     if len(text) > MAX_BYTES:
-        raise ValueError(f"{place} has {len(text)} characters; a config has at most {MAX_BYTES:,}")
+        raise ValueError(f"{place} has {len(text)} characters; a config may have at most {MAX_BYTES:,}")
     try:
         return yaml.load(text, _Loader)  # a SafeLoader: it builds plain data only
     except yaml.MarkedYAMLError as error:
@@ -102,7 +102,7 @@ def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYT
 
     Args:
       path: path of the file.
-      label: name of the file in errors, such as a field. If empty, errors show only the path.
+      label: name of the file in errors, such as a field, or "" to show only the path.
       most: maximum size in bytes.
 
     Raises:
@@ -174,7 +174,7 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
     """
     text = read_text(path, label)
     if os.fspath(path).lower().endswith(".json"):
-        text = text.replace("\t", " ")  # JSON can be indented with tabs; its strings cannot contain any
+        text = text.replace("\t", " ")  # JSON may be indented with tabs, but JSON strings cannot contain tabs
     content = parse_yaml(text, os.fspath(path))
     if content is None:
         return {}

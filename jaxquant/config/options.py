@@ -129,7 +129,7 @@ def check(options: Options) -> None:
 
 
 def apply_groups(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
-    """Return a recipe with the options applied that its row reads.
+    """Apply the options that a row reads to the recipe of the row.
 
     Args:
       recipe: recipe of a row, or None.
@@ -163,7 +163,7 @@ _CALIBRATED = {
     "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
     "drhs_grad_quantization_calibration_method": (("drhs", "rhs"),),
 }
-"""Operands that each calibration field changes; an operand that reuses the forward operand has no own calibration."""
+"""Operands that each calibration field changes; an operand that reuses the forward operand is not listed."""
 
 
 def _set_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:

@@ -37,11 +37,11 @@ class QuantConfig(options.Options):
     """All settings of jaxquant, under MaxText's names where MaxText has them. The fields are validated at construction.
 
     Attributes:
-      quantization: config string, a key of ``RECIPES``; "" means no quantization. A mapping such as ``{fwd:
-        fp8_current, dlhs: quartet2, drhs: null}`` is a composition: it names the config string of each matmul, where
-        null means float. It is stored as text.
-      quant_backend: library that runs the matmuls. ``auto`` selects ``native``, except for ``aqt_fp8`` and
-        ``aqt_fp8_full``, where it selects ``aqt``, and ``native`` for contractions that AQT does not support.
+      quantization: config string, a key of ``RECIPES``; "" means no quantization. A composition is a mapping with a
+        config string for each of the three matmuls, such as
+        ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, where null means float. Compositions are stored as text.
+      quant_backend: library that runs the matmuls. ``auto`` selects ``native`` for most config strings. For ``aqt_fp8``
+        and ``aqt_fp8_full``, ``auto`` selects ``aqt``, and contractions that AQT does not support run on ``native``.
       implementation: implementation of casts and matmuls in the native backend. ``xla`` uses XLA; ``pallas`` uses
         jaxquant's kernels where they support the call, otherwise XLA; null selects by chip and operation. The results
         differ only in block matmuls, by one rounding.
@@ -257,7 +257,7 @@ class QuantConfig(options.Options):
             why = "which jaxquant does not read, so they have no effect; remove them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
-            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these; native has its numerics
+            fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op, which native reproduces
         if string == "fp8" and fields.get("use_qwix_quantization"):
             string = fields["quantization"] = "fp8_e4m3"  # the recipe that MaxText runs for it on Qwix
         count = fields.get("quantization_local_shard_count")
@@ -362,8 +362,8 @@ HEAD = "decoder/logits_dense"
 def _unread_fields(program: Any) -> dict[str, Any]:
     """Return the fields of a program's config that concern quantization, are set, and that jaxquant does not read.
 
-    A field concerns quantization by its name, or if it is a dtype of 8 bits or fewer. It is set unless its value is in
-    ``_UNSET`` or equals the default of the config's class, if there is one (pydantic models and dataclasses).
+    A field concerns quantization if its name matches ``_QUANT_FIELD``, or if its value is a dtype of 8 bits or fewer. A
+    field is set unless its value is in ``_UNSET`` or equals the field's default in a pydantic model or dataclass.
     """
     keys, model = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")  # MaxText's config has both
     fields = dict(getattr(program, "__dict__", {}) if keys is _MISSING else keys())

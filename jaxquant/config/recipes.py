@@ -43,7 +43,7 @@ class RecipeRow:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All backends that run the config string, starting with the one of ``auto``."""
+        """All backends that run the config string, starting with the backend that ``auto`` selects."""
         found = [name for name, row in BACKENDS.items() if not row.package] if self.auto else []
         return tuple(sorted((*found, *self.libraries), key=lambda name: name != self.auto))
 
@@ -336,7 +336,7 @@ def _composition_row(name: str, place: str) -> RecipeRow:
 
 def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
     """Return whether a group of options affects a composition through a row that reads the group."""
-    if GROUPS[group].change is None:  # stored scales belong to the forward weight
+    if GROUPS[group].change is None:  # only the forward weight has stored scales
         return parts[0] is not None and group in parts[0].options
     probed = [row and apply_groups(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
@@ -350,7 +350,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     """Find the row of a config string.
 
     Args:
-      name: config string; a composition as ``spell`` writes it.
+      name: config string; for a composition, the text that ``spell`` returns.
       place: config field that contains the string, for errors.
 
     Raises:

@@ -22,7 +22,7 @@ SWITCHES = ("quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
 _NUMBERED = re.compile(r"(?:^|(?<=/))[^/]*?([0-9]+)(?=/)")
 """Regex of the numbered parts of a path, except the last part, which is the layer's own name."""
 LOW_RANK_ENDINGS = ("lora_a", "lora_b")
-"""Last path parts of low-rank factors. They stay in float: their matmuls are small, and rounding would harm tuning."""
+"""Last path parts of low-rank factors, which stay in float: the matmuls are small, and rounding would harm tuning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def default_exclusion(path: str, out_features: int, switches: Collection[str] = 
     Args:
       path: "/"-joined module path.
       out_features: number of outputs; only a narrow "gate" is a router, because a SwiGLU gate is wide.
-      switches: fields of ``SWITCHES`` that are on.
+      switches: fields of ``SWITCHES`` that are enabled.
     """
     last = path.rsplit("/", 1)[-1]
     if path.split("/", 1)[0] == "mtp_block" and "quantize_mtp" not in switches:
@@ -142,7 +142,7 @@ class Resolver:
       base: decision for all other layers.
       implementation: implementation of every quantized layer.
       float_ends: number of blocks at the beginning and at the end that ``float_blocks`` leaves in float.
-      switches: fields of ``SWITCHES`` that are on.
+      switches: fields of ``SWITCHES`` that are enabled.
     """
 
     entries: tuple[PathEntry, ...]
@@ -251,10 +251,10 @@ class Resolver:
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"
                 )
-            # This applies only to rules: an intmp file lists general entries first, so a later entry may match all
-            # layers of an earlier one.
+            # Only rules are checked: an intmp file lists general entries first, so a later entry may match all layers
+            # of an earlier entry.
             if entry.is_rule and all(first[path] is not entry for path in matched):
                 raise ValueError(
                     f"{entry.place} {entry.pattern!r} has no effect: the first match wins, and earlier rules match "
-                    f"all its layers, such as {matched[0]}; move it up, or remove it"
+                    f"all its layers, such as {matched[0]}; move or remove the rule"
                 )

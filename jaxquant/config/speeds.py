@@ -60,7 +60,7 @@ def warn_if_slow(string: str, backend: str | None) -> None:
 
     Args:
       string: config string.
-      backend: backend that runs the string; the table has only the backend that ``quant_backend: auto`` selects.
+      backend: backend that runs the string; the table is valid only for the backend of ``quant_backend: auto``.
 
     Warns:
       UserWarning: the string is slower; the message names the faster string with the nearest numerics.

@@ -23,7 +23,7 @@ SCHEMES = {scheme.name: scheme for scheme in ROWS}
 FORMATS = (*SCHEMES, *(f"gguf_{kind.lower()}" for kind in FILE_TYPES))
 """Names of all formats that ``export`` writes."""
 STATIC_INPUTS = tuple(scheme.name for scheme in ROWS if scheme.spec is not None and scheme.spec.has_static_input)
-"""Formats that store static scales of activations. Exporting to them requires a calibrated model."""
+"""Formats that store static scales of activations, so that an export to these formats requires a calibrated model."""
 
 
 def export(
@@ -42,7 +42,7 @@ def export(
       out: folder to write, or file to write for a GGUF format; it must not exist yet.
       format: one of ``FORMATS``.
       dtype: dtype of unquantized tensors in a Hugging Face folder.
-      shard_bytes: maximum bytes of a file in a folder.
+      shard_bytes: maximum size in bytes of each safetensors file in a folder.
       progress: function that is called with the ``Row`` of each written tensor, or None.
 
     Raises:

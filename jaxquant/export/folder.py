@@ -115,7 +115,7 @@ def write_folder(
 
 @contextlib.contextmanager
 def partial_path(out: Path) -> Iterator[Path]:
-    """Yield ``OUT.partial``, which is renamed to OUT after the block, or deleted if the block raises.
+    """Yield the path ``OUT.partial``; rename it to OUT after the ``with`` block, or delete it if the block raises.
 
     Raises:
       FileExistsError: ``out`` exists.
@@ -188,7 +188,7 @@ def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> 
 
 
 class _ShardWriter:
-    """Safetensors files of at most ``limit`` bytes each; a single file has no number in its name."""
+    """Writer of safetensors files of at most ``limit`` bytes each; a single file has no number in its name."""
 
     def __init__(self, folder: Path, limit: int, names: int):
         self._folder, self._limit, self._names = folder, limit, names

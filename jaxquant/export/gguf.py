@@ -28,9 +28,9 @@ from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.vocabulary import UNUSED, read_gguf, read_tokenizer
 
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
-"""llama.cpp's file type for each type in which linear layers can be written."""
+"""llama.cpp's file type number for each GGML type in which linear layers can be written."""
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Type to write instead if rows do not divide into a type's blocks, or F16. Source: llama-quant.cpp."""
+"""Type that replaces a type whose block size does not divide the row size. Source: llama-quant.cpp."""
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -205,7 +205,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
     """Return the shape that a file's metadata describes.
 
     Raises:
-      ValueError: a key is missing or has another type.
+      ValueError: a key is missing, or its value has the wrong type.
       NotImplementedError: the decoder does not support the architecture, a tensor or a key of the model.
     """
     found = file.metadata

@@ -31,7 +31,7 @@ TYPES = {
 }  # fmt: skip
 """Numbers of the supported tensor types. The package gguf decodes types that are not in ``OWN``."""
 OWN = {row.encoding: row for row in CODECS.values() if row.encoding}
-"""jaxquant's codec of each tensor type that it decodes."""
+"""Codec of each tensor type that jaxquant decodes without the package gguf."""
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
 """Names of unsupported types, for errors."""
 _TYPE_NAMES = {number: name for name, number in TYPES.items()}
@@ -74,7 +74,7 @@ def decode(kind: str, data: np.ndarray) -> np.ndarray:
 
 
 def encode(kind: str, rows: np.ndarray) -> np.ndarray:
-    """Return the bytes of float32 rows in a block type; gguf encodes types without a jaxquant codec."""
+    """Encode float32 rows in a block type; the package gguf encodes the types that are not in ``OWN``."""
     if kind in OWN:
         return encode_blocks(kind, rows)["blocks"]
     return _package(kind).quants.quantize(rows, _package(kind).GGMLQuantizationType[kind])
@@ -82,7 +82,7 @@ def encode(kind: str, rows: np.ndarray) -> np.ndarray:
 
 def _package(kind: str) -> Any:
     try:
-        import gguf  # imported here, because most files do not need it
+        import gguf  # optional package that only some tensor types need
     except ImportError:
         raise NotImplementedError(f"tensor type {kind} needs the package gguf; install it: pip install gguf") from None
     return gguf

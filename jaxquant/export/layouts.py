@@ -59,7 +59,7 @@ def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tupl
 def decode_scaled(
     weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None, zero_point: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return ``(weight − zero_point) · scale`` for elements of any type; ``scale`` is as in ``encode_scaled``."""
+    """Return ``(weight − zero_point) · scale`` for elements of any type; ``scale`` is per tensor, row or block."""
     out = np.empty(weight.shape, np.float32)
     for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
         part = weight[rows].astype(np.float32)
@@ -133,7 +133,10 @@ def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
 
 
 def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return packed e2m1 elements and e4m3 scales of 16 elements, relative to ``tensor_scale >= max|x| / 2688``."""
+    """Return packed e2m1 elements, and an e4m3 scale for each 16 neighbouring elements of a row.
+
+    The e4m3 scales are relative to ``tensor_scale``, which must be at least ``max|x| / 2688``.
+    """
     rows, depth = weight.shape
     outer = np.float32(tensor_scale)
     packed = np.empty((rows, depth // 2), np.uint8)

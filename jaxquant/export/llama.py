@@ -27,7 +27,7 @@ _MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LlamaShape:
-    """Shape of a Llama.
+    """Sizes and hyperparameters of a Llama model.
 
     Attributes:
       vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes of the axes, and numbers of layers and
@@ -125,7 +125,7 @@ class LlamaShape:
         """Return the shape that ``config.json`` describes.
 
         Raises:
-          ValueError: a size is missing or impossible; the message names its key.
+          ValueError: a size is missing or invalid; the message names its key.
           NotImplementedError: the decoder does not support the model, for example its architecture, biases or scaled
             rotary embedding.
         """

@@ -163,7 +163,7 @@ class HfFolder:
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
-                raise ValueError(f"{index} has {show(tensor)} in {name}, where it is missing; download it again")
+                raise ValueError(f"{index} lists {show(tensor)} in {name}, which does not have it; download it again")
         for name, file in files.items():
             for tensor in file:
                 if places.get(tensor) != name:

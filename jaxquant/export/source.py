@@ -25,7 +25,7 @@ class Vocabulary:
       kinds: types of the tokens in GGUF files.
       bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
       tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
-      pre: name of the pre-tokenizer in GGUF files, empty if they have none.
+      pre: name of the pre-tokenizer in GGUF files, or "" if GGUF has no name for it.
       scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
       origin: file or metadata that the tokenizer was read from.
     """
@@ -79,12 +79,12 @@ class Source:
 
     Attributes:
       shape: shape of the model.
-      read: function from the name of a tensor in ``LlamaShape.tensors`` to its float32 array.
+      read: function that returns a tensor of ``LlamaShape.tensors`` by name, as a float32 array.
       vocabulary: tokenizer of the model, or None to write no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
-      quantized: function from the name of a linear layer to the ``QTensor`` of its weight [out, in], as stored or as
-        used in the training forward pass. It returns None for float weights, and if the blocks cannot be arranged as
-        [out, in].
+      quantized: function that returns the weight [out, in] of a linear layer by name, as a ``QTensor`` with the stored
+        values or the values of the training forward pass. The function returns None for float weights, and if the
+        blocks cannot be arranged as [out, in].
     """
 
     shape: LlamaShape
@@ -113,7 +113,7 @@ class Source:
     def scaled_elements(self, module: str, operand: OperandSpec) -> ScaledElements | None:
         """Return the stored elements and scales of a linear layer's weight [out, in], in the blocks of a format.
 
-        The scale of a larger block is repeated for each of the format's blocks in it. Returns None if the dtypes or
+        If the weight has larger blocks than the format, their scales are repeated. Returns None if the dtypes or
         blocks differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
         """
         elements: dict[str, ScaledElements] = {}

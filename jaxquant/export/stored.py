@@ -164,7 +164,7 @@ def _check_array(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...
 def _make_layer(
     spec: LayerSpec, shape: tuple[int, int], elements: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None
 ) -> StoredLayer:
-    """Return elements with their scales: one scale for the tensor, or one for each row or block."""
+    """Return a layer of elements and scales, after checking that there is a scale per tensor, row or block."""
     if scale.dtype not in _SCALE_DTYPES:
         raise ValueError(f"weight_scale is {scale.dtype.name}, which is not a supported scale dtype")
     if scale.dtype == np.uint8:  # E8M0 as bytes

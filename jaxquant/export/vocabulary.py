@@ -48,7 +48,7 @@ def byte_characters() -> tuple[str, ...]:
 
 
 def byte_vocabulary(size: int) -> Vocabulary:
-    """Return the vocabulary of bytes 0 to 255, then beginning, end and padding; the rest, up to ``size``, is unused."""
+    """Return the vocabulary of the bytes 0 to 255 and three special tokens; raise if ``size`` is too small."""
     tokens = (*byte_characters(), *BYTE_SPECIAL)
     if size < len(tokens):
         raise ValueError(f"a vocabulary of size {size} is too small for the {len(tokens)} byte tokens")
@@ -176,7 +176,7 @@ def _spm_json(
     Source: ``LlamaConverter`` of transformers.
     """
     if (longest := max(map(len, tokens))) > 1000:  # a merge looks up every split of a token
-        raise ValueError(f"a token has {longest} characters")
+        raise ValueError(f"a token has {longest} characters, but at most 1000 are supported")
     ranked = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
     merges = sorted(_splits(ranked), key=lambda pair: (-ranked["".join(pair)], -len(pair[0])))
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -208,7 +208,7 @@ def _build(
     numbers |= {row["id"]: row["content"] for row in added}
     most = 2 * len(numbers) + 1_000_000
     if not all(type(number) is int and 0 <= number < most for number in numbers):
-        raise ValueError(f"tokenizer.json does not number its {len(numbers):,} tokens from 0 to {most:,}")
+        raise ValueError(f"tokenizer.json has {len(numbers):,} tokens, but not all have numbers from 0 to {most:,}")
     tokens = tuple(numbers.get(index, f"[unused{index}]") for index in range(max(numbers, default=-1) + 1))
     for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
         if number is not None and not 0 <= number < len(tokens):

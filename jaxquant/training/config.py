@@ -92,7 +92,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
         matmuls and attention kernels, as ``jaxquant.save_matmuls`` does. ``quantized`` saves the residuals of quantized
         matmuls.
       saved_activations: dtype in which the inputs of norms and of the MLP's gate are saved for the backward pass.
-        ``full`` keeps their dtype. ``fp8`` compresses them, as ``jaxquant.compress_residuals`` does; it requires
+        ``full`` keeps the dtype. ``fp8`` compresses these inputs, as ``jaxquant.compress_residuals`` does, and requires
         remat_policy ``none`` or ``quantized``.
       attention: attention implementation. ``auto`` selects cuDNN on NVIDIA GPUs and splash attention on TPUs if they
         support the shapes, otherwise ``xla``. ``cudnn`` and ``splash`` raise an error if the kernel does not support
@@ -111,7 +111,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
       sequence_length: number of tokens in a sequence.
       batch_size: number of sequences in an optimizer step, over all devices and micro-batches.
       gradient_accumulation_steps: number of micro-batches in an optimizer step.
-      learning_rate: highest learning rate, which is reached after the warmup; it then decays along a cosine.
+      learning_rate: highest learning rate, which is reached after the warmup and followed by a cosine decay.
       learning_rate_final_fraction: learning rate at the last step, as a fraction of ``learning_rate``.
       warmup_steps_fraction: fraction of the steps in which the learning rate rises to ``learning_rate``.
       optimizer: ``adamw`` or ``muon``. ``muon`` uses Muon for the matrices of the layers (momentum 0.95, learning rates
@@ -119,7 +119,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
       adam_b1: decay rate of AdamW's first moment.
       adam_b2: decay rate of AdamW's second moment.
       adam_eps: value that AdamW adds to the root of the second moment.
-      weight_decay: weight decay of matrices. With ``muon``, it applies only to the matrices that Muon updates.
+      weight_decay: weight decay of matrices, or with ``muon`` only of the matrices that Muon updates.
       optimizer_state: format of the optimizer's moments: ``float32``, or a scheme of ``jaxquant.optim.SCHEMES``.
       optimizer_state_axis: axis along which elements of an 8-bit optimizer state share a scale. ``last`` is the last
         axis of a parameter; ``rows`` is usually the second-last axis. ``auto`` selects ``rows`` on TPUs and ``last``

@@ -51,7 +51,7 @@ REFUSED = [
     (DYNAMIC, MINISTRAL, "activation_scheme is 'static' and use_activation_scale of .* is False"),
     ({"name": "x", "weight_block_size": [64, 64]}, BLOCKS, r"is \(64, 64\), but the checkpoint has \(128, 64\)"),
     ({"name": "x", "kind": "group"}, BLOCKS, "quantization.kind must be one of 'block-scale', 'block-scale-quant'"),
-    (DYNAMIC, BLOCKS | {"fmt": "e5m2"}, "weight_dtype of .* is float8_e4m3fn, but .*fmt is float8_e5m2"),
+    (DYNAMIC, BLOCKS | {"fmt": "e5m2"}, "weight_dtype of .* is float8_e4m3fn, but must equal .*fmt float8_e5m2"),
     ({"name": "x", "weight_block_size": [128, 0]}, BLOCKS, "weight_block_size of 'x' must be above 0"),
     ({"name": None}, BLOCKS, "needs field 'name'"),
     (DYNAMIC, BLOCKS | {"group_size": 64}, r"quantization_config\.group_size 64 is not supported"),

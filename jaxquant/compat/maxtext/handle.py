@@ -71,8 +71,8 @@ class Quantization:
       replicate_scale: whether the stored scales of a sharded kernel are replicated.
       resolver: resolver that returns the recipe of each layer by its path.
       base: recipe of the layers that no rule matches, or None if only a file or rules select recipes.
-      asked: paths of the layers that have run or been traced with this handle.
-      building: operands of the last initialization of an op without a path.
+      layer_paths: paths of the layers that have run or been traced with this handle.
+      init_operands: operands of the last initialization of an op without a path.
     """
 
     backend: str
@@ -97,7 +97,7 @@ class Quantization:
 
     @property
     def quant_dg(self) -> Any:
-        """Config of the matmuls in AQT's layout. MaxText's experts read the dtypes of their grouped matmul from it.
+        """Config of the matmuls in AQT's layout, from which MaxText's experts read the dtypes of their grouped matmul.
 
         With rules or ``intmp``, a dictionary from regexes to pairs of config and tile size. The key ``"__default__"``
         has the pair of all other layers.
@@ -111,7 +111,7 @@ class Quantization:
         }
 
     def check_used(self) -> None:
-        """Raise if a rule matched no layer. Call it once, after ``model.init`` or the first trace.
+        """Raise if a rule matched no layer. Call this method once, after ``model.init`` or the first trace.
 
         Before that, the layers are unknown, because the handle records a layer only when the layer runs.
 

@@ -105,7 +105,7 @@ def find_handle(model: Any) -> Quantization | None:
 
 
 def without_op_state(model: nnx.Module) -> nnx.Module:
-    """Return a copy of a model without the variables of the handle's ops, which a trace does not use."""
+    """Return a copy of a model without the variables of the handle's ops; a trace does not use these variables."""
     copy = copy_model(model)
     nnx.pop(copy, nnx.variablelib.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True))
     return copy

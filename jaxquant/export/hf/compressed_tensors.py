@@ -44,8 +44,8 @@ def read(config: Section) -> CheckpointQuantization:
     regexes, classes.
 
     Raises:
-      ValueError: a value is missing or impossible; the message names its key.
-      TypeError: a value has another type.
+      ValueError: a value is missing or invalid; the message names its key.
+      TypeError: a value has the wrong type.
       NotImplementedError: jaxquant does not support the scheme.
 
     Source: ``QuantizationConfig`` and ``PRESET_SCHEMES`` of compressed-tensors.
@@ -60,7 +60,7 @@ def read(config: Section) -> CheckpointQuantization:
         raise NotImplementedError(
             f"{sparsity.where('format')} {sparsity.get('format')!r} is not supported; decompress the checkpoint first"
         )
-    config.pass_over("sparsity_config")  # a dense weight contains its zeros
+    config.pass_over("sparsity_config")  # dense weights are stored with their zeros
     rules = _rules("ignore", config, None)
     targeted: list[LayerRule] = []
     for key in groups.data:
@@ -98,7 +98,10 @@ def _check_targets(group: Section) -> None:
 
 
 def read_kv_cache(config: Section, key: str) -> str | None:
-    """Return the dtype of the KV cache, or None; a config has a scheme, modelopt's "FP8" or AutoFP8's "static"."""
+    """Return the dtype of the KV cache, or None.
+
+    The value of the key is a scheme, or a name such as modelopt's "FP8" or AutoFP8's "static".
+    """
     value = config.get(key)
     if value in (None, ""):
         return None

@@ -16,7 +16,7 @@ _REDUNDANT_KEYS = (
 )  # fmt: skip
 """Ignored keys: they describe how Quark computed the stored numbers, or follow from the MX element type."""
 _ROUND_UP = "ceil"
-"""Quark's name for the rounding of MX scales in jaxquant: (amax / largest element) up to a power of two."""
+"""Quark's name for jaxquant's MX scales, which are ``amax / largest element``, rounded up to a power of two."""
 _TOOL_KEYS = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
 _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
 

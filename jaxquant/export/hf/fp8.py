@@ -57,8 +57,8 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     spec = tensor_layer(dtype, origin, ue8m0) if size is None else block_layer(dtype, size, origin, ue8m0)
     rules = [*read_exclusions(config), *head_rules()]
     if config.text("moe_quant_algo", ""):
-        config.pass_over("quant_algo")  # a mixed checkpoint; the two algorithms already define it
-        # ``ignore`` belongs to the experts' algorithm: modules in it keep the scheme of the method.
+        config.pass_over("quant_algo")  # its value is "mixed"; other keys name the two algorithms
+        # ``ignore`` belongs to the experts' algorithm: modules in this list use the method ``fp8``.
         rules += read_lists(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, modelopt.read_spec(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))

@@ -26,7 +26,7 @@ MIXED = "MIXED_PRECISION"
 
 
 def read_spec(section: Section, key: str) -> LayerSpec:
-    """Return the layer spec of the algorithm under a key.
+    """Return the layer spec of the algorithm that a key of a section names.
 
     Raises:
       NotImplementedError: the algorithm is not supported; the message names the key.

@@ -1,4 +1,4 @@
-"""Quantization of a checkpoint as data: ordered rules, each with a frozen spec."""
+"""Quantization of a checkpoint as data: ordered rules, each with the spec of its layers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def name_rules(
 
 
 def head_rules() -> tuple[LayerRule, ...]:
-    """Return the rules of methods that never quantize the output head and routers, without listing them."""
+    """Return the rules that keep output head and routers in float, for methods whose configs do not list them."""
     return (
         LayerRule(HEAD_PATTERN, None, "output head, never quantized by this method"),
         LayerRule(ROUTER_PATTERN, None, "router, never quantized by this method"),

@@ -41,8 +41,9 @@ def find_section(
 ) -> tuple[Section, str] | None:
     """Return the quantization config and its method, or None for a float checkpoint.
 
-    The quantization config is ``quantization_config`` of the config or of its ``text_config``, otherwise
-    ``hf_quant_config.json``. Without these, a tensor named ``…weight_scale_2`` means modelopt's NVFP4.
+    The quantization config is the ``quantization_config`` of the config or of its ``text_config``. If both have none,
+    it is the contents of ``hf_quant_config.json``. Without these, a tensor named ``…weight_scale_2`` means modelopt's
+    NVFP4.
 
     Raises:
       ValueError: there are two different quantization configs.

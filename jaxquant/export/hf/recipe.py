@@ -20,8 +20,8 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
       side: ``weight`` or ``input``.
 
     Raises:
-      NotImplementedError: if the operand is asymmetric, and is not integer or has a static scale; if its scale varies
-        along the contraction, so that a matmul cannot factor the scale out; or if a static input scale is rounded.
+      NotImplementedError: a ``TensorSpec`` cannot represent the operand. For example, the operand is asymmetric and
+        float, its scale varies along the contraction, or its static scale is rounded.
     """
     fields: dict[str, Any] = {"dtype": operand.dtype}
     is_static = side == "input" and operand.origin.is_static
@@ -51,7 +51,7 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
         fields["outer_scale"] = True
     if is_static:
         if "scale_rounding" in fields and not operand.outer_scale:
-            raise NotImplementedError("static input scales that are rounded are not supported")
+            raise NotImplementedError("rounded static scales of inputs are not supported; export with dynamic scales")
         fields["scaling"] = "static"
     if operand.scale_bound is not None:
         fields["amax_bound"] = operand.scale_bound

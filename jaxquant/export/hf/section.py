@@ -36,7 +36,7 @@ class Section:
         return self.get(key) is not None
 
     def pass_over(self, *keys: str) -> None:
-        """Record keys that do not change values as read, including everything inside them."""
+        """Mark keys, and everything inside these keys, as read; for keys that do not change values."""
         self.read_places.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
 
     def check_read(self) -> None:

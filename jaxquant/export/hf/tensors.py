@@ -21,7 +21,7 @@ SAFETENSORS = {
 }
 SAFETENSORS |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""Dtype names by their names in a safetensors header, without six-bit types, which numpy does not support."""
+"""Dtype name of each type name in safetensors headers, without six-bit types, which numpy does not support."""
 _DTYPES = frozenset((*SAFETENSORS.values(), "int4", "uint4"))
 
 
