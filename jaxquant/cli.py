@@ -36,7 +36,7 @@ def program() -> None:
     train, compare, convert, evaluate, serve, export, import and bench need the extra train:
 
     \b
-        pip install 'jaxquant[train]'
+        pip install -e '.[train]'    # in a checkout of jaxquant
 
     Shell completion for bash (zsh_source and fish_source for other shells):
 
@@ -298,6 +298,7 @@ def import_(**options: Any) -> None:
 def run(words: Sequence[str] | None = None) -> None:
     """Run a command and exit. After Ctrl-C the process ends at once, because XLA may still compile in a thread."""
     code = main(words)
+    print(end="", flush=True)
     (os._exit if code == terminal.INTERRUPTED else sys.exit)(code)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,11 +150,10 @@ def _check_produced_by(leaves: Mapping[str, Any], config: Any) -> None:
     """Raise if a kernel has an element type or format that no recipe of the config produces."""
     if not isinstance(config, Mapping) or "quantization" not in config:
         return
-    resolver = QuantConfig.from_any(config).resolver()
-    specs = [recipe.fwd.rhs for recipe in ([] if resolver is None else resolver.recipes)]
-    produced = [spec.codec or spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
+    recipes = resolver.recipes if (resolver := QuantConfig.from_any(config).resolver()) else ()
+    produced = [spec.codec or spec.dtype for each in recipes if isinstance(spec := each.fwd.rhs, TensorSpec)]
     if produced and not any(isinstance(leaf, QTensor) for leaf in leaves.values()):
-        raise ValueError("params has no converted kernel; pass the parameters that jaxquant.convert returns")
+        warnings.warn("params has no converted kernel; save what jaxquant.convert returns", stacklevel=3)
     for path, leaf in leaves.items():
         if isinstance(leaf, QTensor) and (kind := leaf.codec or leaf.qvalue.dtype.name) not in produced:
             raise ValueError(

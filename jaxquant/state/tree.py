@@ -143,7 +143,7 @@ def refuse_trained(quant_state: Any) -> None:
 
     The first call with quant state also replaces ``optax.apply_updates`` in the complete process: a jitted step runs
     Python only while it is traced, and in an optax loop only that function gets the names of the updated arrays. A name
-    that was imported from optax earlier is not replaced (``docs/guide/delayed.md``).
+    that was imported from optax earlier is not replaced (``docs/guide/loops.md``).
 
     Raises:
       ValueError: the state was changed; names the tensor and the remedy.

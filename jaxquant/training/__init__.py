@@ -21,5 +21,5 @@ def report_missing_library() -> Iterator[None]:
         package = str(error.name).partition(".")[0]
         if package not in LIBRARIES:
             raise
-        fix = "run pip install 'jaxquant[train]' (in a checkout: pip install -e '.[train]')"
+        fix = "run pip install -e '.[train]' in a checkout of jaxquant"
         raise ValueError(f"{package} is not installed; {fix}") from None

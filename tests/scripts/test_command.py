@@ -125,7 +125,7 @@ def test_without_the_extras_every_command_has_help_and_names_what_to_install():
     words = [[*each, "--help"] for each in asked] + [["jaxquant", "train", str(CI)]]
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps(words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    fix = "is not installed; run pip install 'jaxquant[train]' (in a checkout: pip install -e '.[train]')\n"
+    fix = "is not installed; run pip install -e '.[train]' in a checkout of jaxquant\n"
     expected = [[each[0], 0, ""] for each in asked] + [["jaxquant", 2, f"error: filelock {fix}"]]
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected, done.stderr
 
