@@ -26,7 +26,7 @@ ABSENT = {
 
 @click.group()
 def bench() -> None:
-    """Measure speed and losses on this device, or estimate speed for other chips.
+    """Measure speed and losses, here or for absent chips.
 
     Compilation for a GPU or a TPU requires the extra audit-gpu or audit-tpu. benchmarks/README.md lists the results.
     """
