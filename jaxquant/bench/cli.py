@@ -59,7 +59,7 @@ def gpu(out: Path, limit: float, small: bool) -> int:
 @click.option("--backend", "backends", multiple=True, type=BACKENDS, help="Backend; may be repeated; default: all.")
 @_run
 def against_cpu(strings: Sequence[str], backends: Sequence[str], out: Path) -> int:
-    """Compare a layer on this device with the same layer on a CPU.
+    """Compare a layer here with the same layer on a CPU.
 
     Exit codes: 0 on success, 1 if a number is wrong, 2 if something does not run or compile, 130 after Ctrl-C.
     """
