@@ -67,7 +67,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
 
     Args:
       compiled: function from a batch size to the audit of the step.
-      unit: number of sequences. The batch size is a multiple of this number.
+      unit: smallest batch size to try; all others are multiples of it.
 
     Returns:
       The batch size, or 0 if not even ``unit`` fits, and a row for each compiled size.
@@ -88,7 +88,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
             continue
         fits[n] = found.memory["peak"]
         if len(fits) == 2 and len(set(fits.values())) == 1:
-            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; use the option in --program")
+            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; read batch_size in --program")
     return max(fits, default=0) * unit, rows
 
 

@@ -46,7 +46,7 @@ def require_compiler(chip: Chip, *more: str) -> None:
 
     Args:
       chip: chip of the compiler.
-      more: names of other modules.
+      more: names of further modules that must be installed.
 
     Raises:
       ModuleNotFoundError: a module is not installed.

@@ -31,7 +31,7 @@ _ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
 _MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 """Operations that compute one number from several numbers, or a multiple of a number."""
 _KEEPS_SUMS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
-"""Operations that keep a sum recognizable: if an input contains the sum, the result contains it, too."""
+"""Operations whose result contains a sum if one of their inputs contains the sum."""
 
 
 class StateUse(NamedTuple):
@@ -100,8 +100,8 @@ def _differentiated_layers(labeled: Sequence[LabeledContraction]) -> tuple[dict[
     """Return the differentiated layers by amax history, and the frozen ones.
 
     Returns:
-      For each value that a scale depends on, such as an amax history, the paths of the layers that use the scale; and
-      the paths of the frozen layers.
+      A mapping from each value on which a scale depends, such as an amax history, to the paths of the layers that use
+      the scale; and the paths of the frozen layers.
     """
     layers: dict[Value, list[str]] = {}
     frozen: dict[str, None] = {}
