@@ -6,7 +6,7 @@ Peak rates are dense (without structured sparsity), from data sheets:
   and 4500), float32 as TF32, NVLink in both directions together.
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
   unit: their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit. Its int8 rate is not published; the bf16 rate is
-  assumed. A float32 matmul at default precision is one pass of bf16.
+  assumed. At default precision, a float32 matmul runs as one bf16 matmul.
 
 Four-bit floats (``fp4``):
 
@@ -17,8 +17,8 @@ Four-bit floats (``fp4``):
   matmul of bf16 (jax 0.10.2). The bf16 rate is used.
 - No TPU of this table has an fp4 unit. The compiler accepts e2m1 operands and converts them inside the matmul. It
   estimates about as many cycles for a 4096³ matmul of e2m1 as of bf16: 1113 and 1083 thousand on v5e, 303 and 302 on
-  v6e, 328 and 316 on v7x (libtpu 0.0.42.1). The bf16 rate is therefore used for all of them, also for v7x, where e4m3
-  takes 151 thousand cycles.
+  v6e, 328 and 316 on v7x (libtpu 0.0.42.1). The bf16 rate is therefore used for all TPUs. On v7x, e4m3 would take 151
+  thousand cycles.
 
 Links: the data sheets state NVLink and ICI rates for both directions together; one direction has half of the rate. For
 traffic outside its NVLink domain (the eight GPUs of an HGX board), a GPU has a network card with 400 Gb/s in each

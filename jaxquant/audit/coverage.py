@@ -255,7 +255,7 @@ def _make_row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -
 
 
 def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> tuple[tuple[str, ...], str, str]:
-    """Return the expected operand dtypes, the reason for the actual ones, and a fault or ""."""
+    """Return the expected operand dtypes, the reason for the actual dtypes, and a fault or ""."""
     dtypes, decision = each.dtypes, decide(each)
     widened, why = _original_dtypes(each, dtypes)
     if decision is not None:

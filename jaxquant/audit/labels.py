@@ -181,7 +181,7 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     """Return how well a backward contraction matches a forward contraction, from 0 (best) to 3.
 
-    - 0: both have an operand in common, with the same dtype, and the gradient has the size of the other operand.
+    - 0: the two contractions share an operand of the same dtype, and the gradient has the size of the other operand.
     - 1: like 0, but the dtypes of the common operand differ.
     - 2: there is no such operand, but the gradient has the size of a forward operand.
     - 3: the gradient has another size.

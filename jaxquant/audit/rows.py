@@ -23,8 +23,8 @@ class Row:
     output gradient and weight in ``dlhs``, activation and output gradient in ``drhs``.
 
     Attributes:
-      path: "/"-joined path of the parameter, as in rules, or of its name scopes; "" if the contraction has neither, and
-        for a parameter that is a whole argument.
+      path: "/"-joined path of the parameter, as in rules, or else of the name scopes. The path is "" if the parameter
+        is itself an argument, or if there is no parameter and no scope.
       matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of unknown side, or "update" in an optimizer such as
         Muon.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for a matmul in a kernel.

@@ -152,7 +152,7 @@ def _find_quantized(value: Value) -> Value | None:
 
 
 def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
-    """Yield (dividend, scale) of divisions before a rounding, the likeliest first; ``x * (1 / scale)`` counts, too."""
+    """Yield (dividend, scale) of divisions before a rounding, the likeliest first, including ``x * (1 / scale)``."""
     value = _unmoved(value)
     if value.operation in ("div", "mul"):
         first, second = value.inputs

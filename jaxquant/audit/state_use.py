@@ -97,7 +97,7 @@ def _is_reduced(value: Value) -> bool:
 
 
 def _differentiated_layers(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, list[str]], list[str]]:
-    """Return the differentiated layers by amax history, and the frozen ones.
+    """Return the layers that are differentiated, by amax history, and the layers that are frozen.
 
     Returns:
       A mapping from each value on which a scale depends, such as an amax history, to the paths of the layers that use
@@ -124,7 +124,7 @@ def _scale_sources(operand: Origin) -> Iterable[Value]:
 
 
 def _find_summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
-    """Yield the histories of which sums or multiples are computed; computations of observations do not count."""
+    """Yield the histories from which sums or multiples are computed, unless only through observations."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
     made = ancestors(sums, stop=lambda value: _is_reduced(value) or value in observed)

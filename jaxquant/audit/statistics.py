@@ -116,7 +116,7 @@ def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
     if tensor.zero_point is not None:  # the zero point is rounded by up to half a code
         scaled = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
-    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # -qmax - 1 is a code, too
+    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # the codes include -qmax - 1
     return (scaled > bound) | (scaled < -bound - has_every_code)
 
 

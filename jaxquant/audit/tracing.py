@@ -1,6 +1,6 @@
 """Trace of a function: its outputs are the function's results, and the changes that it makes to its arguments.
 
-If a step updates an NNX model in place and returns only the loss, the update is an output, too. Otherwise the update
+If a step updates an NNX model in place and returns only the loss, the outputs include the update. Otherwise the update
 would be unused, and the program would contain no backward pass.
 """
 

@@ -173,7 +173,7 @@ def nnx_gemma(at: At) -> Problem:
 
 
 def mnist(at: At) -> Problem:
-    """flax/examples/mnist: the CNN. Its file imports tensorflow_datasets, so only the class definition is executed."""
+    """flax/examples/mnist: the CNN. The file imports tensorflow_datasets, so only the class definition is executed."""
     tree = ast.parse(pathlib.Path(at("flax/examples/mnist"), "train.py").read_text())
     cnn = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CNN")
     names: dict[str, Any] = {"nnx": nnx, "partial": functools.partial, "jnp": jnp}
