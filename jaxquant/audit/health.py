@@ -8,7 +8,7 @@ Data flow of one call of a health monitor:
 
 A probe is a zero vector next to the quant state of a layer. A probe has the leading axes of the state: the scans that
 slice the weight, and the batch axes of the weight. The engine evaluates the traced program with taps, also in float
-layers. The measured tensors are the tensors of the running model. Their statistics come from ``core.quantize`` with the
+layers. The measured tensors are the tensors of the running model. The statistics come from ``core.quantize`` with the
 parameters of the recipe and, for delayed scaling, with this step's scale from the quant state.
 """
 
@@ -154,7 +154,7 @@ class Monitor:
         """Return the statistics of every layer's tensors.
 
         Args:
-          params, args: arguments of the loss for a Linen model; arguments of the quantized function for a function.
+          params, args: arguments of the loss if the monitor has a Linen model, otherwise of the quantized function.
         """
 
         def tapped(probes: list[Array]) -> Array:

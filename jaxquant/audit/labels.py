@@ -149,9 +149,9 @@ def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
     """Set the forward contraction of every backward contraction; found by path, then by scopes, then by operands.
 
-    Scopes are used before the path if the quantized op labels a contraction as the weight's gradient: a parameter among
-    its operands then comes from the output's gradient, for example of a sum. Scopes are also used if no layer has the
-    path.
+    Scopes are used before the path if the quantized op labels a contraction as the weight's gradient: its path can then
+    be the path of a later layer, whose kernel is part of the output's gradient. Scopes are also used if no layer has
+    the path.
 
     If there are several candidates, the order of preference is: a shared operand of the same dtype, an operand of the
     same size, the same line of the user's program, and a candidate without a gradient of this kind.

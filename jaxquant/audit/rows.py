@@ -28,7 +28,7 @@ class Row:
       matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of unknown side, or "update" in an optimizer such as
         Muon.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for a matmul in a kernel.
-      lhs_shape, rhs_shape: shapes of the operands; in a kernel the shapes of blocks, under ``shard_map`` of shards.
+      lhs_shape, rhs_shape: shapes of the operands; shapes of blocks in a kernel, shapes of shards in a ``shard_map``.
       dtypes: dtypes of both operands; ``str(dtypes)`` is spelled as in ``trace.report.Row``.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor

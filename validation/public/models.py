@@ -249,7 +249,7 @@ class _Small(nnx.Module):
 
 
 def qwix_lora(at: At) -> Problem:
-    """Qwix's LoRA on an NNX model; base and adapters are trained. The face adds the adapters to the quantized base."""
+    """Qwix's LoRA on an NNX model; base and adapters are trained. ``Problem.face`` adds LoRA to the quantized base."""
     import qwix
 
     provider = qwix.LoraProvider(module_path="wi|wo", rank=4, alpha=4.0)
