@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Load exported checkpoints with the libraries of their formats, and compare logits, weights and perplexity.
 
-The libraries are transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. The extra
-``exchange`` installs them (``pip install -e '.[exchange]'``; it also installs torch, and llama.cpp needs a C++
-compiler). The test suite does not run this script. Results are written to benchmarks/results/exchange.md.
+The libraries are transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. The command ``pip
+install -e '.[exchange]'`` installs these libraries and torch; llama.cpp needs a C++ compiler. The test suite does not
+run this script. Results are written to benchmarks/results/exchange.md.
 """
 
 from __future__ import annotations

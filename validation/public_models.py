@@ -7,11 +7,11 @@ passed is skipped. The environment needs the packages that the models import: dm
 clu, absl-py, scipy, tensorflow-cpu, pillow, tqdm, qwix; ``hf_bert`` and ``hf_gpt2`` need transformers 4.46.3. Every
 model runs in a subprocess (``validation/public/run.py``).
 
-The first table is for ``jaxquant.quantize(loss, ...)``. Its columns are the number of quantized matmuls with
-parameters, the share of the step's FLOPs with 8-bit operands, the reasons for float matmuls, the final losses of the
-quantized and the float model on the same batches, how many amax histories changed, the result of ``Coverage.check``,
-and whether converted parameters compute the same bits. The second table is for the model that ``maybe_quantize_model``
-returns, in the training loop of the model's framework.
+The first table is for ``jaxquant.quantize(loss, ...)``. The columns of this table are the number of quantized matmuls
+with parameters, the share of the step's FLOPs with 8-bit operands, the reasons for float matmuls, the final losses of
+the quantized and the float model on the same batches, how many amax histories changed, the result of
+``Coverage.check``, and whether converted parameters compute the same bits. The second table is for the model that
+``maybe_quantize_model`` returns, in the training loop of the model's framework.
 """
 
 from __future__ import annotations

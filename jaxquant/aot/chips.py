@@ -6,7 +6,7 @@ Peak rates are dense (without structured sparsity), from data sheets:
   and 4500), float32 as TF32, NVLink in both directions together.
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
   unit: their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit. Its int8 rate is not published; the bf16 rate is
-  assumed. A float32 matmul at default precision is one pass of bf16.
+  assumed. At default precision, a float32 matmul runs as one bf16 matmul.
 
 Four-bit floats (``fp4``):
 
@@ -17,28 +17,28 @@ Four-bit floats (``fp4``):
   matmul of bf16 (jax 0.10.2). The bf16 rate is used.
 - No TPU of this table has an fp4 unit. The compiler accepts e2m1 operands and converts them inside the matmul. It
   estimates about as many cycles for a 4096³ matmul of e2m1 as of bf16: 1113 and 1083 thousand on v5e, 303 and 302 on
-  v6e, 328 and 316 on v7x (libtpu 0.0.42.1). The bf16 rate is therefore used for all of them, also for v7x, where e4m3
-  takes 151 thousand cycles.
+  v6e, 328 and 316 on v7x (libtpu 0.0.42.1). The bf16 rate is therefore used for all TPUs. On v7x, e4m3 would take 151
+  thousand cycles.
 
 Links: the data sheets state NVLink and ICI rates for both directions together; one direction has half of the rate. For
 traffic outside its NVLink domain (the eight GPUs of an HGX board), a GPU has a network card with 400 Gb/s in each
 direction, as in DGX H100 and B200.
 
-TPU clocks are not published. They are computed from the peak rate and the matrix units, with two operations per cell
-and cycle:
+TPU clocks are not published. The clocks here are computed from the peak rate and the matrix units, with two operations
+per cell and cycle:
 
-- v5e: 4 units of 128 by 128, 1.5 GHz.
-- v5p: 8 units of 128 by 128, 1.75 GHz.
-- v6e: 4 units of 256 by 256, 1.75 GHz.
-- v7x: 8 units of 256 by 256, 2.2 GHz.
+- v5e: 4 matrix units of 128 by 128 cells, 1.5 GHz.
+- v5p: 8 matrix units of 128 by 128 cells, 1.75 GHz.
+- v6e: 4 matrix units of 256 by 256 cells, 1.75 GHz.
+- v7x: 8 matrix units of 256 by 256 cells, 2.2 GHz.
 
 Shares of peak (``shares``) are fitted to one measurement: TransformerEngine's layer GEMM set on an H200 NVL (forward
 and both gradients, 15872 tokens; docs/examples/gemm_profiling).
 
 - bf16: 32.014 ms, which is 599 of 835 TFLOP/s.
 - fp8, with operands that are already quantized: 16.785 ms, which is 1142 of 1671 TFLOP/s.
-- Quantization of 1.241e9 elements: 2.19 ms with delayed scaling, which reads and writes 4 bytes an element, and 3.50 ms
-  with current scaling, which reads and writes 6. Both together are 2.20 of 4.8 TB/s.
+- Quantization of 1.241e9 elements: 2.19 ms with delayed scaling (4 bytes read or written per element), 3.50 ms with
+  current scaling (6 bytes). On average, this is 2.20 of 4.8 TB/s.
 
 These shares are used for every GPU: the fp8 share also for int8 and fp4, the bf16 share also for f32. For TPUs, the
 compiler's cycles are used instead.

@@ -1,8 +1,8 @@
 """Implementation of the commands ``jaxquant audit`` and ``jaxquant coverage``.
 
 An audit compiles the configured training step and the unquantized step, for a chip that need not be in this machine.
-It prints both reports side by side, and writes JSON and markdown. For several config strings, the unquantized step is
-compiled once.
+The command prints both reports side by side, and writes JSON and markdown. For several config strings, the unquantized
+step is compiled once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Request:
 
     Attributes:
       config: path of a YAML file.
-      overrides: ``key=value`` words that replace its fields.
-      target: chip.
+      overrides: ``key=value`` arguments that replace fields of the file.
+      target: name of the chip.
       topology: number of GPUs or TPU slice; "" for the smallest.
       out: folder for JSON and markdown; "" to write no files.
       step: function that builds the step, as ``MODULE:FUNCTION``.
@@ -59,7 +59,7 @@ def print_coverage(config: str, overrides: Sequence[str], step: str, check: bool
 
     Args:
       config: path of a YAML file.
-      overrides: ``key=value`` words that replace its fields.
+      overrides: ``key=value`` arguments that replace fields of the file.
       step: function that builds the step, as ``MODULE:FUNCTION``.
       check: whether to check that every layer runs as its recipe defines.
       as_json: whether to print JSON.

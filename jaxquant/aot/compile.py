@@ -28,8 +28,8 @@ _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundEr
 def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
     """Compile a step with the real compiler of a chip that is not attached, and report the compiled program.
 
-    The step is exported (``jax.export``) here and compiled in a separate process. ``outcome.compare`` matches its 8-bit
-    matmuls with the compiled ones; ``program.read_program`` describes what is counted.
+    The step is exported (``jax.export``) in this process and compiled in a separate process. ``outcome.compare``
+    compares its 8-bit matmuls with the compiled matmuls; ``program.read_program`` describes what is counted.
 
     Args:
       step: function or jitted function. Donated arguments of the jitted function stay donated.
@@ -45,7 +45,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       RuntimeError: the compiler failed for a reason other than lack of memory.
     """
     described = chip(target)
-    require_compiler(described, "flatbuffers")  # jax.export imports it
+    require_compiler(described, "flatbuffers")  # for jax.export
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
@@ -99,7 +99,7 @@ def audit_program(
       program: plug-in ``MODULE:FUNCTION``, a function of (config, overrides, devices) that returns (jitted step,
         shapes).
       config, overrides: arguments of the plug-in.
-      target, topology: target and topology as in ``audit``.
+      target, topology: arguments of ``audit``.
       name: title of the report; empty is the config's stem.
 
     Raises:

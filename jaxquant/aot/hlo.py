@@ -57,9 +57,9 @@ class Instruction:
 
     Attributes:
       arrays: types of the result; several for a tuple.
-      arguments: text between the brackets.
+      arguments: text in the parentheses after the opcode.
       operands: names of instructions of the same computation.
-      rest: attributes, as text.
+      rest: text after the parentheses, with the attributes.
     """
 
     name: str

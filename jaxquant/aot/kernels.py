@@ -16,10 +16,10 @@ MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", 
 """Library calls that are one matrix product; ``program.read_program`` reads their contracted dimensions."""
 
 BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
-"""Calls that multiply operands with block scales, before and after compilation; they contract the last axes."""
+"""Calls that multiply operands with block scales and contract the last axes, before and after compilation."""
 
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
-"""Names of our GPU kernels that are matrix products; they contract the last axes."""
+"""Pattern for the names of our GPU kernels that are matrix products and contract the last axes."""
 
 MOVES = re.compile(r"__cub\$.*|TopK|PadToStatic|SliceToDynamic|__gpu\$.*")
 """Pattern of the targets of custom calls that only move or sort their operands."""
@@ -121,7 +121,7 @@ def _describe_einsum(instruction: Instruction, operands: list[Array], path: str)
 
 
 def _describe_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
-    """Describe our quantization kernel. It has no products; its bytes determine its time."""
+    """Describe our quantization kernel. The kernel has no products; its bytes determine its time."""
     return "jaxquant quantize", operands[0].dtype, 0
 
 

@@ -1,6 +1,6 @@
 """The cost of a collective: participating chips, their links, and the bytes that each chip sends one way.
 
-For S bytes over n chips, a ring sends (n − 1)/n · S for an all-gather, a reduce-scatter or an all-to-all, twice that
+For S bytes over n chips, a ring sends (n − 1)/n · S for an all-gather, a reduce-scatter or an all-to-all, twice as much
 for an all-reduce, and S for a permutation. Over several NVLink domains (``Chip.domain`` chips each) a collective has
 two levels that run in parallel: each chip receives its share of the other domains' data over its own network card, and
 the chips of a domain exchange all data over NVLink.
@@ -45,7 +45,7 @@ def duration(chip: Chip, collective: Any, devices: int) -> float:
     """Estimate the seconds of one run of a collective at the full rate of its links.
 
     Args:
-      chip: chip with the links.
+      chip: chip whose links are used.
       collective: ``program.Collective`` to estimate.
       devices: number of devices of the program, for a collective whose attributes list no groups.
     """

@@ -62,12 +62,12 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
     """Find the largest batch size with which a step fits the memory, by compiling the step with a few sizes.
 
     The first two sizes are ``unit`` and twice ``unit``. Each further size is extrapolated: a line through the peaks of
-    the smallest and the largest fitting size reaches the capacity there. It is kept between the largest size known to
-    fit and the smallest size known not to fit. Progress is printed to stderr.
+    the smallest and the largest fitting size reaches the capacity there. The extrapolated size is limited to the range
+    between the largest size known to fit and the smallest size known not to fit. Progress is printed to stderr.
 
     Args:
       compiled: function from a batch size to the audit of the step.
-      unit: number of sequences. The batch size is a multiple of this number.
+      unit: smallest batch size; all other batch sizes are multiples of ``unit``.
 
     Returns:
       The batch size, or 0 if not even ``unit`` fits, and a row for each compiled size.
@@ -88,7 +88,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
             continue
         fits[n] = found.memory["peak"]
         if len(fits) == 2 and len(set(fits.values())) == 1:
-            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; use the option in --program")
+            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; read batch_size in --program")
     return max(fits, default=0) * unit, rows
 
 

@@ -25,12 +25,12 @@ def locate(path: str) -> tuple[str, str]:
 
 @dataclasses.dataclass
 class Outcome:
-    """Result of a comparison of the traced 8-bit matmuls with the compiled ones.
+    """Result of a comparison of the traced 8-bit matmuls with the compiled matmuls.
 
     Attributes:
       asked: number of 8-bit matmuls in the traced step, by path.
-      fell_back: matmuls that were compiled in more than 8 bits. It also lists a missing matmul if the compiled step has
-        a wider matmul that no traced matmul explains.
+      fell_back: matmuls that were compiled in more than 8 bits. A missing matmul is included if the compiled step has a
+        wider matmul that no traced matmul explains.
       merged: matmuls that were compiled as part of another 8-bit matmul with a common operand.
       removed: matmuls that the compiler removed, because their result is unused or equals another result.
     """

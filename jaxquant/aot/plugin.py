@@ -25,6 +25,7 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
     build = getattr(importlib.import_module(module), function, None)
     if build is None:
         raise ValueError(
-            f"--program {program!r} is not of the form MODULE:FUNCTION, or {module} has no function {function!r}"
+            f"--program {program!r} is not of the form MODULE:FUNCTION, or {module} has no function {function!r}; "
+            "pass the function that builds the step"
         )
     return build

@@ -20,7 +20,7 @@ from jaxquant.aot.program import HloStep
 def kind(dtype: str) -> str:
     """Return the kind of peak rate for a matmul with this operand dtype: fp4, fp8, int8, bf16 or f32.
 
-    Chips have no unit for integers of more than 8 bits; these are estimated as f32.
+    Chips have no unit for integers of more than 8 bits; such matmuls are estimated as f32.
 
     Args:
       dtype: HLO dtype.
@@ -42,7 +42,7 @@ class Roofline:
       matmul: matrix products, with the instructions fused into them, and kernels that multiply.
       moves: everything else on the chip.
       communication: communication between chips.
-      memory: all traffic of the chip's memory, or 0 if the other figures include it.
+      memory: all traffic of the chip's memory, or 0 if the other figures include this traffic.
     """
 
     matmul: float

@@ -77,7 +77,7 @@ class Move:
       times: number of runs in a step.
       types: types of operands and results.
       cycles: the TPU compiler's estimate of one run, or 0 without an estimate.
-      is_unknown: whether it is a custom call that is not in the registry (``kernels``).
+      is_unknown: whether the instruction is a custom call that is not in the registry (``kernels``).
     """
 
     kind: str
@@ -151,7 +151,7 @@ class HloStep:
 def read_program(text: str, is_optimized: bool = True) -> HloStep:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
 
-    In an unoptimized program, the paths in a called function are relative to the path of the call; both are joined.
+    In an unoptimized program, paths in a called function are relative to the path of the call; both are joined here.
 
     Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; values inside
     a fusion stay on the chip. Its bytes are its operands and results in HBM, each counted once. Arrays in VMEM cost no
@@ -160,7 +160,7 @@ def read_program(text: str, is_optimized: bool = True) -> HloStep:
     the update. A loop body is multiplied by its trip count: the compiler's, otherwise the constant with which the
     loop's counter is compared, otherwise 1 (``while_loop``). Each branch of a conditional counts once. A fusion around
     a matmul or a collective counts as that operation, not as a move. A fusion that contains an all-reduce and keeps
-    only a slice of the result is a reduce-scatter; TPU compilers write it so.
+    only a slice of the result is a reduce-scatter, as TPU compilers write it.
 
     Args:
       text: HLO text.
@@ -260,7 +260,7 @@ def _read_matmul(computation: Computation, instruction: Instruction, path: str, 
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
     kind = kernels.product_name(instruction.target, path) or instruction.opcode
-    if kernels.contracts_last(kind):  # also with groups, each element of lhs is multiplied with one row of a matrix
+    if kernels.contracts_last(kind):  # each lhs element multiplies one row of a matrix, also in groups
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
     flops = 2 * math.prod(out.shape) * _contracted_size(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)

@@ -16,7 +16,7 @@ from typing import Any
 from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
-"""Platform -> extra that installs the platform's compiler, and a module by which an installation is recognized."""
+"""Platform -> extra that installs the platform's compiler, and a module that exists if the compiler is installed."""
 
 TIED_TO_JAXLIB = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
 """Packages of the GPU compiler, which must have jaxlib's version; libtpu has its own versions."""
@@ -28,7 +28,7 @@ DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 def environment() -> dict[str, str]:
     """Return the environment variables of a process that compiles for chips that are not attached.
 
-    They disable autotuning, which times the tilings of Triton's matmuls on a device.
+    The variables disable autotuning, which times the tilings of Triton's matmuls on a device.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     return os.environ | {
@@ -46,7 +46,7 @@ def require_compiler(chip: Chip, *more: str) -> None:
 
     Args:
       chip: chip of the compiler.
-      more: names of other modules.
+      more: names of further modules that must be installed.
 
     Raises:
       ModuleNotFoundError: a module is not installed.
@@ -112,8 +112,8 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
 def _assume_cudnn(chip: Chip) -> None:
     """Replace jax's checks for cuDNN attention, so that they answer for the target GPU.
 
-    The original checks query the first local device and the loaded library. Only this process is affected, and it does
-    nothing but compile for the target.
+    The original checks query the first local device and the loaded library. Only this process is affected, and this
+    process only compiles for the target.
     """
     try:
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

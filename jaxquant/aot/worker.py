@@ -88,7 +88,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
       step: jitted function.
       shapes: arguments of the function, on devices of the target.
       target: chip of the compiler.
-      count: number of devices.
+      count: number of devices of the program.
       request: ``name``, ``target`` and ``topology`` for the report, and ``parts``, the part of each argument's leaf.
 
     Raises:

@@ -19,7 +19,7 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
     anyway. Constants, such as quant state that the function closes over, are not counted either.
 
     Args:
-      function: function that is differentiable in all its arguments; the gradient is taken with respect to all of them.
+      function: function that is differentiated with respect to all its arguments.
       args: trees of arrays or ``jax.ShapeDtypeStruct``.
     """
 

@@ -40,7 +40,7 @@ def coverage(fn: Callable[..., Any], *args: Any, config: ConfigLike | None = Non
         optimizers are passed as arguments; ``fn`` can also be an NNX model itself.
       args, kwargs: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
       config: any value that ``QuantConfig.from_any`` accepts. If a config is passed, the rows and ``Coverage.check``
-        compare the function with it. This is useful if another library quantized the function, or if a model is
+        compare the function with this config. Pass a config if another library quantized the function, or if a model is
         quantized with a different config. Without a config, each layer that jaxquant quantized is compared with its
         decision at trace time, and ``check`` raises if all matmuls are float.
 
@@ -130,7 +130,8 @@ def _missing_gradients(
     """Yield the missing backward matmuls of layers to quantize, for models that are differentiated.
 
     Args:
-      layers, labeled: contractions of the layers to quantize, and all contractions.
+      layers: contractions of each layer to quantize.
+      labeled: all contractions.
       unnamed: number of gradients without a layer; each may be a missing gradient of a layer.
       observed: observations of quant state. A dependence through an observation does not count as a dependence on
         another layer.
@@ -180,7 +181,7 @@ class _Decider:
     def report(self, each: LabeledContraction) -> LayerRow | None:
         """Return the decision from the trace of a contraction, or None if there is none or a config is given."""
         site, dtypes = (each.forward or each).site, (each.forward or each).dtypes
-        is_no_layer = site is not None and site.side is None and not dtypes.is_low  # e.g. a product of parameters
+        is_no_layer = site is not None and site.side is None and not dtypes.is_low  # a product of parameters
         return None if self.has_config or is_no_layer else each.layers.get(each.path)
 
     def __call__(self, each: LabeledContraction) -> _Decision | None:
@@ -199,8 +200,8 @@ class _Decider:
         if recipe is not None and decision.rule is None:
             excluded = self.floats.get(each.path, "")
             if not excluded and not forward.dtypes.rhs.is_quantized:
-                # A layer that is already quantized stays so: in a trace of only a part of the step, the reason for
-                # an exclusion can be absent.
+                # A layer that is already quantized is not excluded, because it may have been quantized in a trace of
+                # only a part of the step, without the reason for the exclusion.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)
         expected = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
@@ -254,7 +255,7 @@ def _make_row(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -
 
 
 def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> tuple[tuple[str, ...], str, str]:
-    """Return the expected operand dtypes, the reason for the actual ones, and a fault or ""."""
+    """Return the expected operand dtypes, the reason for the actual dtypes, and a fault or ""."""
     dtypes, decision = each.dtypes, decide(each)
     widened, why = _original_dtypes(each, dtypes)
     if decision is not None:
@@ -273,7 +274,7 @@ def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> t
 
 
 def _match(found: Sequence[str], expected: Sequence[str]) -> bool:
-    """Whether operands have the expected dtypes. A wider integer type is accepted, because it holds the same values."""
+    """Whether operands have the expected dtypes. Wider integers are accepted: they represent the same values."""
     if not expected or not found:
         return not expected and not found
     return all(map(_represents, found, expected))

@@ -2,7 +2,7 @@
 
 An operand of a matmul may come from values (a parameter, a division by a scale, a reduction) outside its jitted
 function, scan or rematerialized block. In the graph, each variable of each jaxpr becomes a ``Value`` that refers to the
-values it was computed from, and each contraction becomes a ``Contraction`` that records where it is in the program.
+values it was computed from, and each contraction becomes a ``Contraction`` that records its location in the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxquant.trace.registry import CUSTOM
 from jaxquant.trace.report import Decided
 
 _CALLS = JITS | REMATS | CUSTOM | {"composite"}
-"""Primitives with one inner program whose operands and results are those of the primitive, in order."""
+"""Primitives with one inner program that has the operands and results of the primitive, in the same order."""
 
 _HIDDEN = tuple(os.path.dirname(folder) + os.sep for folder in (jax.__file__, os.path.dirname(__file__)))
 """Folders whose frames are skipped in tracebacks."""
@@ -36,14 +36,15 @@ class Value:
     """Array of the program.
 
     Attributes:
-      operation: name of the primitive that computed it, or "argument" or "constant". Loops add "scan_slice" (one step's
-        part of an input), "scan_carry" (computed from the initial value and the last step's value), "scan_stack" (one
-        step's results, stacked) and "scan_result" (the last step's carry). ``shard_map`` adds "shard" and "unshard",
-        ``cond`` adds "branch", and the inputs of a kernel are "unknown".
-      inputs: values that it was computed from.
-      shape, dtype: shape, and dtype name.
+      operation: name of the primitive that computed the value, or "argument" or "constant". Loops add "scan_slice" (one
+        step's part of an input), "scan_carry" (computed from the initial value and the last step's value),
+        "scan_stack" (one step's results, stacked) and "scan_result" (the last step's carry). ``shard_map`` adds "shard"
+        and "unshard", ``cond`` adds "branch", and the inputs of a kernel are "unknown".
+      inputs: values from which this value was computed.
+      shape: shape of the array.
+      dtype: name of the dtype.
       position: index of the value in the results of the primitive, or in the arguments.
-      name: path in the arguments' tree, for an argument.
+      name: for an argument, its path in the tree of arguments; otherwise ().
       params: params of the primitive.
       conditions: values that select this value (branch index, loop test), and contractions inside its primitive if the
         dependence on them is unknown. Conditions are not ``inputs``, because no operand is computed from them.
@@ -174,7 +175,8 @@ class Graph:
 
     Attributes:
       contractions: contractions in the order of the program.
-      inputs, outputs: arguments and results of the program.
+      inputs: arguments of the program.
+      outputs: results of the program.
       observed: new observations of quant state, the results of ``core.delayed.observe``.
     """
 
@@ -240,7 +242,7 @@ class Graph:
         for program in inner:
             avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
             self._run(program, [_value("unknown", (), aval) for aval in avals], location)
-        del self._read_by_effects[effects:]  # only effects of the equation itself count
+        del self._read_by_effects[effects:]  # only side effects of the outer equation count
         for out in outs:
             out.conditions = tuple(each.out for each in self.contractions[count:])
 

@@ -6,9 +6,9 @@ Data flow of one call of a health monitor:
     layer's output ── tap (the identity) ──► loss                       │
     its gradient ── quantized by the layer's recipe ──► record ─────────┴──► cotangent of the layer's probe
 
-A probe is a zero vector next to the quant state of a layer. Its leading axes are those of the state: the scans that
+A probe is a zero vector next to the quant state of a layer. A probe has the leading axes of the state: the scans that
 slice the weight, and the batch axes of the weight. The engine evaluates the traced program with taps, also in float
-layers. The measured tensors are the tensors of the running model. Their statistics come from ``core.quantize`` with the
+layers. The measured tensors are the tensors of the running model. The statistics come from ``core.quantize`` with the
 parameters of the recipe and, for delayed scaling, with this step's scale from the quant state.
 """
 
@@ -57,7 +57,7 @@ _SCALE_FIELDS = (SCALE, HISTORY)
 _FORMATS = {"sqnr": "{:.1f}"} | dict.fromkeys(("saturated", "flushed", "nonfinite"), "{:.2%}")
 """Formats of printed statistics; other statistics are printed with ``{:.4g}``."""
 _FLOAT_RECIPE = Recipe("float", fwd=MatmulSpec())
-"""Recipe of float layers during a call."""
+"""Recipe that float layers have during a call of a monitor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Health(Tabular, dict[str, Array]):
         where = f"{self.rows[row].name or 'the root layer'}, {[*TENSORS][tensor]}"
         return f"{len(self.rows)} layers; lowest SQNR {sqnr[row, tensor]:.1f} dB ({where})"
 
-    def __repr__(self) -> str:  # also works for traced values
+    def __repr__(self) -> str:  # must also work while the statistics are traced
         return f"<Health: {len(self.rows)} layers>"
 
 
@@ -145,7 +145,7 @@ class Monitor:
             engine.decide(analysis)
         self._sites: dict[Key, Contraction] = {}
         for site in analysis.plan.contractions():
-            # A table of embeddings has no linear layer's statistics.
+            # Embedding tables are not measured.
             if site.is_replaceable and not any(leaf.index in analysis.looked_up for leaf in site.leaves):
                 self._sites.setdefault(site.key, site)
         self._order, self.rows = _make_rows(list(self._sites.values()))
@@ -154,7 +154,7 @@ class Monitor:
         """Return the statistics of every layer's tensors.
 
         Args:
-          params, args: arguments of the loss for a Linen model; arguments of the quantized function for a function.
+          params, args: arguments of the loss if the monitor has a Linen model, otherwise of the quantized function.
         """
 
         def tapped(probes: list[Array]) -> Array:
@@ -163,14 +163,14 @@ class Monitor:
                 return self._run(params, *args)
 
         probes = [jnp.zeros((*contract.leading_axes(site), len(TENSORS) * WIDTH)) for site in self._sites.values()]
-        with frozen():  # measures without recording observations
+        with frozen():  # a measurement does not record observations
             found = jax.grad(tapped)(probes)
         records = jnp.concatenate([each.reshape(-1, len(TENSORS), WIDTH) for each in found])
         return Health(read(records[self._order]), self.rows)
 
     @property
     def shards(self) -> int:
-        """Number of shards into which recipes split a batch. The size of a partial batch must be a multiple of it."""
+        """Number of shards into which recipes split a batch; it must divide the size of a partial batch."""
         return math.lcm(*(site.recipe.drhs.shards for site in self._sites.values() if site.recipe))
 
 
@@ -179,8 +179,8 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
 
     ``health(model, loss, *example_inputs)`` returns a monitor that is called as ``monitor(params, *args)`` with the
     arguments of ``loss(params, *args) -> scalar``. ``health(function, loss, params, *args)`` returns a monitor that is
-    called like the quantized function, as ``monitor(params, quant_state, *args)``. Here ``loss(output, *args)`` maps
-    the function's output to a scalar.
+    called like the quantized function, as ``monitor(params, quant_state, *args)``. For a function, ``loss(output,
+    *args)`` maps the function's output to a scalar.
 
     Pass an NNX model as a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
     ``lambda params, rest, x: nnx.merge(graph, params, rest)(x)``.
@@ -200,7 +200,7 @@ def health(model_or_function: Any, loss: Callable[..., Array], /, *args: Any, **
     if not isinstance(model_or_function, QuantizedFunction):
         raise TypeError(
             f"health needs a Linen module or a result of jaxquant.quantize, got {type(model_or_function).__name__}; "
-            "to measure an NNX model, quantize it as a function of its parameters"
+            "quantize an NNX model as a function of its parameters"
         )
     return _tap_function(model_or_function, loss, *args, **kwargs)
 
@@ -233,12 +233,12 @@ def _tap_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: An
 
     monitor = Monitor(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
     if not monitor.rows:
-        raise ValueError(f"{type(model).__name__} has no linear layer to measure; pass a model that has one")
+        raise ValueError(f"{type(model).__name__} has no linear layer to measure; pass a model with at least one")
     return monitor
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-    """Return the index of each row among the records, and one row per layer; a stack of layers has several rows."""
+    """Return the position of each row in the records, and the rows; each layer of a stack has a separate row."""
     found, block, previous = [], -1, None
     for position, site in enumerate(sites):
         stack = contract.leading_axes(site)
@@ -279,7 +279,7 @@ class _Taps:
             if site.is_replaceable and site.recipe is None and site.key in self.probes:
                 site.recipe = _FLOAT_RECIPE
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
-            raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs that reach it")
+            raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs that use it")
         states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_run_tapped, self.engine.backend)).evaluate(plan, consts, args, given, None)
@@ -297,7 +297,7 @@ def _run_tapped(
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
         out = contract.contract(backend, site, eqn, operands, own, *rest)
-    # Only magnitudes are measured: all groups share the record of the complete tensor.
+    # Only magnitudes are measured, so all groups share one record of the complete tensor.
     return _record_and_tap(_Tap(_FLOAT_RECIPE), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 
 
@@ -336,7 +336,7 @@ class _Tap:
     def measure(
         self, name: str, x: Array, axes: tuple[Any, Any], state: Mapping[str, Any], original: Array | None = None
     ) -> tuple[Array, QTensor | None]:
-        """Quantize a tensor with the recipe, using this step's delayed scale if there is one, and record it.
+        """Quantize a tensor with the recipe, with this step's delayed scale if there is one, and compute its record.
 
         Args:
           name: name of the tensor.
@@ -370,7 +370,7 @@ def _record_and_tap(static: _Tap, out: Array, probe: Array, state: Mapping[str, 
     dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
     left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
     right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
-    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # read for its scale; XLA removes the unused parts
+    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # only its scale is read; XLA removes the rest
     state = {name: state[name] for name in state if name == "output_grad"}
     return _tap(static, out, probe, jnp.concatenate([left, right]), (kept, state))
 

@@ -30,13 +30,13 @@ class LabeledContraction:
     Attributes:
       contraction: contraction in the graph.
       origins: origins of the operands, in executed order.
-      site: the contraction in ``trace.analysis``, or None if it multiplies no parameter.
+      site: the contraction in ``trace.analysis``, or None if no operand is a parameter.
       scopes: enclosing module scopes and einsum equations, without scopes of transformations and quantized ops.
-      op_label: "dlhs" or "drhs" if the scopes of the quantized op contain it, else "".
-      is_backward: whether it is part of the backward pass, except for recomputed forward matmuls.
-      is_recomputed: whether it is a forward matmul that the backward pass recomputes.
+      op_label: "dlhs" or "drhs" if the scopes of the quantized op contain this word, else "".
+      is_backward: whether the contraction is a matmul of the backward pass, but not a recomputed forward matmul.
+      is_recomputed: whether the contraction is a forward matmul that the backward pass recomputes.
       path: "/"-joined module path.
-      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul that is either of the two, or "update" in an optimizer.
+      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of unknown side, or "update" in an optimizer.
       swapped: whether the operands are in another order than activation · weight, grad · weight, activation · grad.
       forward: for a backward contraction, its forward contraction, or None if it was not found; a forward contraction
         refers to itself.
@@ -100,11 +100,11 @@ def label_contractions(
 
     Args:
       closed: jaxpr of the program.
-      names: paths of its inputs.
+      names: paths of the program's inputs.
       found: contractions of the program, including contractions whose result is not needed: a gradient may belong to
         such a forward contraction.
     """
-    labeled = [_label_by_scopes(each) for each in found if SCOPE not in each.location.scopes]  # no Hadamard rotations
+    labeled = [_label_by_scopes(each) for each in found if SCOPE not in each.location.scopes]  # without rotations
     read = [each for each in labeled if each.contraction.is_read]
     forward = [each for each in sorted(labeled, key=lambda each: not each.contraction.is_read) if not each.is_backward]
     backward = [each for each in read if each.is_backward]
@@ -136,7 +136,7 @@ def _split_path(path: str) -> Name:
 
 
 def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Mark the float contractions of an optimizer such as Muon: computed from gradients, without gradients."""
+    """Mark the float contractions of an optimizer such as Muon: computed from gradients, and not differentiated."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
         is_layer = each.site is not None or each.dtypes.is_low or each.path in each.layers
@@ -149,9 +149,9 @@ def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
     """Set the forward contraction of every backward contraction; found by path, then by scopes, then by operands.
 
-    Scopes are used before the path if the quantized op labels a contraction as the weight's gradient: a parameter among
-    its operands then comes from the output's gradient, for example of a sum. Scopes are also used if no layer has the
-    path.
+    Scopes are used before the path if the quantized op labels a contraction as the weight's gradient: its path can then
+    be the path of a later layer, whose kernel is part of the output's gradient. Scopes are also used if no layer has
+    the path.
 
     If there are several candidates, the order of preference is: a shared operand of the same dtype, an operand of the
     same size, the same line of the user's program, and a candidate without a gradient of this kind.
@@ -181,10 +181,10 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     """Return how well a backward contraction matches a forward contraction, from 0 (best) to 3.
 
-    - 0: they share an operand, with the same dtype, and the gradient has the size of the other operand.
-    - 1: the same, but the dtypes of the shared operand differ.
-    - 2: they share no such operand, but the gradient has the size of an operand.
-    - 3: none of these.
+    - 0: the two contractions share an operand of the same dtype, and the gradient has the size of the other operand.
+    - 1: like 0, but the dtypes of the common operand differ.
+    - 2: there is no such operand, but the gradient has the size of a forward operand.
+    - 3: the gradient has another size.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
     shared = [pair for pair in _shared_operands(backward, forward) if sizes[1 - pair[1]] == out]
@@ -252,7 +252,8 @@ def _residual_side(each: LabeledContraction, matmul: str, forward: LabeledContra
     """Return the index of the operand that the forward pass saved: by its dtype, else by its size.
 
     If dtypes and sizes are equal, the output's gradient is taken to be the first operand, as in jax and the
-    quantization libraries. In the weight's gradient of a grouped matmul or a convolution, it is the second operand.
+    quantization libraries. In the weight's gradient of a grouped matmul or a convolution, the output's gradient is the
+    second operand.
     """
     mine = (each.contraction.lhs, each.contraction.rhs)
     if forward is not None and matmul in ("dlhs", "drhs"):
@@ -269,9 +270,10 @@ def _residual_side(each: LabeledContraction, matmul: str, forward: LabeledContra
 def _identify_gradient(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
     """Return the matmul of a gradient, and the index of the operand that the forward pass saved.
 
-    The activation is lhs and the weight is rhs. ``_residual_side`` determines the index if the shared operands do not.
+    ``dlhs`` is the gradient of the activation and ``drhs`` the gradient of the weight. ``_residual_side`` determines
+    the index if the shared operands do not.
     """
-    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # from the shared operand
+    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # index: shared operand
     shared = _shared_operands(each, forward)
     side, operand = shared[0] if len(shared) == 1 else (None, None)
     if each.op_label:  # lhs and rhs are in the order in which the forward matmul ran
@@ -280,7 +282,7 @@ def _identify_gradient(each: LabeledContraction, forward: LabeledContraction) ->
         matmul = names[operand]
     elif each.site is not None and each.site.side is not None:
         return "dlhs", each.site.side
-    else:  # without the weight as an operand, it is not the activation's gradient
+    else:  # a gradient without the weight as an operand is not dlhs
         is_layer = each.site is None and forward.site is not None and forward.site.side is not None
         matmul = "drhs" if is_layer else "bwd"
     return matmul, _residual_side(each, matmul, forward) if side is None else side

@@ -1,7 +1,7 @@
 """Parameters: find the inputs of a traced function that are parameters, and analyse the function with them.
 
-``jaxquant.quantize`` receives the parameters as an argument. A training step has them among its arguments, next to
-optimizer state, quant state and a batch; this module infers them from the operands of contractions.
+``jaxquant.quantize`` receives the parameters as an argument. A training step has parameters among its arguments, next
+to optimizer state, quant state and a batch; this module infers the parameters from the operands of contractions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
 
 class FunctionAnalysis(Analysis):
-    """Analysis of a whole function.
+    """Analysis of a function, such as a training step, whose parameters are inferred.
 
     Args:
       closed: jaxpr of the function.

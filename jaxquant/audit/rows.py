@@ -1,4 +1,4 @@
-"""Result of coverage: a row for every contraction, as a table or JSON, with checks."""
+"""Result of coverage: a row for every contraction; can be printed, written as JSON and checked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Row:
     output gradient and weight in ``dlhs``, activation and output gradient in ``drhs``.
 
     Attributes:
-      path: "/"-joined path of the parameter, as in rules, or of its name scopes; "" if the contraction has neither, and
-        for a parameter that is a whole argument.
+      path: "/"-joined path of the parameter, as in rules, or else of the name scopes. The path is "" if the parameter
+        is itself an argument, or if there is no parameter and no scope.
       matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of unknown side, or "update" in an optimizer such as
         Muon.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for a matmul in a kernel.
-      lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
+      lhs_shape, rhs_shape: shapes of the operands; shapes of blocks in a kernel, shapes of shards in a ``shard_map``.
       dtypes: dtypes of both operands; ``str(dtypes)`` is spelled as in ``trace.report.Row``.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
@@ -37,7 +37,7 @@ class Row:
       flops: FLOPs of one execution.
       is_recomputed: whether the backward pass recomputes a forward matmul.
       expected: operand dtypes that the config selects, () for float or without a config.
-      reason: reason for these dtypes.
+      reason: reason for the dtypes of the operands.
       fault: difference from the expected dtypes, or "".
       source: file, line and function of the caller.
       has_parameter: whether the contraction multiplies a parameter, or is the gradient of such a matmul.
@@ -172,7 +172,7 @@ class Coverage(Tabular):
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise ValueError(
-                f"strict: {wrong[0]}{more}; leave the layer out with a rule {{path: ..., recipe: null}}, choose "
+                f"strict: {wrong[0]}{more}; exclude the layer with a rule {{path: ..., recipe: null}}, choose "
                 "another quant_backend, or set strict to false"
             )
 
@@ -184,7 +184,7 @@ def _shorten(text: str) -> str:
 
 
 def _format_shapes(rows: Sequence[Row]) -> str:
-    """Format the shapes of the forward matmuls, or of the others if there are no forward matmuls."""
+    """Format the shapes of the forward matmuls, or of all rows if there are no forward matmuls."""
     shown = [row for row in rows if row.matmul == "fwd"] or rows
     pairs = dict.fromkeys((row.lhs_shape, row.rhs_shape) for row in shown)
     found = [" · ".join("x".join(map(str, shape)) or "scalar" for shape in pair) for pair in pairs]

@@ -33,7 +33,7 @@ class Origin:
     Attributes:
       source: value before quantization, casts and changes of shape.
       dtype: dtype of the operand, and of the elements that a float operand was dequantized from.
-      scale: granularity and scaling, such as "per tensor, delayed"; "" for a float operand that was never quantized.
+      scale: granularity and scaling, such as "per tensor, delayed"; "" if the operand was never quantized.
       divisor: value of the scale in the graph, or None if no scale was found.
       is_emulated: whether the op marks the operand as dequantized because no matmul supports its scales.
     """
@@ -152,7 +152,7 @@ def _find_quantized(value: Value) -> Value | None:
 
 
 def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
-    """Yield (dividend, scale) of divisions before a rounding, the likeliest first; ``x * (1 / scale)`` counts, too."""
+    """Yield (dividend, scale) of divisions before a rounding, the likeliest first, including ``x * (1 / scale)``."""
     value = _unmoved(value)
     if value.operation in ("div", "mul"):
         first, second = value.inputs
@@ -163,7 +163,7 @@ def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
         if value.size == 1 and value.operation == "div":
             yield first, second
         if first.size == second.size == value.size and not _repeats(second):
-            yield from _divisions(first)  # second is the distance to the next representable value, for noise
+            yield from _divisions(first)  # for noise, second is the distance to the next representable value
     elif value.operation == "clamp":
         yield from _divisions(value.inputs[1])
     elif value.operation in _ROUNDING or (

@@ -31,7 +31,7 @@ _ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
 _MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 """Operations that compute one number from several numbers, or a multiple of a number."""
 _KEEPS_SUMS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
-"""Operations that keep a sum recognizable: if an input contains the sum, the result contains it, too."""
+"""Operations whose result contains a sum if one of their inputs contains the sum."""
 
 
 class StateUse(NamedTuple):
@@ -97,11 +97,11 @@ def _is_reduced(value: Value) -> bool:
 
 
 def _differentiated_layers(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, list[str]], list[str]]:
-    """Return the differentiated layers by amax history, and the frozen ones.
+    """Return the layers that are differentiated, by amax history, and the layers that are frozen.
 
     Returns:
-      For each value that a scale depends on, such as an amax history, the paths of the layers that use the scale; and
-      the paths of the frozen layers.
+      A mapping from each value on which a scale depends, such as an amax history, to the paths of the layers that use
+      the scale; and the paths of the frozen layers.
     """
     layers: dict[Value, list[str]] = {}
     frozen: dict[str, None] = {}
@@ -124,7 +124,7 @@ def _scale_sources(operand: Origin) -> Iterable[Value]:
 
 
 def _find_summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
-    """Yield the histories of which sums or multiples are computed; computations of observations do not count."""
+    """Yield the histories from which sums or multiples are computed, unless only through observations."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
     made = ancestors(sums, stop=lambda value: _is_reduced(value) or value in observed)

@@ -30,7 +30,7 @@ WIDTH = 2 * _PEAK + len(_SUMS)
 """Length of a record."""
 
 # scale = amax · (1 / bound) has three rounding errors of up to 2⁻²⁴ each. With this tolerance, the largest element does
-# not count as saturated because of them.
+# not count as saturated because of these errors.
 _ROUNDING = 1 + 2.0**-22
 
 
@@ -59,7 +59,7 @@ def record(
         assert tensor is not None
         back, nonzero = dequantize(tensor), values != 0
         saturated = jnp.zeros((), bool)
-        if tensor.codec is None:  # a tensor format does not expose its scales
+        if tensor.codec is None:  # scales of a tensor format are not available
             # A channel of zeros has scale 1, which does not describe the other channels.
             scales = apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks)
             filled = jnp.max(scales)
@@ -116,7 +116,7 @@ def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
     if tensor.zero_point is not None:  # the zero point is rounded by up to half a code
         scaled = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
-    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # -qmax - 1 is a code, too
+    has_every_code = tensor.zero_point is not None or spec.has_grid_scale  # the codes include -qmax - 1
     return (scaled > bound) | (scaled < -bound - has_every_code)
 
 

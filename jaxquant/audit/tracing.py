@@ -1,7 +1,7 @@
 """Trace of a function: its outputs are the function's results, and the changes that it makes to its arguments.
 
-A step that updates an NNX model in place and returns its loss has the update among its outputs here. Otherwise nothing
-would read the update, and the program would contain no backward pass.
+If a step updates an NNX model in place and returns only the loss, the outputs include the update. Otherwise the update
+would be unused, and the program would contain no backward pass.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def nnx_gemma(at: At) -> Problem:
 
 
 def mnist(at: At) -> Problem:
-    """flax/examples/mnist: the CNN. Its file imports tensorflow_datasets, so only the class definition is executed."""
+    """flax/examples/mnist: the CNN. The file imports tensorflow_datasets, so only the class definition is executed."""
     tree = ast.parse(pathlib.Path(at("flax/examples/mnist"), "train.py").read_text())
     cnn = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CNN")
     names: dict[str, Any] = {"nnx": nnx, "partial": functools.partial, "jnp": jnp}
@@ -249,7 +249,7 @@ class _Small(nnx.Module):
 
 
 def qwix_lora(at: At) -> Problem:
-    """Qwix's LoRA on an NNX model; base and adapters are trained. The face adds the adapters to the quantized base."""
+    """Qwix's LoRA on an NNX model; base and adapters are trained. ``Problem.face`` adds LoRA to the quantized base."""
     import qwix
 
     provider = qwix.LoraProvider(module_path="wi|wo", rank=4, alpha=4.0)

@@ -90,7 +90,7 @@ def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
     try:
         found.check()
     except ValueError as error:
-        return {"check": str(error).split("; leave the layer out")[0], "share": found.share()}
+        return {"check": str(error).split("; exclude the layer")[0], "share": found.share()}
     return {"check": "ok", "share": found.share()}
 
 
