@@ -70,7 +70,7 @@ POINT = QTensor(jnp.ones((2, 3), jnp.int8), jnp.ones((1, 3)), jnp.ones((1, 1), j
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({}, ValueError, "empty dict"),
     ({"a": {"b/c": ONE}}, ValueError, "a has the key 'b/c'"),
-    ({"a": {3: ONE}}, TypeError, "a has the key 3, a int"),
+    ({"a": {3: ONE}}, TypeError, "a has the key 3 of type int"),
     ({"a": [ONE]}, TypeError, "a is list"),
     ({"a": jnp.ones((0, 3))}, ValueError, r"a has shape \(0, 3\)"),
     ({"a": np.ones(3)}, ValueError, "a is float64"),

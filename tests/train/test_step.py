@@ -81,7 +81,7 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
     before = jax.tree.map(np.array, state)
     text = explain_non_finite(program, state, batch, jax.random.key(0))
     assert text.startswith("the first non-finite kernel of a linear layer belongs to layers/mlp/wo, layer 1 (")
-    assert "before it layers/mlp/wi_1, layer 1" in text
+    assert "the layer before it is layers/mlp/wi_1, layer 1" in text
     after, metrics = program.step(state, batch, jnp.bool_(True))
     assert not metrics["healthy"]
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, after))
