@@ -75,7 +75,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"a": jnp.ones((0, 3))}, ValueError, r"a has shape \(0, 3\)"),
     ({"a": np.ones(3)}, ValueError, "a is float64"),
     ({"a": jax.random.key(0)}, ValueError, "a has dtype key<fry>"),
-    ({"__metadata__": ONE}, ValueError, "tensor '__metadata__' of float32 cannot"),
+    ({"__metadata__": ONE}, ValueError, "tensor '__metadata__' has the unsupported dtype"),
     ({"a": jnp.int4(1)}, ValueError, "a is a scalar int4"),
     ({"a": POINT}, ValueError, r"a has a zero_point of int8\(1, 1\)"),
 ]
