@@ -298,7 +298,7 @@ def import_(**options: Any) -> None:
 def run(words: Sequence[str] | None = None) -> None:
     """Run a command and exit. After Ctrl-C the process ends at once, because XLA may still compile in a thread."""
     code = main(words)
-    print(end="", flush=True)
+    sys.stdout.flush()
     (os._exit if code == terminal.INTERRUPTED else sys.exit)(code)
 
 

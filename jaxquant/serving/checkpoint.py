@@ -147,7 +147,7 @@ def _to_json_values(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_produced_by(leaves: Mapping[str, Any], config: Any) -> None:
-    """Raise if a kernel has an element type or format that no recipe of the config produces."""
+    """Raise if a kernel has a format that no recipe of the config produces; warn if no kernel is converted."""
     if not isinstance(config, Mapping) or "quantization" not in config:
         return
     recipes = resolver.recipes if (resolver := QuantConfig.from_any(config).resolver()) else ()

@@ -34,13 +34,13 @@ BYTES = {
 }
 COVERAGE = ("path", "shapes", *MATMULS, "scales", "times", "reason")
 """Columns of the coverage table, which lists every matmul of the traced step by module."""
-HEALTH = {  # title, bad values, colours from good to bad, range of the colours (log10 except for SQNR)
-    "sqnr": ("SQNR, dB", "below 20 with eight bits, below 10 with four, or falling", "OrRd_r", (5, 45)),
-    "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", (-4, -1)),
-    "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", (-4, 0)),
-    "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", (None, None)),
-    "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", (None, None)),
-    "nonfinite": ("Not finite", "any value above 0; the error started in the first such layer", "OrRd", (-4, 0)),
+HEALTH = {  # title, bad values, colours from good to bad, whether the colours show log10, and their range, if fixed
+    "sqnr": ("SQNR, dB", "below 20 with eight bits, below 10 with four, or falling", "OrRd_r", False, (5, 45)),
+    "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True, (-4, -1)),
+    "flushed": ("Flushed to zero", "growing in output gradients, which are then lost", "OrRd", True, (-4, 0)),
+    "amax": ("Amax", "a row that grows with the steps, or jumps; later values may overflow", "Blues", True, ()),
+    "scale": ("Scale, the largest", "a jump; small elements are then flushed", "Blues", True, ()),
+    "nonfinite": ("Not finite", "any value above 0; the error started in the first such layer", "OrRd", True, (-4, 0)),
 }
 
 
@@ -309,22 +309,22 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     from plotly.subplots import make_subplots
 
     found: dict[str, go.Figure] = {}
-    for statistic, (title, bad, colours, (low, high)) in HEALTH.items() if run.health else ():
+    for statistic, (title, bad, colours, is_log, limits) in HEALTH.items() if run.health else ():
         values = np.array([[row[tensor][statistic] for tensor in TENSORS] for row in run.health], float)
         values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None becomes NaN
         if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
             continue
         names, steps = run.health[0]["layers"], [str(row["step"]) for row in run.health]
         floor = np.min(values[values > 0], initial=1) / 10  # colour of zeros on the log scale
-        shown = values if statistic == "sqnr" else np.log10(np.maximum(values, floor))
+        shown = np.log10(np.maximum(values, floor)) if is_log else values
         figure = make_subplots(len(TENSORS), 1, shared_xaxes=True, subplot_titles=[*TENSORS], vertical_spacing=0.08)
         for place in range(len(TENSORS)):
             hover = "%{y}<br>step %{x}: %{text:.4g}<extra></extra>"
             data: dict[str, Any] = {"z": shown[:, place].T, "text": values[:, place].T, "hovertemplate": hover}
             figure.add_heatmap(x=steps, y=names, coloraxis="coloraxis", row=place + 1, col=1, **data)
-        unit = title if statistic == "sqnr" else f"log<sub>10</sub> {title}"
-        figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit, "cmin": low, "cmax": high})
-        figure.update_layout(height=140 + len(TENSORS) * (40 + 16 * len(names)))
+        unit = f"log<sub>10</sub> {title}" if is_log else title
+        axis = {"colorscale": colours, "colorbar_title": unit} | dict(zip(("cmin", "cmax"), limits, strict=False))
+        figure.update_layout(coloraxis=axis, height=140 + len(TENSORS) * (40 + 16 * len(names)))
         figure.update_yaxes(autorange="reversed")
         about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences per batch: bad is {bad}"
         found[about] = figure

@@ -193,7 +193,7 @@ def test_quant_state_advances_in_maxtexts_train_step_and_is_guarded_elsewhere(is
     theirs = types.FunctionType(train_step.__code__, globals() | {"__name__": "maxtext.trainers.pre_train.train"})
     with pytest.raises(ValueError, match=r"0\.2\.5"):
         theirs(stateful(is_traced), False)
-    with pytest.raises(ValueError, match=r"gradient is taken outside|only the pre-training of MaxText"):
+    with pytest.raises(ValueError, match="gradient is taken outside" if is_traced else "only the pre-training of"):
         train_step(stateful(is_traced))
     model = stateful(is_traced)
     theirs(model, True)

@@ -134,7 +134,7 @@ def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage
     assert said[0].startswith(f"checkpoint 2 does not load ({run}/checkpoints/2")
     assert said[1] == f"moved checkpoint 2 to {run}/unreadable_checkpoints/2"
     DAMAGES[damage](run / "checkpoints/1")
-    words = "read it with jaxquant at commit a87bb9" if "earlier" in damage else r"checkpoints?.* (does not open|loads)"
+    words = "with jaxquant at commit a87bb9a" if "earlier" in damage else r"checkpoints?.* (does not open|loads)"
     for read in (lambda: open_parameters(run, step=1), lambda: restore(run)):
         with pytest.raises(ValueError, match=words):
             read()
