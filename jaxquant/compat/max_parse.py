@@ -21,10 +21,11 @@ from jaxquant.export.hf.spec import (
     WeightScaleSpec,
 )
 from jaxquant.export.hf.tensors import TensorInfo, dtype_name, read_tensors
-from jaxquant.export.llama import ATTENTION, MLP
 
 MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
+_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
 _ONE_SCHEME = "a QuantConfig has one; use jaxquant.export.hf.read_quantization, which returns a spec for every layer"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
@@ -156,8 +157,8 @@ class _ConfigBuilder:
         spec = self._select_spec(dtype)
         format, weight = self._select_format(spec), self._weight_scale(spec)
         inputs = self._input_scale(spec, format)
-        mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
-        attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
+        mlp = self._quantized_layers(layers, _MLP, "MLPs", spec)
+        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections", spec)
         for index in mlp:  # raises if experts have another scheme
             self._is_quantized(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":

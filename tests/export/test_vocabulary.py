@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export import HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.vocabulary import PRE_TOKENIZERS, byte_vocabulary, read_gguf, read_sentencepiece, read_tokenizer
+from tests.export.models import shape_of
 
-SHAPE = LlamaShape(512, 32, 32, 1, 1, 1, 32)
+LAYOUT = layout_of(shape_of(512, 32, 32, 1, 1, 1, 32))
 TEXTS = ["hello  world 123\n\tit's HELLO", " ab<|x|>cd</s>e", "größe 数学 🙂", "", "   "]
 SPECIAL = ["<s>", "</s>"]
 
@@ -81,7 +82,7 @@ def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
         for text in TEXTS:
             assert reference.encode(text, add_special_tokens=False).ids == as_sentencepiece(text, name == "prefix")
         assert reference.decode(reference.encode("hello größe").ids) == "hello größe"
-    source = Source(SHAPE, lambda name: np.zeros(SHAPE.tensors()[name], np.float32), vocabulary)
+    source = Source(LAYOUT, lambda name: np.zeros(LAYOUT.tensors[name], np.float32), vocabulary)
     export(source, tmp_path / "a.gguf", "gguf_f16")
     export(open_gguf(tmp_path / "a.gguf"), tmp_path / "hf", "hf")
     export(HfFolder(tmp_path / "hf").source(), tmp_path / "b.gguf", "gguf_f16")
@@ -119,7 +120,7 @@ def test_a_tokenizer_that_is_not_read_is_refused(tmp_path, change, error, messag
 
 def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     folder = tmp_path / "hf"
-    export(Source(SHAPE, lambda name: np.zeros(SHAPE.tensors()[name], np.float32)), folder, "hf")
+    export(Source(LAYOUT, lambda name: np.zeros(LAYOUT.tensors[name], np.float32)), folder, "hf")
     assert HfFolder(folder).vocabulary() is None
     (folder / "vocab.json").write_text("{}")
     with pytest.raises(NotImplementedError, match=r"has its tokenizer as vocab\.json; save it as tokenizer\.json"):
@@ -137,5 +138,5 @@ def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(byte_vocabulary(320).tokenizer_json))
     assert HfFolder(folder).vocabulary().origin == "tokenizer.json"
     # Next to a GGUF file, whose own tokenizer is not read.
-    export(Source(SHAPE, HfFolder(folder).read), folder / "m.gguf", "gguf_f16")
+    export(Source(LAYOUT, HfFolder(folder).read), folder / "m.gguf", "gguf_f16")
     assert open_gguf(folder / "m.gguf").vocabulary.origin == "tokenizer.json"

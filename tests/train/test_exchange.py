@@ -14,11 +14,12 @@ from jaxquant.cli import main
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
-from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export import STATIC_INPUTS, HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.training.conversion import convert_run, open_parameters
 from jaxquant.training.exporting import export_run, open_source
 from jaxquant.training.importing import import_to_run, import_to_serve
 from jaxquant.training.serving import open_served
+from tests.export.models import shape_of
 from tests.numerics import RECIPROCAL
 
 FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
@@ -131,9 +132,9 @@ def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
     made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.WordPiece()
     made.add_special_tokens(words[:3])
-    shape, path = LlamaShape(len(words), 32, 64, 1, 2, 1, 16), tmp_path / "in" / "m.gguf"
-    weights = {name: np.full(size, 0.5, np.float32) for name, size in shape.tensors().items()}
-    export(Source(shape, weights.__getitem__), path, "gguf_q8_0")
+    layout, path = layout_of(shape_of(len(words), 32, 64, 1, 2, 1, 16)), tmp_path / "in" / "m.gguf"
+    weights = {name: np.full(size, 0.5, np.float32) for name, size in layout.tensors.items()}
+    export(Source(layout, weights.__getitem__), path, "gguf_q8_0")
     rows = []
     for more in ([], ["--serve"]):
         assert main(["import", str(path), "--out", str(tmp_path / "none"), *more]) == 2
