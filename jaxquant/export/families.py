@@ -166,6 +166,7 @@ FAMILIES = (
         {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         names=_GEMMA_NAMES,
         norm_offset=1.0,
+        llama_cpp={"logits_via_embedding": True},
     ),
     Family(
         "Gemma3ForCausalLM",

@@ -98,8 +98,6 @@ _KEYS = {
 }
 """Keys of the metadata after the architecture, with the keys of config.json that have the same value."""
 _FLOATS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
-_SPECIFIC = ("num_local_experts", "sliding_window")
-"""Keys of config.json that tell the families of one GGUF architecture apart."""
 
 
 def stored_tensors(shape: DecoderShape) -> dict[str, list[str]]:
@@ -353,8 +351,9 @@ def read_shape(file: GgufFile) -> DecoderShape:
                     "equal sizes of keys, values and rotated elements"
                 )
     config["num_local_experts"] = config.get("num_experts")
-    rank = lambda family: sum(bool(config.get(key)) != (key in family.keys) for key in _SPECIFIC)  # noqa: E731
-    family = min(families, key=rank)
+    # Llama, Mistral and Mixtral have one architecture in GGUF: take the first with all keys that the file has.
+    own = {key for key in ("num_local_experts", "sliding_window") if config.get(key)}
+    family = next((family for family in families if own <= family.keys.keys()), families[0])
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{file.path} has no tensor token_embd.weight with two axes")
