@@ -64,12 +64,14 @@ class Decision:
       reason: reason in words.
       rule: regex of the rule or ``intmp`` entry that decided, or None.
       implementation: implementation of the matmuls, or None for automatic selection.
+      hint: rule that the user may want to add, as a suffix of the reason in reports, or "".
     """
 
     recipe: Recipe | None
     reason: str
     rule: str | None = None
     implementation: str | None = None
+    hint: str = ""
 
 
 def compile_pattern(pattern: str, place: str) -> Callable[[str], object]:

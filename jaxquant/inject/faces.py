@@ -77,7 +77,8 @@ def describe_model(model: Any) -> str:
     engine, kind = face_of(model).engine, type(model).__name__
     if engine.decisions is None:
         return f"{kind}(quantization={engine.config.quantization!r})  # the first call chooses the layers"
-    recipes = {path: "float" if d.recipe is None else d.recipe.name for path, d in engine.decisions.paths.items()}
+    decided = engine.decisions.paths.items()
+    recipes = {path: "float" if d.recipe is None else d.recipe.name + d.hint for path, d in decided}
     names = {path: re.sub(r"(?<=[_/])\d+(?=/)|(?<=/)\d+$", "*", path) or "the root layer" for path in recipes}
     pairs = collections.Counter((names[path], recipe) for path, recipe in recipes.items()).most_common()
     usual = dict(pair for pair, _ in reversed(pairs))  # layers with another recipe are listed by their own path

@@ -36,6 +36,8 @@ _MIXING = frozenset({"mul", "div", "select_n"})
 """Primitives that turn a matrix into data if another input is data. Not additions, which also add a bias."""
 _ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice"})
 """Additive primitives; the report names a parameter only if it has the shape of the result."""
+_MIN_VOCABULARY = 16
+"""Minimum number of rows of an embedding table that can belong to a vocabulary."""
 _OF_PARAMETERS = "both operands are computed only from parameters"
 _WITH_PRODUCT = "one operand is a product of parameters (such as learned queries), which is not a weight"
 
@@ -120,11 +122,18 @@ class Analysis:
         module = self._names[leaf.index][:-1]
         return {name[-1]: shape[len(leaf.stack) :] for name, shape in shapes if name and name[:-1] == module}
 
-    def is_as_wide_as_a_table(self, sites: Sequence[Contraction]) -> bool:
-        """Whether no layer follows these contractions, and they have an output for each row of an embedding table."""
-        tables = {self._shapes[index] for index in self.looked_up}
-        wide = {shape[0] for shape in tables if len(shape) == 2 and shape[0] != shape[1]}
-        return all(site.out_features in wide and not site.is_followed for site in sites)
+    def is_probably_head(self, sites: Sequence[Contraction]) -> bool:
+        """Whether a layer is the last layer and has an output for each row of an embedding table.
+
+        A small table, such as a table of token types, does not count, because a classifier can have as many classes. A
+        size that is also the width of a table does not count, because most layers of a model have this size.
+
+        Args:
+          sites: all contractions of the layer.
+        """
+        tables = [self._shapes[index] for index in self.looked_up if len(self._shapes[index]) == 2]
+        sizes = {rows for rows, _ in tables if rows >= _MIN_VOCABULARY} - {width for _, width in tables}
+        return all(site.out_features in sizes and not site.is_followed for site in sites)
 
     def weight_path(self, leaves: Sequence[int], size: int) -> str:
         """Return the layer path of a weight, where ``size`` includes the lengths of its scans.

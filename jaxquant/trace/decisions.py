@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class Decisions:
                     "jaxquant.quantize chooses recipes; first call init with arguments that run the whole model, or "
                     "call jaxquant.quantize again"
                 )
-            site.recipe, site.reason = decision.recipe, decision.reason
+            site.recipe, site.reason = decision.recipe, decision.reason + decision.hint
             site.implementation = decision.implementation
             site.is_out_of_reach = site.is_unsupported = site.names in self.unsupported
 
@@ -299,7 +300,21 @@ def _decide_one(
     if decision.recipe is None or decision.rule is not None:
         return decision
     excluded = floats.get(sites[0].path) or structural_exclusion(analysis, sites, resolver.switches)
-    return Decision(None, excluded) if excluded else decision
+    if excluded:
+        return Decision(None, excluded)
+    return dataclasses.replace(decision, hint=head_hint(analysis, sites, resolver.switches))
+
+
+def head_hint(analysis: Analysis, sites: Sequence[Contraction], switches: Sequence[str]) -> str:
+    """Return the rule for a quantized layer that is probably the output head, as a suffix of its reason, or "".
+
+    Args:
+      analysis, sites, switches: see ``structural_exclusion``.
+    """
+    if "quantize_logits_proj" in switches or not analysis.is_probably_head(sites):
+        return ""
+    rule = f"{{path: '{re.escape(sites[0].path)}', recipe: null}}"
+    return f"; probably the head: add the rule {rule} to keep it in float"
 
 
 def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switches: Sequence[str] = ()) -> str:

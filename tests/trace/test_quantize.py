@@ -143,6 +143,12 @@ def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
     assert q(params, state, given[0], False, {"n": 1})["extra"] == 2
 
 
+def test_a_layer_that_is_probably_the_head_is_marked():
+    params, tokens = {"table": shape(50, 32), "up": shape(32, 64), "to.words": shape(64, 50)}, jnp.arange(8)
+    report = jaxquant.quantize(lambda p, t: p["table"][t] @ p["up"] @ p["to.words"], "int8").report(params, tokens)
+    assert str(report).count(r"the head: add the rule {path: 'to\.words', recipe: null}") == 1
+
+
 def test_without_quantization_the_function_itself_runs():
     q = jaxquant.quantize(encode, {"quantization": ""})
     assert q.init(PARAMS, X) == {}
