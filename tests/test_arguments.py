@@ -105,8 +105,8 @@ MISTAKES = {
     "jaxquant.coverage(PLAIN, float_variables, X)": "needs a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
     "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",
-    "jaxquant.TrainState": "no attribute 'TrainState'; it is jaxquant.state.TrainState",
-    "jaxquant.save": "it is jaxquant.serving.save",
+    "jaxquant.TrainState": "no attribute 'TrainState'; use jaxquant.state.TrainState",
+    "jaxquant.save": "; use jaxquant.serving.save",
 }
 
 
