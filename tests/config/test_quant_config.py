@@ -149,7 +149,7 @@ REFUSED = [
     ({"quantisation": "int8"}, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
     ({"use_qwix_quantization": True, "quant_backend": "aqt"}, "true contradicts quant_backend 'aqt'; remove one of"),
-    ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' has no known method"),
+    ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' has the unknown method"),
     ({"quantization": "fp8_full", ACT: "minmax"}, f"{ACT}: calibration minmax is asymmetric, but float8_e4m3fn has no"),
     (BOUNDED | {"constant_bound_config": "1,2,3,4,5"}, "constant_bound_config must have 6 bounds (fwd_lhs, fwd_rhs, "),
     (BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]}, "constant_bound_config: bound dlhs_lhs must be betw"),

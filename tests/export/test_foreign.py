@@ -325,5 +325,5 @@ def test_pipes_are_refused_wherever_a_path_is_opened(write, tmp_path):
     for name in ("model.safetensors.index.json", "config.json"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is a pipe, not a file"):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is a pipe; pass the path of a regular file"):
             HfFolder(folder)
