@@ -52,9 +52,9 @@ def swapped_step(params: Any, quant_state: Any) -> Any:
 
 
 CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
-NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass the result of init, jaxquant\.state\.split or a gradient"
+NO_STATE = r"must come from init, jaxquant\.state\.split or a gradient, got (NoneType|list|tuple|Dense); for an NNX"
 SWAPPED = r"quant_state and observation are swapped; .*update\(quant_state, observation\)"
-PARTS = r"params has \[.*they are swapped, or one of them is the complete variables; call merge\(params, quant_state"
+PARTS = r"merge\(params, quant_state\) needs the two parts that .*split returns, got params \[.*; convert quant"
 WHOLE = r"params is the whole variables dict \(it has a collection 'params'\); save variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 FIRST = r"{0} takes a Flax module first: jaxquant.{0}\(model, variables, config, .* for NNX; got \("
@@ -63,12 +63,12 @@ MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
     "state.update(quant_state, None)": NO_STATE,
-    "state.update(params, params)": r"quant state has ArrayImpl at 'bias', not tables; .*from_flax",
+    "state.update(params, params)": r"quant state has ArrayImpl at 'bias', which init does not return; .*from_flax",
     "state.update([quant_state], observation)": NO_STATE,
     "state.accumulate(quant_state, (observation,))": NO_STATE,
     **{f"state.{each}": NO_STATE for each in ("accumulate(None, observation)", "warm(None)", "warm(MODEL)")},
-    "state.from_flax({}, quant_state)": "the model has quant state '.*', but the checkpoint does not; restore it into",
-    "state.split(MODEL)": "variables are Dense, not the dict of collections that model.init returns",
+    "state.from_flax({}, quant_state)": "the checkpoint has no quant state '.*'; use the model that was saved",
+    "state.split(MODEL)": "variables must be the dict of collections that model.init returns, got Dense",
     **{f"state.merge({each}, quant_state)": PARTS for each in ("variables", "float_variables")},
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
     "state.merge(params, [quant_state])": NO_STATE,
@@ -104,7 +104,7 @@ MISTAKES = {
     "jaxquant.coverage(3)": "coverage needs a function and its arguments, got int",
     "jaxquant.coverage(PLAIN, float_variables, X)": "needs a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
-    "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",
+    "state.apply_gradients(None, nnx_model, None)": "needs \\(model, optimizer, grads\\), got optimizer Linear",
     "jaxquant.TrainState": "no attribute 'TrainState'; use jaxquant.state.TrainState",
     "jaxquant.save": "; use jaxquant.serving.save",
 }

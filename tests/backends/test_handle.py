@@ -193,7 +193,7 @@ def test_what_convert_and_serve_lack_is_named():
         (other, params | int8, False, r"layer 'block/query' has a converted kernel of int8 .*, but 'aqt_fp8' needs fl"),
         (convert, variables, False, "layer 'block/query' is in convert mode, but the collection 'aqt' is not mut"),
         (convert, params, ["aqt"], "'fp8' at 'block/query' keeps state in the collection '_overwrite_with_grad"),
-        (convert, fresh, ["aqt"], "layer 'block/query' has no amax history of its input, and 'fp8' needs one for"),
+        (convert, fresh, ["aqt"], "recipe 'fp8' needs the amax history of the input of layer 'block/query' for"),
     ):
         with pytest.raises(ValueError, match=message):
             model.apply(given, X, mutable=mutable)

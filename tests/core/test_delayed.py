@@ -134,9 +134,7 @@ def test_a_state_that_would_round_amaxes_or_has_another_length_is_refused():
     with pytest.raises(ValueError, match=r"amax_history_length is 16; set amax_history_length to 4, or start with new"):
         delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(16))
     state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
-    with pytest.raises(
-        TypeError, match=r"must be float32, got bfloat16; cast only the parameters, not the quant state"
-    ):
+    with pytest.raises(TypeError, match=r"must be float32, got bfloat16; cast only the parameters, not the quant"):
         delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(LENGTH))
 
 
