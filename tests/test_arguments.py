@@ -55,7 +55,7 @@ CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
 NO_STATE = r"must come from init, jaxquant\.state\.split or a gradient, got (NoneType|list|tuple|Dense); for an NNX"
 SWAPPED = r"quant_state and observation are swapped; .*update\(quant_state, observation\)"
 PARTS = r"merge\(params, quant_state\) needs the two parts that .*split returns, got params \[.*; convert quant"
-WHOLE = r"params is the whole variables dict \(it has a collection 'params'\); save variables"
+WHOLE = r"params must be the parameters, got a dict with 'params'; pass variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 FIRST = r"{0} takes a Flax module first: jaxquant.{0}\(model, variables, config, .* for NNX; got \("
 WRONG_ORDER = ("float_variables, INT8, X, model=PLAIN", "PLAIN, INT8, float_variables, X", "nn.Dense, nnx_model")
@@ -75,27 +75,27 @@ MISTAKES = {
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
     "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*produces int4",
     "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "produces no quantized kernels",
-    "jaxquant.calibrate(PLAIN, float_variables, FP8, X)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
+    "jaxquant.calibrate(PLAIN, float_variables, FP8, X)": r"got ArrayImpl; pass \[x\] for one input x",
     "jaxquant.calibrate(PLAIN, params, FP8, [X])": "the variables to calibrate have no collection 'params'",
-    "jaxquant.calibrate(MODEL, float_variables, FP8, [X])": "already quantized, .*pass the float model",
+    "jaxquant.calibrate(MODEL, float_variables, FP8, [X])": "already quantized with .*pass the float model",
     **{f"jaxquant.quantize({x}, FP8)": f"got the Flax module {FLAX[x]}; .*maybe_quantize_model" for x in FLAX},
-    "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "Dense itself raised this error, in float, called",
+    "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "The float model Dense raised this error w",
     "PLAIN.apply(served, X)": CONVERTED,
     "X @ jaxquant.quantize(lambda p, x: x @ p, INT8).convert(X.T, {}, X)": CONVERTED,
     "jax.grad(lambda v: serve().apply(v, X).sum())(served8)": "the root layer has a converted kernel, which does not",
-    "jaxquant.maybe_quantize_model(PLAIN, {'quantize_kvcache': True})": "true is not a property of linear layers",
-    "jaxquant.maybe_quantize_model(PLAIN, {'save_quantized_params_path': 'here'})": "'here' is not written while",
+    "jaxquant.maybe_quantize_model(PLAIN, {'quantize_kvcache': True})": "true has no effect in maybe_quantize_mode",
+    "jaxquant.maybe_quantize_model(PLAIN, {'save_quantized_params_path': 'here'})": "'here' has no effect in maybe_q",
     "jaxquant.maybe_quantize_model(loss, INT8)": r"got function; for a function use jaxquant\.quantize$",
-    "jaxquant.describe_layers(nn.Dense, INT8, X)": "got the class Dense; make an instance of it",
+    "jaxquant.describe_layers(nn.Dense, INT8, X)": "got the class Dense; pass an instance of the",
     "jaxquant.describe_layers(loss, '', X)": r"got function; for a function use jaxquant\.quantize\(...\)\.report",
-    "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is already quantized, with 'fp8'; pass the float model",
+    "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is already quantized with 'fp8'; pass the float model",
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is already quantized",
-    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear requires inputs; pass .* 'fp8' gets its quant state",
+    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "needs inputs; pass .*, because recipe 'fp8' needs quant state",
     "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
     "jaxquant.convert(PLAIN, spoiled, {'quantization': 'fp8_current'}, X)": "has NaN or infinity in its kernel '",
     **{f"jaxquant.{f}({each})": FIRST.format(f) for f in ("convert", "calibrate") for each in WRONG_ORDER},
-    "jaxquant.convert(nnx_model, INT8)": "Linear requires inputs; pass example inputs$",
-    "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "Linear itself raised this error, in float, called with the",
+    "jaxquant.convert(nnx_model, INT8)": "Linear.__call__ needs inputs; pass example inputs$",
+    "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "The float model Linear raised this error with the example",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [])": "calibrate got no batch",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [X] * 5)": "more than 4 batches for amax_history_length 4",
     "jaxquant.health(loss, loss, X)": r"needs a Linen module or a result of jaxquant\.quantize, got function",
