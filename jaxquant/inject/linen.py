@@ -62,7 +62,7 @@ def missing_state(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', but this "
         f"call has no {field!r} in that collection; pass all variables of model.init, or create the collection with "
-        "jaxquant.calibrate (for state of flax's own ops: jaxquant.state.from_flax)"
+        "jaxquant.calibrate; convert quant state of flax with jaxquant.state.from_flax"
     )
 
 
