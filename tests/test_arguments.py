@@ -63,7 +63,7 @@ MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
     "state.update(quant_state, None)": NO_STATE,
-    "state.update(params, params)": r"quant state has ArrayImpl at 'bias', which init does not return; .*from_flax",
+    "state.update(params, params)": r"structure that init returns, got ArrayImpl at 'bias'; .*from_flax",
     "state.update([quant_state], observation)": NO_STATE,
     "state.accumulate(quant_state, (observation,))": NO_STATE,
     **{f"state.{each}": NO_STATE for each in ("accumulate(None, observation)", "warm(None)", "warm(MODEL)")},

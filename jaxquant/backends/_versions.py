@@ -30,4 +30,5 @@ def require(row: BackendRow) -> None:
     if version < first:
         raise ImportError(f"quant_backend {row.title} needs {package} {oldest} or newer, got {found}; {fix}")
     if version > last:
-        warnings.warn(f"jaxquant is tested with {package} up to {newest}, but {found} is installed", stacklevel=2)
+        fix = f"if results differ, run pip install '{package}<={newest}'"
+        warnings.warn(f"jaxquant is tested with {package} up to {newest}, got {found}; {fix}", stacklevel=2)

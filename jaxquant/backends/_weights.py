@@ -29,7 +29,7 @@ def check_converted(path: str, found: str, reader: str, needed: str) -> None:
     """
     if found != needed:
         raise ValueError(
-            f"{layer_name(path)} has a converted kernel of {found}, but {reader} needs {needed}; use the config "
+            f"{layer_name(path)} has a converted kernel of {found}, but recipe {reader} needs {needed}; use the config "
             "that converted the parameters"
         )
 

@@ -71,6 +71,6 @@ def _compose_backward(name: str, forward: Recipe, part: Recipe | None, matmul: L
     if isinstance(operand, TensorSpec) and operand.codec is not None:
         raise NotImplementedError(
             f"quantization {name}: {matmul} reads the weight in the GGML format {operand.codec}, but fwd does not; "
-            f"set fwd to the same config string, or {matmul} to a different string"
+            f"set fwd to the same config string as {matmul}, or {matmul} to a string of another format"
         )
     return dataclasses.replace(spec, **{side: operand})

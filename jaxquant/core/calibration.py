@@ -123,7 +123,7 @@ def parse_calibration(text: str) -> Calibration:
     if METHODS[method].average is not None and not numbers:
         raise ValueError(f"calibration {text!r} needs a factor; write for example '{method},4'")
     if len(numbers) > 1:
-        raise ValueError(f"calibration {text!r} accepts one factor, such as '{method},0.9', got {len(numbers)}")
+        raise ValueError(f"calibration {text!r} accepts one factor, got {len(numbers)}; write '{method},0.9'")
     if numbers and numbers[0] <= 0:
         raise ValueError(f"calibration {text!r} needs a factor above 0, got {numbers[0]:g}")
     return Calibration(method, *numbers)  # pyright: ignore[reportArgumentType]

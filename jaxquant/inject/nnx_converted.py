@@ -88,7 +88,7 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
             return None
         made = given.pop(path)
         if tuple(made.shape) != tuple(own.shape):
-            raise ValueError(f"parameter {path!r} has shape {tuple(made.shape)}, but the model has {tuple(own.shape)}")
+            raise ValueError(f"parameter {path!r} must have shape {tuple(own.shape)}, got {tuple(made.shape)}")
         return made.astype(own.dtype) if is_tensor(made) and made.dtype is None else made
 
     new = map_by_path(pick, _stored_variables(model), is_tensor)

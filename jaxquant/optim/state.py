@@ -165,7 +165,7 @@ def quantize_state(
             raise ValueError("quantize_state(…, apply=True) needs the weights; call update(gradients, state, params)")
 
         if not isinstance(state, QuantizedState):
-            raise TypeError(f"quantize_state needs the state that its init returned, got {type(state).__name__}")
+            raise TypeError(f"quantize_state needs the state from quantize_state(…).init, got {type(state).__name__}")
 
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             codec = row.codec(signed)

@@ -151,8 +151,8 @@ def append(
     expected = (rows, key.shape[1] if key.ndim == 4 else 0, heads, cache.head_dim)
     if key.shape != expected or value.shape != expected:
         raise ValueError(
-            f"key of shape {key.shape} and value of shape {value.shape} do not match a KV cache of {rows} rows, "
-            f"{heads} heads and head_dim {cache.head_dim}; both must be [batch, tokens, heads, head_dim]"
+            f"key and value must have shape ({rows}, tokens, {heads}, {cache.head_dim}) for this KV cache, got "
+            f"{key.shape} and {value.shape}"
         )
     if valid is None and key.shape[1] > length:
         raise ValueError(f"{key.shape[1]} tokens do not fit in a KV cache of length {length}; create a longer cache")

@@ -125,9 +125,9 @@ def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
     for path, each in jax.tree.leaves_with_path(tree, is_leaf=is_tables):
         if not is_tables(each):
             raise TypeError(
-                f"quant state has {type(each).__name__} at {join_path(path)!r}, which init does not return; restore a "
-                "checkpoint with the quant state of init as template, and convert quant state of flax or of an earlier "
-                "jaxquant with jaxquant.state.from_flax"
+                f"quant state must have the structure that init returns, got {type(each).__name__} at "
+                f"{join_path(path)!r}; restore checkpoints with the quant state of init as template, and convert quant "
+                "state of flax or of an earlier jaxquant with jaxquant.state.from_flax"
             )
         # Drop the attribute in which a variable of NNX holds its value.
         keys = [key for key in path if not isinstance(key, GetAttrKey)]
@@ -163,7 +163,8 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
         for table in state.tables:
             if table.axis < 0:
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} has {-table.axis} axes fewer than the quant state of init"
+                    f"quant state {prefix + table.rows[0]!r} has {-table.axis} axes fewer than after init; "
+                    "pass quant state of the shape that init returned"
                 )
             shape = table.fields[min(table.fields)].shape
             if shape[table.axis] != len(table.rows):

@@ -270,7 +270,7 @@ def _with_history(table: Table) -> tuple[bool, ...]:
     history = table.fields.get(HISTORY)
     if isinstance(history, Tracer):
         raise TypeError(
-            "jaxquant.state.warm reads values, so it cannot run in jax.jit or jax.lax.scan; call "
+            "jaxquant.state.warm reads values and cannot run in jax.jit or jax.lax.scan; call "
             "jaxquant.state.warm(quant_state) between two steps, and pass the result to the step"
         )
     if BINS not in table.fields or history is None:

@@ -230,7 +230,7 @@ def test_a_refusal_names_recipe_operand_and_way_out():
         (None, ImportError, r"quant_backend Qwix needs qwix, which is not installed; run pip install 'qwix>=0\.1\.8'"),
         ("0.1.2", ImportError, r"needs qwix 0\.1\.8 or newer, got 0\.1\.2; .*set quant_backend: native"),
         ("0.1.8", None, ""),
-        ("0.1.10.dev3", UserWarning, r"is tested with qwix up to 0\.1\.8, but 0\.1\.10\.dev3 is installed"),
+        ("0.1.10.dev3", UserWarning, r"is tested with qwix up to 0\.1\.8, got 0\.1\.10\.dev3; if results differ, run"),
     ],
 )
 def test_versions_of_a_library(monkeypatch, recwarn, found, kind, message):

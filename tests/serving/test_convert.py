@@ -192,14 +192,14 @@ def test_errors_name_the_layer():
         (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\), but checkpoint_is_qua"),
         (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel, but checkpoint_is_quantized true"),
         (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .* it stays in float"),
-        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but 'int8"),
+        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but recipe 'int8"),
         (lambda: maybe_quantize_model(Stateful(), config | SERVES, X), r"add the saved .*: served = nnx\.eval_sh"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
     kernel = dataclasses.replace(fp8["params"]["layers_0"]["kernel"], input_scale=jnp.ones((1, 1)))
     delayed = {"layers_0": fp8["params"]["layers_0"] | {"kernel": kernel}}
-    with pytest.raises(ValueError, match=r"has a converted kernel of .* with an input_scale, but 'fp8_cur"):
+    with pytest.raises(ValueError, match=r"has a converted kernel of .* with an input_scale, but recipe 'fp8_cur"):
         apply({"params": fp8["params"] | delayed}, **SERVES, quantization="fp8_current")
 
 
