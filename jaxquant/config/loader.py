@@ -179,7 +179,7 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise TypeError(f"{os.fspath(path)} must contain lines such as steps: 20, got {type(content).__name__}")
+        raise TypeError(f"{os.fspath(path)} must be a mapping of names to values, got {type(content).__name__}")
     return content
 
 

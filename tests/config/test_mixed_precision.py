@@ -94,7 +94,7 @@ ERRORS = [
     ({".*": {"a_scale": 0.5}}, "'.*'.a_scale 0.5 has no effect, because a_bits is null; set a_bits"),
     ({".*": {"tile_size": 0}}, "'.*'.tile_size must be -1 (no tiles) or at least 1, got 0"),
     ({"(": {}}, "entry '(' is not a regular expression: "),
-    ([], "m.json must contain lines such as steps: 20, got list"),
+    ([], "m.json must be a mapping of names to values, got list"),
     ('{"a": {}, "a": {}}', "m.json line 1: key 'a' is already on line 1; remove one of the two"),
     ('{"a": \n]', "m.json line 2: expected the node content"),
 ]

@@ -139,7 +139,7 @@ def test_a_path_is_read_as_a_file(tmp_path):
     with pytest.raises(ValueError, match=f"{re.escape(str(path))} has no field 'steps'"):
         QuantConfig.from_any(path)
     path.write_text("- fp8")
-    with pytest.raises(TypeError, match=f"{re.escape(str(path))} must contain lines such as steps: 20, got list"):
+    with pytest.raises(TypeError, match=f"{re.escape(str(path))} must be a mapping of names to values, got list"):
         QuantConfig.from_any(str(path))
 
 

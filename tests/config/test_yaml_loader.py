@@ -80,7 +80,7 @@ TEXTS = {
     "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' is already on line 2; remove one of the two",
     "a: [1\n": "c.yml line 2: ",
     "a: 1\n---\nb: 2\n": "c.yml line 2: ",
-    "- 1\n": "c.yml must contain lines such as steps: 20, got list",
+    "- 1\n": "c.yml must be a mapping of names to values, got list",
     "steps: &a [3]\nseed: *a": "line 2: YAML alias *a is not supported; replace the alias with the value",
     "steps: " + "[" * 10_000: "is nested too deep; use fewer levels",
     "seed: 0\nsteps: " + "9" * 5000: "line 2: integer 99999999999999999999... of 5000 digits",
