@@ -39,8 +39,8 @@ def require_float(model: Any) -> None:
     """
     if (face := face_of(model)) is not None:
         raise ValueError(
-            f"{type(model).__name__} is already quantized, with {face.engine.config.quantization!r}; pass the "
-            "float model"
+            f"{type(model).__name__} is already quantized with {face.engine.config.quantization!r}; pass the float "
+            "model instead"
         )
 
 
@@ -103,8 +103,8 @@ def explain_errors(model: Any, has_inputs: bool, use: str = "") -> Iterator[None
         yield
     except Exception as error:
         if not has_inputs and "required positional" in str(error):
-            raise TypeError(f"{type(model).__name__} requires inputs; pass example inputs{use}") from error
-        error.add_note(f"{type(model).__name__} itself raised this error, in float, called with the example inputs.")
+            raise TypeError(f"{type(model).__name__}.__call__ needs inputs; pass example inputs{use}") from error
+        error.add_note(f"The float model {type(model).__name__} raised this error with the example inputs.")
         raise
 
 

@@ -320,11 +320,11 @@ def test_pipes_are_refused_wherever_a_path_is_opened(write, tmp_path):
     os.mkfifo(tmp_path / "hf_quant_config.json")
     readers = (load_yaml, open_gguf, SafetensorsFile)
     for read in (*readers, lambda path: parse_quant_config({"_name_or_path": str(path.parent)}, {}, "uint8")):
-        with pytest.raises(ValueError, match="is a pipe, not a file; copy its contents to a file"):
+        with pytest.raises(ValueError, match="is a pipe; pass the path of a regular file"):
             read(tmp_path / "pipe")
     folder = write("ct_fp8_dynamic")
     for name in ("model.safetensors.index.json", "config.json"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is a pipe, not a file"):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is a pipe; pass the path of a regular file"):
             HfFolder(folder)

@@ -103,7 +103,7 @@ def test_a_rule_that_matches_nothing_and_a_model_in_which_nothing_would_be_quant
 def test_state_is_not_made_anew_by_a_mutable_call():
     model = maybe_quantize_model(Model(), native("fp8"), TOKENS)
     params = jax.eval_shape(Model().init, jax.random.key(0), TOKENS)["params"]
-    with pytest.raises(ValueError, match=r"this call has no 'input_.*' there"):
+    with pytest.raises(ValueError, match=r"this call has no 'input_.*' in that collection; pass all"):
         jax.eval_shape(lambda params: model.apply({"params": params}, TOKENS, mutable=True), params)
 
 

@@ -126,7 +126,7 @@ def test_only_the_layer_that_was_asked_for_is_quantized():
 def test_state_must_be_mapped_with_its_layers():
     stack = nnx.vmap(lambda rngs: maybe_quantize_model(Block(rngs), asked("fp8"), X))(nnx.Rngs(0).split(2))
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
-    with pytest.raises(ValueError, match="'wi' has quant state of 2 layers in the call of one"):
+    with pytest.raises(ValueError, match="a call of layer 'wi' got the quant state of 2 layers; map quant"):
         nnx.vmap(lambda block, x: block(x), in_axes=(axes, None))(stack, X)
 
 

@@ -119,7 +119,7 @@ def test_what_stays_float_is_said():
         jaxquant.quantize(fn, CURRENT | {"strict": True}).convert(p, {}, x)
 
 
-HAS = r"converted kernel of float32 scales \(1, 8\), but 'int8' needs float32 scales"
+HAS = r"converted kernel of float32 scales \(1, 8\), but recipe 'int8' needs float32 scales"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_cannot_read_a_converted_kernel_is_refused(fn, error, text):
 def test_a_kernel_of_another_recipe_is_refused_whose_elements_are_the_same(made, served):
     p, x = {"w": normal(0, 256, 32)}, normal(1, 4, 256)
     first, second = (jaxquant.quantize(lambda p, x: x @ p["w"], {"quantization": s}) for s in (made, served))
-    with pytest.raises(ValueError, match=rf"layer 'w' has a converted kernel of .* scales .*, but '{served}' needs"):
+    with pytest.raises(ValueError, match=rf"layer 'w' has a converted kernel of .* scales .*, but recipe '{served}' n"):
         second(first.convert(p, {}, x), {}, x)
 
 
