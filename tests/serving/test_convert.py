@@ -102,7 +102,7 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
         variables = jax.jit(model.init)(RNGS, X)
         with pytest.warns(UserWarning, match=r"leaves the weights of 1 layers in float .*its weight is .* by mul"):
             convert_linen(model, config, X, variables)
-        with pytest.raises(NotImplementedError, match="strict true does not allow that the weights of 1 lay"):
+        with pytest.raises(NotImplementedError, match="true does not allow that convert leaves the weights of 1 lay"):
             convert(model, variables, config | {"strict": True}, X)
     rngs = nnx.Rngs(0)
     model = nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs)
