@@ -141,11 +141,7 @@ TENSOR_ERRORS = [
     (FBGEMM, {}, "could not find weight scale dtype for FBGEMM FP8"),
     (FBGEMM, tensors(shape=(1, 2)), "only row-wise weight quantization"),
     (FBGEMM, MIXED_SCALES, "uniform weight scale dtype is supported for FBGEMM FP8"),
-    (
-        CT_DYNAMIC,
-        {"layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32")},
-        "determine original type from .* no lm_head",
-    ),
+    (CT_DYNAMIC, {"layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32")}, "original type from .* no lm_head"),
     (CT_DYNAMIC, tensors(a__bias=((8,), BF16), b__bias=((8,), "float32")), "Inconsistent bias dtypes found: bfloat16"),
 ]
 """A config, its tensors, and the error."""
