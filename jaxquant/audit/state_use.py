@@ -67,7 +67,7 @@ def check_state(program: Graph, labeled: Sequence[LabeledContraction]) -> StateU
     if touched := next(_find_summed(reached, histories, program.observed), None):
         faults.append(
             f"quant state {'/'.join(touched.name)!r} is added to or multiplied, as by an optimizer, a decay or an "
-            "average of all variables; do this only with parameters (jaxquant.state.split), or use "
+            "average of all variables; first remove the quant state with jaxquant.state.split, or use "
             "jaxquant.state.TrainState or jaxquant.state.Optimizer"
         )
     readers = _map_readers(ancestors(program.outputs))

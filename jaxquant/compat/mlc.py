@@ -247,7 +247,7 @@ def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
     """
     if indptr.shape not in ((experts,), (experts + 1,)):
         raise ValueError(
-            f"indptr has shape {indptr.shape}; for {experts} experts it must be ({experts},) or ({experts + 1},)"
+            f"indptr has shape {indptr.shape}; for {experts} experts the shape must be ({experts},) or ({experts + 1},)"
         )
     ends = jnp.asarray(indptr).astype(jnp.int32)
     return jnp.diff(ends, prepend=0) if indptr.shape[0] == experts else jnp.diff(ends)

@@ -46,7 +46,7 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
         raise ValueError(
-            f"recipe {recipe.name!r} needs quant state for {wanted or 'no tensor'}, got {given or 'none'}; pass {make}"
+            f"recipe {recipe.name!r} needs state for {wanted or 'no tensor'}, got {given or 'none'}; pass state={make}"
         )
 
 
@@ -86,7 +86,7 @@ def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, re
                 "AxisType.Auto axes; create the mesh with AxisType.Auto"
             )
     if reason:
-        raise NotImplementedError(f"recipe {recipe.name!r} has {reason}, which {op} does not support")
+        raise NotImplementedError(f"{op} does not support recipe {recipe.name!r} ({reason}); use another recipe")
 
 
 def hashable_precision(precision: Any) -> Any:

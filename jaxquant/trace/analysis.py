@@ -250,7 +250,7 @@ class Analysis:
             self.looked_up, self.mixed = set(noted[1]), set(noted[2])
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
             new = [
-                each if self._is_trained(each, var.aval) else flows.either((each, out), "a loop that carries it")
+                each if self._is_trained(each, var.aval) else flows.either((each, out), "a loop")
                 for each, out, var in zip(carry, outs, open_jaxpr(jaxpr).invars[len(consts) :], strict=False)
             ]
             if new == carry:
@@ -279,7 +279,7 @@ class Analysis:
         runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
         outs = []
         for ways in zip(*(outs for _, outs in runs), strict=True):
-            outs.append(flows.either(ways, "a cond that selects the weight"))
+            outs.append(flows.either(ways, "a cond"))
             self._record_unlike([*ways, outs[-1]], "a cond that selects the weight")
         if ins[0].is_data:
             outs = [self._data_flow(each, [each]) for each in outs]
@@ -407,7 +407,7 @@ class Analysis:
             if other.is_product:
                 site.reason = _OF_PARAMETERS
                 return self._float_result(site, ins, dataclasses.replace(result, leaves=frozenset()))
-            site.reason = "the other input is constant"
+            site.reason = "the other input of the matmul is a constant"
             if other.is_closure:
                 site.is_out_of_reach = True
                 site.reason = "the other input is an array that the function closes over; pass the array as an argument"

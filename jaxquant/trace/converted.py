@@ -154,12 +154,12 @@ def replay(eqn: Any, kernel: QTensor, evaluate: Any) -> QTensor:
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         return dataclasses.replace(kernel, qvalue=evaluate(eqn, [kernel.qvalue])[0])
     if (steps := steps_of(eqn)) is None:
-        raise NotImplementedError(f"a converted kernel {shape} does not support {name}; leave the layer in float")
+        raise NotImplementedError(f"a converted kernel of shape {shape} does not support {name}; use a float kernel")
     for step in steps:
         try:
             kernel = step(kernel)
         except BlocksError as error:
-            raise NotImplementedError(f"a converted kernel {shape} does not support {name}: {error}") from None
+            raise NotImplementedError(f"a converted kernel of shape {shape} does not support {name}: {error}") from None
     return kernel
 
 

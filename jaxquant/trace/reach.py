@@ -95,7 +95,7 @@ def _unusual_ragged(site: Contraction, eqn: Any) -> str:
 
 def _unusual_convolution(site: Contraction, eqn: Any) -> str:
     if site.side != 1:
-        return "a convolution whose first operand is the parameter"
+        return "a convolution whose first input is the parameter"
     if eqn.params["batch_group_count"] != 1:
         return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
     return ""

@@ -212,7 +212,7 @@ REFUSED = [
     (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), "must equal K of"),
     (lambda x, w, s: mlc.block_scale_experts(x[None], w, s, [1, 4]), r"x must be \[tokens, K\]"),
     (lambda x, w, s: mlc.block_scale_experts(x[:2], w, s, np.array([[0, 1, 0]])), "for x with 1 or k rows, got 2"),
-    (lambda x, w, s: mlc.group_sizes(np.array([1, 2, 3, 4]), 5), r"\(4,\); for 5 experts it must be \(5,\) or \(6,\)"),
+    (lambda x, w, s: mlc.group_sizes(np.array([1, 2, 3, 4]), 5), r"for 5 experts the shape must be \(5,\) or \(6,\)"),
     (lambda x, w, s: split(w[0, 0], s[0], 2, 128, 128), r"weight must be \[rows, C\], got"),
     (lambda x, w, s: split(*weight(1152, 192), 3, 128, 256), "kv_lora_rank 192 is not a multiple of 128 "),
     (lambda x, w, s: split(*weight(1152, 256), 3, 192, 192), "qk_nope_head_dim 192 is not a multiple of 128"),

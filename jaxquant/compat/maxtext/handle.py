@@ -87,7 +87,7 @@ class Quantization:
         if name == "quant_mode":
             value = get_quant_mode(value)
         elif name in self.__dict__:
-            raise dataclasses.FrozenInstanceError(f"Quantization.{name} cannot be set, only quant_mode can")
+            raise dataclasses.FrozenInstanceError(f"Quantization.{name} cannot be set; only quant_mode can be set")
         object.__setattr__(self, name, value)
 
     @property

@@ -46,7 +46,7 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     if is_gpu and capability_of(x)[0] != 9:
         return f"the block_quantize kernel runs only on TPUs and Hopper GPUs, but the device is {device_kind_of(x)}"
     if is_gpu and found[0][0] // TILE > MAX_GRID_BLOCKS:
-        return f"the block_quantize kernel supports {MAX_GRID_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
+        return f"block_quantize supports at most {MAX_GRID_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
         return "the block_quantize kernel uses 32-bit indices, but jax_enable_x64 is on"
     return sharding_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
