@@ -240,7 +240,7 @@ def kernels(part: Part) -> None:
             part.write("rest", {"error": "not reached within the time limit"})
             break
     if wrong:
-        raise ValueError(f"{wrong} cases differ from their references")
+        raise ValueError(f"{wrong} kernel cases differ from their references; see the rows with the note WRONG")
 
 
 PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
