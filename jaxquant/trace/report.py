@@ -17,6 +17,12 @@ from jaxquant.trace.plan import Contraction
 from jaxquant.trace.reach import NOT_FLOAT
 
 Shape = tuple[int, ...]
+<<<<<<< HEAD
+=======
+_HEADS = "quantize_logits_proj"
+_MAYBE_HEAD = "; last layer: if this layer is the output head, name the layer in a rule"
+"""Added to the reason of the last layer if it has an output for each row of an embedding table and no rule names it."""
+>>>>>>> errb
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +199,7 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
             row = dataclasses.replace(row, reason="quantization is off")
         elif _is_lost_kernel(site) and path not in mixed:
             decision = resolver(path, site.out_features)
-            why = f"{decision.reason}; out of reach: {site.reason}"
+            why = f"{decision.reason}; not quantized: {site.reason}"
             decided = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
             row = dataclasses.replace(row, **decided)
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)

@@ -110,7 +110,7 @@ def check_forgotten(loop: Linen) -> None:
     def dropped(params: Any, quant_state: Any) -> Any:
         return gradients(loop, params, quant_state, X)[0], quant_state
 
-    with pytest.raises(ValueError, match=r"is differentiated but its quant state does not advance; .*state.update"):
+    with pytest.raises(ValueError, match=r"is differentiated, but its quant state does not advance; .*state.update"):
         jaxquant.coverage(dropped, loop.params, loop.state).check()
 
     def frozen(params: Any, quant_state: Any) -> Any:
