@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,6 +219,7 @@ def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quanti
 
     vocabulary = byte_vocabulary(shape.vocab_size)
     if config.tokenizer_path:
-        data = json.loads(Path(config.tokenizer_path).read_bytes())
-        vocabulary = read_tokenizer(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
+        ids = {"bos_token_id": tokenizer.bos, "eos_token_id": [*tokenizer.ends], "pad_token_id": tokenizer.pad or None}
+        vocabulary = read_tokenizer(Path(config.tokenizer_path), ids | {"vocab_size": shape.vocab_size})
+        vocabulary = dataclasses.replace(vocabulary, adds_bos=tokenizer.bos is not None)
     return Source(shape, tensor, vocabulary, quantized=kernel)

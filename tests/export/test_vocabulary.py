@@ -10,18 +10,20 @@ import tokenizers
 
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.vocabulary import PRE_TOKENIZERS, byte_vocabulary, read_gguf, read_sentencepiece, read_tokenizer
+from jaxquant.export.vocabulary import PRE_TOKENIZERS, byte_vocabulary, gguf_metadata, read_gguf, read_tokenizer
 
 SHAPE = LlamaShape(512, 32, 32, 1, 1, 1, 32)
-TEXTS = ["hello  world 123\n\tit's HELLO", " ab<|x|>cd</s>e", "größe 数学 🙂", "", "   "]
-SPECIAL = ["<s>", "</s>"]
+TEXTS = ["hello  world 123\n\tit's HELLO", "größe 数学 🙂", "", "HelloWorld's 12345//", " ab<|x|>cd</s>e", "   "]
+SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<stop>"]
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message }}{% endfor %}"
 
 
 def made(cut):
-    """Return a byte-level BPE that was trained with a pre-tokenizer of llama.cpp."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=cut == "llama-bpe"))
+    """Return a byte-level BPE that was trained with a pre-tokenizer of llama.cpp, as the original files have it."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=cut in ("llama-bpe", "tekken", "gpt-4o")))
     parts = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[cut]}
     data = json.loads(tokenizer.to_str()) | {"pre_tokenizer": parts, "decoder": PRE_TOKENIZERS["gpt-2"][0]}
+    data["normalizer"] = {"type": "NFC"} if cut == "qwen2" else None
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -29,7 +31,17 @@ def made(cut):
     )
     tokenizer.train_from_iterator(["hello world it's 123 12 ab cd größe"] * 9, trainer)
     tokenizer.add_tokens([tokenizers.AddedToken("<|x|>", normalized=False)])
-    return tokenizer
+    return json.loads(tokenizer.to_str())
+
+
+def write(folder, contents, config=None, **generation):
+    """Write a tokenizer with its config; return the path of the tokenizer."""
+    path = folder / ("tokenizer.model" if isinstance(contents, bytes) else "tokenizer.json")
+    path.write_bytes(contents if isinstance(contents, bytes) else json.dumps(contents).encode())
+    marks = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(marks | (config or {})))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return path
 
 
 PIECES = [("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3), *((f"<0x{byte:02X}>", 0, 6) for byte in range(256))]
@@ -65,22 +77,34 @@ def as_sentencepiece(text, has_prefix):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "smollm", "bytes", "prefix", "no prefix"])
+@pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "bytes", "prefix", "no prefix", "gemma", "metaspace"])
 def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
+    texts = TEXTS if name != "metaspace" else TEXTS[:-2]  # it adds no second space before a text
     if name in PRE_TOKENIZERS:
-        reference = made(name)
-        vocabulary = read_tokenizer(json.loads(reference.to_str()), 0, 1, None)
-        assert vocabulary.pre == name
+        vocabulary = read_tokenizer(write(tmp_path, made(name), eos_token_id=[3, 2], pad_token_id=2), {})
+        assert (vocabulary.pre, vocabulary.special["eos"], vocabulary.adds_bos) == (name, (1, 3, 2), False)
     elif name == "bytes":
         vocabulary = byte_vocabulary(512)
-        reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
     else:
-        vocabulary = read_sentencepiece(sentencepiece(name == "prefix"))
+        prefix = name in ("prefix", "metaspace")
+        vocabulary = read_tokenizer(write(tmp_path, sentencepiece(prefix)), {"bos_token_id": None})
         assert vocabulary.tokens[259:261] == ("<|x|>", "[unused260]")
-        reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
-        for text in TEXTS:
-            assert reference.encode(text, add_special_tokens=False).ids == as_sentencepiece(text, name == "prefix")
+        data = vocabulary.tokenizer_json
+        if name == "metaspace":
+            cut = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+            vocabulary = read_tokenizer(write(tmp_path, data | {"normalizer": None, "pre_tokenizer": cut}), {})
+        if name == "gemma":  # several spaces are one token, whose merge is the first
+            cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+            row = data["added_tokens"][-1] | {"id": data["model"]["vocab"]["▁▁"], "content": "▁▁"}
+            model = data["model"] | {"merges": sorted(data["model"]["merges"], key=lambda pair: "".join(pair) != "▁▁")}
+            more = {"added_tokens": [*data["added_tokens"], row], "pre_tokenizer": cut, "model": model}
+            vocabulary = read_tokenizer(write(tmp_path, data | more), {})
+            assert "  " in gguf_metadata(vocabulary, 512)["tokenizer.ggml.tokens"]
+    reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
+    if vocabulary.scores:
         assert reference.decode(reference.encode("hello größe").ids) == "hello größe"
+        for text in texts if name != "gemma" else ():
+            assert reference.encode(text, add_special_tokens=False).ids == as_sentencepiece(text, prefix)
     source = Source(SHAPE, lambda name: np.zeros(SHAPE.tensors()[name], np.float32), vocabulary)
     export(source, tmp_path / "a.gguf", "gguf_f16")
     export(open_gguf(tmp_path / "a.gguf"), tmp_path / "hf", "hf")
@@ -88,11 +112,12 @@ def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
     read = [open_gguf(tmp_path / "a.gguf").vocabulary, HfFolder(tmp_path / "hf").vocabulary()]
     for found in read:
         again = tokenizers.Tokenizer.from_str(json.dumps(found.tokenizer_json))
-        for text in TEXTS:
+        for text in texts:
             tokens = reference.encode(text, add_special_tokens=False).ids
             assert again.encode(text, add_special_tokens=False).ids == tokens
             assert again.decode(tokens) == reference.decode(tokens)
         assert (found.ids, found.kinds) == (vocabulary.ids, vocabulary.kinds)
+        assert (found.adds_bos, TEMPLATE in found.files.values()) == (vocabulary.adds_bos, name != "bytes")
     first, second = (GgufFile(tmp_path / file).metadata for file in ("a.gguf", "b.gguf"))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[key], second[key]) for key in first)
