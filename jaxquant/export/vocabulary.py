@@ -220,6 +220,7 @@ def _sentencepiece_json(path: Path, config: Mapping[str, Any]) -> tuple[dict[str
         made = _spm_json(tokens, kinds, scores, ids.get("bos_token_id"), one(normalizer, 3, 1))
         more = {int(key): row for key, row in config.get("added_tokens_decoder", {}).items()}
         made["added_tokens"] += [{"id": number, **row} for number, row in more.items() if number >= len(tokens)]
+        made["model"]["vocab"] |= {row["content"]: row["id"] for row in made["added_tokens"]}
         return made, ids
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, DecodeError) as error:
         raise ValueError(f"tokenizer.model is not a SentencePiece model ({type(error).__name__}: {error})") from None
@@ -238,8 +239,8 @@ def _bpe_json(
 ) -> dict[str, Any]:
     """Return the contents of a ``tokenizer.json``; ``model`` adds fields to its BPE model, ``parts`` to the file."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    listed = [number for number, kind in enumerate(kinds) if kind in (CONTROL, USER, UNKNOWN)]
-    added = [{"id": n, "content": tokens[n], "special": kinds[n] != USER, **flags} for n in listed]
+    pairs = [(n, *pair) for n, pair in enumerate(zip(tokens, kinds, strict=True)) if UNKNOWN <= pair[1] <= USER]
+    added = [{"id": n, "content": token, "special": kind != USER, **flags} for n, token, kind in pairs]
     marks = [] if bos is None else [tokens[bos]]
     first = [{"SpecialToken": {"id": mark, "type_id": 0}} for mark in marks]
     special = {mark: {"id": mark, "ids": [bos], "tokens": [mark]} for mark in marks}

@@ -98,19 +98,17 @@ class FileTokenizer(Tokenizer):
             raise ValueError(f"tokenizer_path {path!r} is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if highest < 0:
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.vocab_size:
             raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; use a trained tokenizer")
         self.label = Path(path).name
-        self.vocab_size = highest + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         files = (Path(path).with_name(f"{name}_config.json") for name in ("tokenizer", "generation"))
         marks, generation = (read_json(file) if file.is_file() else {} for file in files)
         names = {"bos": BOS_NAMES, "eos": EOS_NAMES, "pad": PAD_NAMES}
         bos, self.eos, pad = (self._find(marks, kind, each) for kind, each in names.items())
         adds_bos = marks.get("add_bos_token", not marks or self._tokenizer.encode("").ids[:1] == [bos])
-        self.bos = bos if adds_bos else None
-        ends = generation.get("eos_token_id")
+        self.bos, ends = bos if adds_bos else None, generation.get("eos_token_id")
         ends = [self.eos, *(ends if isinstance(ends, list) else [ends])]
         self.ends = tuple(end for end in dict.fromkeys(ends) if end is not None)
         self.pad = 0 if pad is None else pad  # any token works as padding, because segment 0 masks padding

@@ -11,37 +11,36 @@ import tokenizers
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.vocabulary import PRE_TOKENIZERS, byte_vocabulary, gguf_metadata, read_gguf, read_tokenizer
+from jaxquant.training.tokenizer import FileTokenizer
 
 SHAPE = LlamaShape(512, 32, 32, 1, 1, 1, 32)
-TEXTS = ["hello  world 123\n\tit's HELLO", "größe 数学 🙂", "", "HelloWorld's 12345//", " ab<|x|>cd</s>e", "   "]
-SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<stop>"]
+TEXTS = ["hello  world 123\n\tit's HELLO", " ab<|x|>cd</s>e", "größe 数学 🙂", "", "   ", "HelloWorld's 12345//"]
+CUTS = {"gpt-2": "HelloWorld|'s|Ġ12345|//", "llama-bpe": "HelloWorld|'s|Ġ|123|45|//"}
+CUTS |= {"smollm": "HelloWorld|'s|Ġ|1|2|3|4|5|//", "dbrx": CUTS["llama-bpe"], "gpt-4o": "Hello|World's|Ġ|123|45|//"}
+CUTS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), CUTS["smollm"]) | {"tekken": "Hello|World|'s|Ġ|1|2|3|4|5|//"}
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message }}{% endfor %}"
 
 
 def made(cut):
-    """Return a byte-level BPE that was trained with a pre-tokenizer of llama.cpp, as the original files have it."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=cut in ("llama-bpe", "tekken", "gpt-4o")))
-    parts = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[cut]}
-    data = json.loads(tokenizer.to_str()) | {"pre_tokenizer": parts, "decoder": PRE_TOKENIZERS["gpt-2"][0]}
-    data["normalizer"] = {"type": "NFC"} if cut == "qwen2" else None
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["hello world it's 123 12 ab cd größe"] * 9, trainer)
-    tokenizer.add_tokens([tokenizers.AddedToken("<|x|>", normalized=False)])
-    return json.loads(tokenizer.to_str())
+    """Return a byte-level BPE with a pre-tokenizer of llama.cpp, as the original files have it."""
+    text = json.dumps(byte_vocabulary(512).tokenizer_json)
+    data = json.loads(text.replace("<|begin_of_text|>", "<s>").replace("<|end_of_text|>", "</s>"))
+    pairs = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "l d", "Ġw or", "Ġwor ld", "1 2", "12 3", "Ġ 12", "' s"]
+    names = [*(pair.replace(" ", "") for pair in pairs), "<|eot_id|>", "<stop>", "<|x|>"]
+    vocab = data["model"]["vocab"] | {name: number for number, name in enumerate(names, 259)}
+    row = data["added_tokens"][0]
+    data["added_tokens"] += [row | {"id": vocab[n], "content": n, "special": n != "<|x|>"} for n in names[-3:]]
+    model = {"vocab": vocab, "merges": pairs, "ignore_merges": cut in ("llama-bpe", "tekken", "gpt-4o")}
+    parts = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[cut]}}
+    return data | parts | {"normalizer": {"type": "NFC"} if cut == "qwen2" else None, "model": data["model"] | model}
 
 
-def write(folder, contents, config=None, **generation):
-    """Write a tokenizer with its config; return the path of the tokenizer."""
-    path = folder / ("tokenizer.model" if isinstance(contents, bytes) else "tokenizer.json")
-    path.write_bytes(contents if isinstance(contents, bytes) else json.dumps(contents).encode())
-    marks = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(marks | (config or {})))
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-    return path
+def write(folder, data, config=None, **generation):
+    """Write a tokenizer with its configs; return the path of the tokenizer."""
+    marks = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE, **(config or {})}
+    for name, contents in {"tokenizer": data, "tokenizer_config": marks, "generation_config": generation}.items():
+        (folder / f"{name}.json").write_text(json.dumps(contents))
+    return folder / "tokenizer.json"
 
 
 PIECES = [("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3), *((f"<0x{byte:02X}>", 0, 6) for byte in range(256))]
@@ -77,34 +76,34 @@ def as_sentencepiece(text, has_prefix):
     return found
 
 
-@pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "bytes", "prefix", "no prefix", "gemma", "metaspace"])
+@pytest.mark.parametrize("name", [*CUTS, "bytes", "prefix", "no prefix", "gemma"])
 def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
-    texts = TEXTS if name != "metaspace" else TEXTS[:-2]  # it adds no second space before a text
-    if name in PRE_TOKENIZERS:
-        vocabulary = read_tokenizer(write(tmp_path, made(name), eos_token_id=[3, 2], pad_token_id=2), {})
-        assert (vocabulary.pre, vocabulary.special["eos"], vocabulary.adds_bos) == (name, (1, 3, 2), False)
+    if name in CUTS:
+        vocabulary = read_tokenizer(write(tmp_path, made(name), eos_token_id=[273, 272], pad_token_id=258), {})
+        assert (vocabulary.pre, vocabulary.special["eos"], vocabulary.adds_bos) == (name, (257, 273, 272), True)
     elif name == "bytes":
         vocabulary = byte_vocabulary(512)
     else:
-        prefix = name in ("prefix", "metaspace")
-        vocabulary = read_tokenizer(write(tmp_path, sentencepiece(prefix)), {"bos_token_id": None})
+        write(tmp_path, {}).with_name("tokenizer.model").write_bytes(sentencepiece(name == "prefix"))
+        vocabulary = read_tokenizer(tmp_path / "tokenizer.model", {"bos_token_id": None})
         assert vocabulary.tokens[259:261] == ("<|x|>", "[unused260]")
         data = vocabulary.tokenizer_json
-        if name == "metaspace":
-            cut = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-            vocabulary = read_tokenizer(write(tmp_path, data | {"normalizer": None, "pre_tokenizer": cut}), {})
-        if name == "gemma":  # several spaces are one token, whose merge is the first
-            cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-            row = data["added_tokens"][-1] | {"id": data["model"]["vocab"]["▁▁"], "content": "▁▁"}
-            model = data["model"] | {"merges": sorted(data["model"]["merges"], key=lambda pair: "".join(pair) != "▁▁")}
-            more = {"added_tokens": [*data["added_tokens"], row], "pre_tokenizer": cut, "model": model}
-            vocabulary = read_tokenizer(write(tmp_path, data | more), {})
-            assert "  " in gguf_metadata(vocabulary, 512)["tokenizer.ggml.tokens"]
-    reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
-    if vocabulary.scores:
+        reference = tokenizers.Tokenizer.from_str(json.dumps(data))
+        for text in TEXTS:
+            assert reference.encode(text, add_special_tokens=False).ids == as_sentencepiece(text, name == "prefix")
         assert reference.decode(reference.encode("hello größe").ids) == "hello größe"
-        for text in texts if name != "gemma" else ():
-            assert reference.encode(text, add_special_tokens=False).ids == as_sentencepiece(text, prefix)
+        metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+        other = read_tokenizer(write(tmp_path, data | {"normalizer": None, "pre_tokenizer": metaspace}), {})
+        assert (other.scores, gguf_metadata(other, 512)["tokenizer.ggml.add_space_prefix"]) == (vocabulary.scores, True)
+    if name == "gemma":  # several spaces are one added token, whose merge is the first
+        cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+        row = data["added_tokens"][-1] | {"id": data["model"]["vocab"]["▁▁"], "content": "▁▁"}
+        model = data["model"] | {"merges": sorted(data["model"]["merges"], key=lambda pair: "".join(pair) != "▁▁")}
+        more = {"added_tokens": [*data["added_tokens"], row], "pre_tokenizer": cut, "model": model}
+        vocabulary = read_tokenizer(write(tmp_path, data | more), {})
+    reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
+    if name in CUTS:
+        assert [word for word, _ in reference.pre_tokenizer.pre_tokenize_str(TEXTS[-1])] == CUTS[name].split("|")
     source = Source(SHAPE, lambda name: np.zeros(SHAPE.tensors()[name], np.float32), vocabulary)
     export(source, tmp_path / "a.gguf", "gguf_f16")
     export(open_gguf(tmp_path / "a.gguf"), tmp_path / "hf", "hf")
@@ -112,7 +111,7 @@ def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
     read = [open_gguf(tmp_path / "a.gguf").vocabulary, HfFolder(tmp_path / "hf").vocabulary()]
     for found in read:
         again = tokenizers.Tokenizer.from_str(json.dumps(found.tokenizer_json))
-        for text in texts:
+        for text in TEXTS:
             tokens = reference.encode(text, add_special_tokens=False).ids
             assert again.encode(text, add_special_tokens=False).ids == tokens
             assert again.decode(tokens) == reference.decode(tokens)
@@ -129,7 +128,7 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"pre": "tekken"}, NotImplementedError, "tokenizer.ggml.pre 'tekken' is not supported; supported are llama"),
+        ({"pre": "bloom"}, NotImplementedError, "tokenizer.ggml.pre 'bloom' is not supported; supported are llama"),
         ({"tokens": ["a"]}, ValueError, "tokenizer.ggml is not a gpt2 tokenizer"),
         ({"model": "llama"}, ValueError, "tokenizer.ggml is not a llama tokenizer (KeyError: 'scores')"),
         ({"model": "llama", "tokens": ["a" * 10**6] * 3, "scores": [0.0] * 3}, ValueError, "has 1000000 characters"),
@@ -142,6 +141,28 @@ def test_a_tokenizer_that_is_not_read_is_refused(tmp_path, change, error, messag
         read_gguf(keys(GPT2 | change))
 
 
+def test_special_tokens_come_from_the_files_next_to_a_tokenizer(tmp_path):
+    data = made("llama-bpe")
+    more = {"added_tokens": [*data["added_tokens"], data["added_tokens"][0] | {"id": 275, "content": "<image>"}]}
+    for is_in_file, flag, adds in ((1, None, 1), (0, None, 0), (0, True, 1), (1, False, 0)):
+        given = data | more | {"post_processor": data["post_processor"] if is_in_file else None}
+        path = write(tmp_path, given, {} if flag is None else {"add_bos_token": flag}, eos_token_id=[273, 272])
+        found, own = read_tokenizer(path, {"eos_token_id": 256, "vocab_size": 275}), FileTokenizer(str(path))
+        assert found.special == {"bos": (256,), "eos": (257, 273, 272), "pad": ()}
+        assert (found.adds_bos, own.bos, own.ends) == (adds, 256 if adds else None, found.special["eos"])
+        assert (found.tokens[-1], own.vocab_size) == ("<|x|>", 276)  # <image> has no row in the embedding
+    with pytest.raises(ValueError, match=r"eos_token_id 310 is not one of the 275 tokens of tokenizer\.json"):
+        read_tokenizer(write(tmp_path, data, eos_token_id=310), {})
+    ends, other = "the model has [257, 273, 274, 258]; remove some", data | {"pre_tokenizer": {"type": "X"}}
+    for given, refused in ((data, ends), (other, "no BPE tokenizer with normalizer None and pre_tokenizer {'type': '")):
+        found = read_tokenizer(write(tmp_path, given, eos_token_id=[272, 273, 274, 258]), {})
+        with pytest.raises(NotImplementedError, match=re.escape(refused)):
+            gguf_metadata(found, 512)
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(True))
+    write(tmp_path, data, {"added_tokens_decoder": {"512": {"content": "<tool>"}}})
+    assert read_tokenizer(tmp_path / "tokenizer.model", {}).tokens[512] == "<tool>"
+
+
 def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     folder = tmp_path / "hf"
     export(Source(SHAPE, lambda name: np.zeros(SHAPE.tensors()[name], np.float32)), folder, "hf")
@@ -150,10 +171,8 @@ def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
     with pytest.raises(NotImplementedError, match=r"has its tokenizer as vocab\.json; save it as tokenizer\.json"):
         HfFolder(folder).vocabulary()
     assert HfFolder(folder).source(has_tokenizer=False).vocabulary is None
-    for data, message in (
-        (sentencepiece(1, kind=1), "is not BPE"),
-        (sentencepiece(1)[:-3], "is not a SentencePiece model"),
-    ):
+    cut = sentencepiece(1)[:-3]
+    for data, message in ((sentencepiece(1, kind=1), "is not BPE"), (cut, "is not a SentencePiece model")):
         (folder / "tokenizer.model").write_bytes(data)
         with pytest.raises((ValueError, NotImplementedError), match=message):
             HfFolder(folder).vocabulary()
