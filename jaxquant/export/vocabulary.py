@@ -13,7 +13,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxquant.config.loader import read_json
+from jaxquant.config.loader import read_json, read_text
 from jaxquant.core.typed import show
 from jaxquant.export.gguf_file import U32
 from jaxquant.export.source import Vocabulary
@@ -92,7 +92,7 @@ def byte_vocabulary(size: int) -> Vocabulary:
 
 def read_files(path: Path) -> dict[str, str]:
     """Return the contents of the files ``FILES`` next to a tokenizer's file, by name."""
-    return {name: file.read_text("utf-8") for name in FILES if (file := path.with_name(name)).is_file()}
+    return {name: read_text(file, most=1 << 28) for name in FILES if (file := path.with_name(name)).is_file()}
 
 
 def read_tokenizer(path: Path, model: Mapping[str, Any]) -> Vocabulary:
@@ -290,7 +290,7 @@ def _build(data: Mapping[str, Any], special: Any, adds_bos: Any, origin: str, fi
     model: Any = data.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(vocab, Mapping) or not all(type(number) is int and number >= 0 for number in vocab.values()):
-        raise ValueError("tokenizer.json has no model with a vocabulary that maps tokens to numbers")
+        raise ValueError("tokenizer.json has no model with a vocabulary that maps tokens to numbers; use another")
     is_bpe, has_bytes = model.get("type") == "BPE", model.get("byte_fallback", False)
     of_bytes = {token for token in vocab if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", token)}
     numbers = {number: token for token, number in vocab.items()} | {vocab[token]: token for token in of_bytes}

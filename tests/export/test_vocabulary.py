@@ -79,8 +79,9 @@ def as_sentencepiece(text, has_prefix):
 @pytest.mark.parametrize("name", [*CUTS, "bytes", "prefix", "no prefix", "gemma"])
 def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
     if name in CUTS:
-        vocabulary = read_tokenizer(write(tmp_path, made(name), eos_token_id=[273, 272], pad_token_id=258), {})
-        assert (vocabulary.pre, vocabulary.special["eos"], vocabulary.adds_bos) == (name, (257, 273, 272), True)
+        config = {"add_bos_token": name != "qwen2"}
+        vocabulary = read_tokenizer(write(tmp_path, made(name), config, eos_token_id=[273, 272], pad_token_id=258), {})
+        assert (vocabulary.pre, vocabulary.ids["eos_token_id"]) == (name, [257, 273, 272])
     elif name == "bytes":
         vocabulary = byte_vocabulary(512)
     else:
@@ -99,8 +100,10 @@ def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
         cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
         row = data["added_tokens"][-1] | {"id": data["model"]["vocab"]["▁▁"], "content": "▁▁"}
         model = data["model"] | {"merges": sorted(data["model"]["merges"], key=lambda pair: "".join(pair) != "▁▁")}
+        model["vocab"] = {**model["vocab"], "\t": 3 + ord("\t")}  # a second name of this byte
         more = {"added_tokens": [*data["added_tokens"], row], "pre_tokenizer": cut, "model": model}
         vocabulary = read_tokenizer(write(tmp_path, data | more), {})
+        assert vocabulary.tokens[3 + ord("\t")] == "<0x09>"
     reference = tokenizers.Tokenizer.from_str(json.dumps(vocabulary.tokenizer_json))
     if name in CUTS:
         assert [word for word, _ in reference.pre_tokenizer.pre_tokenize_str(TEXTS[-1])] == CUTS[name].split("|")
@@ -116,7 +119,8 @@ def test_a_tokenizer_is_the_same_in_gguf_and_in_a_folder(tmp_path, name):
             assert again.encode(text, add_special_tokens=False).ids == tokens
             assert again.decode(tokens) == reference.decode(tokens)
         assert (found.ids, found.kinds) == (vocabulary.ids, vocabulary.kinds)
-        assert (found.adds_bos, TEMPLATE in found.files.values()) == (vocabulary.adds_bos, name != "bytes")
+        assert found.adds_bos == vocabulary.adds_bos == (name != "qwen2") == len(again.encode("").ids)
+        assert (TEMPLATE in found.files.values()) == (name != "bytes")
     first, second = (GgufFile(tmp_path / file).metadata for file in ("a.gguf", "b.gguf"))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[key], second[key]) for key in first)
@@ -159,8 +163,10 @@ def test_special_tokens_come_from_the_files_next_to_a_tokenizer(tmp_path):
         with pytest.raises(NotImplementedError, match=re.escape(refused)):
             gguf_metadata(found, 512)
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece(True))
-    write(tmp_path, data, {"added_tokens_decoder": {"512": {"content": "<tool>"}}})
-    assert read_tokenizer(tmp_path / "tokenizer.model", {}).tokens[512] == "<tool>"
+    row = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False) | {"content": "<tool>"}
+    write(tmp_path, data, {"added_tokens_decoder": {"512": row}})
+    found = read_tokenizer(tmp_path / "tokenizer.model", {})
+    assert tokenizers.Tokenizer.from_str(json.dumps(found.tokenizer_json)).token_to_id("<tool>") == 512
 
 
 def test_a_folder_says_which_tokenizer_it_takes(tmp_path):
