@@ -119,9 +119,9 @@ def write_folder(
             config["quantization_config"] = scheme.config
         files = {"config.json": config, **scheme.files}
         files = {name: _with_ignored(contents, source.layout) for name, contents in files.items()}
-        files |= tokenizer_files(source.vocabulary)
-        for name, contents in files.items():
-            (folder / name).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        files = {name: json.dumps(contents, indent=2) + "\n" for name, contents in files.items()}
+        for name, text in (files | tokenizer_files(source.vocabulary)).items():
+            (folder / name).write_text(text, encoding="utf-8")
     return rows
 
 
@@ -246,25 +246,21 @@ class _ShardWriter:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Return the contents of the tokenizer's JSON files and of the generation config, by file name."""
+def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, str]:
+    """Return the tokenizer's files and the generation config as texts, by file name; copied files stay as they are."""
     if vocabulary is None:
         return {}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": vocabulary.bos is not None,
+        "add_bos_token": vocabulary.adds_bos,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }
-    for name, token in (("bos_token", vocabulary.bos), ("eos_token", vocabulary.eos), ("pad_token", vocabulary.pad)):
-        if token is not None:
-            config[name] = vocabulary.tokens[token]
-    generation = {
-        "_from_model_config": True,
-        **{key: value for key, value in vocabulary.ids.items() if value is not None},
-    }
-    return {
+    config |= {f"{kind}_token": vocabulary.tokens[ids[0]] for kind, ids in vocabulary.special.items() if ids}
+    generation = {key: value for key, value in vocabulary.ids.items() if value is not None}
+    made = {
         "tokenizer.json": vocabulary.tokenizer_json,
         "tokenizer_config.json": config,
-        "generation_config.json": generation,
+        "generation_config.json": {"_from_model_config": True, **generation},
     }
+    return {name: json.dumps(contents, indent=2) + "\n" for name, contents in made.items()} | dict(vocabulary.files)

@@ -20,7 +20,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.config.loader import read_json
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
 from jaxquant.export.decoder import DecoderShape, rope_stretch
@@ -39,7 +38,7 @@ from jaxquant.export.gguf_file import (
     row_bytes,
 )
 from jaxquant.export.source import Source, Vocabulary
-from jaxquant.export.vocabulary import UNUSED, read_gguf, read_tokenizer
+from jaxquant.export.vocabulary import gguf_metadata, read_gguf, read_tokenizer
 
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "MXFP4": 38}
 """llama.cpp's file type number for each GGML type in which linear layers can be written.
@@ -176,7 +175,7 @@ def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
         found[f"{arch}.rope.scaling.factor"] = float(shape.rope_factor)
     if shape.rope_type == "yarn":
         found[f"{arch}.rope.scaling.original_context_length"] = U32(shape.original_max_position_embeddings)
-    return found | _tokenizer_metadata(source.vocabulary, shape.vocab_size)
+    return found | gguf_metadata(source.vocabulary, shape.vocab_size)
 
 
 def _shape(source: Source) -> DecoderShape:
@@ -206,33 +205,6 @@ def _check_llama_cpp(shape: DecoderShape) -> None:
 def _query_scalar(family: Family, layers: int, size: int, heads: int) -> float:
     """Return llama.cpp's ``query_pre_attn_scalar`` of a Gemma; 0 means ``head_dim``, as in all but the 27B models."""
     return size / heads if layers == {"gemma2": 46, "gemma3": 62}[family.gguf] else 0.0
-
-
-def _tokenizer_metadata(vocabulary: Vocabulary | None, size: int) -> dict[str, Any]:
-    if vocabulary is None:
-        return {"tokenizer.ggml.model": "none"}
-    if not vocabulary.pre:
-        raise NotImplementedError(
-            "llama.cpp does not support this tokenizer, which is neither byte-level BPE with a known pre-tokenizer "
-            "nor SentencePiece BPE; export to a Hugging Face folder, or train with another tokenizer"
-        )
-    tokens, scores = list(vocabulary.tokens), list(vocabulary.scores)
-    unused = [f"[PAD{index}]" for index in range(len(tokens), size)]
-    merges = {"tokenizer.ggml.merges": list(vocabulary.merges)}
-    if scores:
-        prefix = vocabulary.tokenizer_json["normalizer"]["type"] == "Sequence"
-        merges = {"tokenizer.ggml.scores": scores + [0.0] * len(unused), "tokenizer.ggml.add_space_prefix": prefix}
-    found: dict[str, Any] = {
-        "tokenizer.ggml.model": "llama" if scores else "gpt2",
-        "tokenizer.ggml.pre": vocabulary.pre,
-        "tokenizer.ggml.tokens": tokens + unused,
-        "tokenizer.ggml.token_type": [*vocabulary.kinds, *[UNUSED] * len(unused)],
-        **merges,
-        "tokenizer.ggml.add_bos_token": vocabulary.bos is not None,
-        "tokenizer.ggml.add_eos_token": False,
-    }
-    ids = {"bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.eos, "padding_token_id": vocabulary.pad}
-    return found | {f"tokenizer.ggml.{key}": U32(value) for key, value in ids.items() if value is not None}
 
 
 def export_gguf(
@@ -463,6 +435,6 @@ def _read_vocabulary(file: GgufFile) -> Vocabulary | None:
         if not beside.is_file():
             raise NotImplementedError(f"{file.path}: {error}; put the model's tokenizer.json next to it") from None
     if found is None and beside.is_file():
-        ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding"))
-        return read_tokenizer(read_json(beside), *ids)
+        ids = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+        return read_tokenizer(beside, ids | {"pad_token_id": ids.get("padding_token_id")})
     return found

@@ -18,7 +18,7 @@ from jaxquant.export.layouts import check_finite, row_chunks
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import EMBEDDING, HEAD, Source, Vocabulary
 from jaxquant.export.stored import StoredLayer, read_layer, take_input_amax
-from jaxquant.export.vocabulary import read_sentencepiece, read_tokenizer
+from jaxquant.export.vocabulary import read_tokenizer
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -147,13 +147,9 @@ class HfFolder:
         path = next((path for name in _TOKENIZERS if (path := self.folder / name).exists()), None)
         if path is None:
             return None
-        if path.name == "tokenizer.model":
-            return read_sentencepiece(path.read_bytes())
-        if path.name != "tokenizer.json":
+        if path.name not in ("tokenizer.json", "tokenizer.model"):
             raise NotImplementedError(f"{self.folder} has its tokenizer as {path.name}; save it as tokenizer.json")
-        ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
-        ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
-        return read_tokenizer(read_json(path), *(value if type(value) is int else None for value in ids))
+        return read_tokenizer(path, self.config)
 
     def _stored(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the files; ``name`` may be a tensor of one expert that is stored with others."""

@@ -51,28 +51,31 @@ class Vocabulary:
         embedding.
       merges: pairs in order, joined by a space.
       kinds: types of the tokens in GGUF files.
-      bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
+      special: numbers of the special tokens ``bos``, ``eos`` and ``pad``. Only ``eos`` can have several numbers; the
+        first one is the tokenizer's own.
+      adds_bos: whether the tokenizer adds ``bos`` before a text.
       tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, or "" if GGUF has no name for it.
       scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
       origin: file or metadata that the tokenizer was read from.
+      files: contents of other files of the tokenizer by name, which are copied to Hugging Face folders and runs.
     """
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
     kinds: tuple[int, ...]
-    bos: int | None
-    eos: int | None
-    pad: int | None
+    special: Mapping[str, tuple[int, ...]]
+    adds_bos: bool
     tokenizer_json: Mapping[str, Any]
     pre: str
     scores: tuple[float, ...]
     origin: str
+    files: Mapping[str, str]
 
     @property
-    def ids(self) -> dict[str, int | None]:
-        """Token numbers in ``config.json`` and ``generation_config.json``."""
-        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+    def ids(self) -> dict[str, Any]:
+        """Token numbers in ``config.json`` and ``generation_config.json``; several end tokens are a list."""
+        return {f"{kind}_token_id": [*ids] if ids[1:] else (ids or (None,))[0] for kind, ids in self.special.items()}
 
 
 class ScaledElements(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,7 +215,8 @@ def _as_source(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quant
 
     vocabulary = byte_vocabulary(shape.vocab_size)
     if config.tokenizer_path:
-        data = json.loads(Path(config.tokenizer_path).read_bytes())
-        vocabulary = read_tokenizer(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
+        ids = {"bos_token_id": tokenizer.bos, "eos_token_id": [*tokenizer.ends], "pad_token_id": tokenizer.pad or None}
+        vocabulary = read_tokenizer(Path(config.tokenizer_path), ids | {"vocab_size": shape.vocab_size})
+        vocabulary = dataclasses.replace(vocabulary, adds_bos=tokenizer.bos is not None)
     tensor = lambda name: found[name].to_hf(read(found[name].path, found[name].index))  # noqa: E731
     return Source(layout_of(shape), tensor, vocabulary, quantized=kernel)

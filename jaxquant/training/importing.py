@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
 import tempfile
@@ -151,10 +150,7 @@ def _open_with_tokenizer(
     if is_own and source.vocabulary is None:
         fix = "set tokenizer_path=FILE to a tokenizer.json, or tokenizer_path= for bytes"
         raise ValueError(f"{checkpoint} has no tokenizer; {fix}")
-    files = {name: json.dumps(contents) for name, contents in tokenizer_files(source.vocabulary).items()}
-    if is_own and (checkpoint / "tokenizer.json").is_file():
-        paths = [path for name in files if (path := checkpoint / name).is_file()]
-        files = {path.name: path.read_text("utf-8") for path in paths}
+    files = tokenizer_files(source.vocabulary)
     origin = source.vocabulary.origin if source.vocabulary else changes["tokenizer_path"] or "bytes"
     progress(Row("tokenizer", origin, (), sum(map(len, files.values())), math.nan))
     return source, folder, files
@@ -254,8 +250,6 @@ def import_to_serve(
         assert shape is not None
         config = imported_config(shape, checkpoint, _write_tokenizer(files, place), changes | {"remat_policy": "none"})
         _, decoder, tokens = decoder_of(config)
-    if files:
-        config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
     sites = serving.find_kernels(Decoder(decoder), shapes, layer_config(config), tokens)
     leaves = leaves_by_path(shapes["params"])

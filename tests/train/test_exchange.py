@@ -58,6 +58,9 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
     with pytest.raises(FileExistsError, match="exists; choose another name"):
         import_to_run(tmp_path / "hf", tmp_path / "again")
+    convert_run(tmp_path / "again", tmp_path / "served", say=quiet)
+    (tmp_path / "again").rename(tmp_path / "moved")  # the converted checkpoint has its own tokenizer
+    assert open_served(tmp_path / "served").tokenizer.encode_prompt("é").tolist() == [256, 0xC3, 0xA9]
 
 
 @pytest.mark.parametrize(
@@ -142,12 +145,14 @@ def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
     assert import_to_serve(path, tmp_path / "bytes", FIELDS | {"tokenizer_path": ""}, rows.append).tokenizer_path == ""
     assert rows[0][:2] == ("tokenizer", "bytes")
     made.save(str(path.with_name("tokenizer.json")))
+    path.with_name("chat_template.jinja").write_text("{{ messages }}")
     import_to_serve(path, tmp_path / "served", FIELDS)
     (tmp_path / "served").rename(tmp_path / "moved")  # with its tokenizer
     served = open_served(tmp_path / "moved")
     assert served.tokenizer.decode(served.tokenizer.encode_prompt("w7 w300 w2")) == "w7 w300 w2"
     export_run(tmp_path / "moved", tmp_path / "hf", "hf", say=quiet)
     assert HfFolder(tmp_path / "hf").vocabulary().tokens == tuple(words)
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
     given = FIELDS | {"quantization": "int8w", "tokenizer_path": str(tmp_path / "large.json")}
     made.add_tokens(["more"])
     made.save(str(tmp_path / "large.json"))
