@@ -36,15 +36,10 @@ _MIXING = frozenset({"mul", "div", "select_n"})
 """Primitives that turn a matrix into data if another input is data. Not additions, which also add a bias."""
 _ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice"})
 """Additive primitives; the report names a parameter only if it has the shape of the result."""
-<<<<<<< HEAD
 _MIN_VOCABULARY = 16
 """Minimum number of rows of an embedding table that can belong to a vocabulary."""
-_OF_PARAMETERS = "both operands are computed only from parameters"
-_WITH_PRODUCT = "one operand is a product of parameters (such as learned queries), which is not a weight"
-=======
 _OF_PARAMETERS = "both inputs are computed only from parameters"
 _WITH_PRODUCT = "one input is a product of parameters (such as learned queries), and a product is not a weight"
->>>>>>> errb
 
 
 class OtherUse(NamedTuple):

@@ -17,12 +17,6 @@ from jaxquant.trace.plan import Contraction
 from jaxquant.trace.reach import NOT_FLOAT
 
 Shape = tuple[int, ...]
-<<<<<<< HEAD
-=======
-_HEADS = "quantize_logits_proj"
-_MAYBE_HEAD = "; last layer: if this layer is the output head, name the layer in a rule"
-"""Added to the reason of the last layer if it has an output for each row of an embedding table and no rule names it."""
->>>>>>> errb
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,15 +190,9 @@ def test_errors_name_the_layer():
         (lambda: convert(model, converted, config, X), r"'layers_0/kernel' is already int8; pass the float parameters"),
         (lambda: convert(model, variables, config | path, X), "'somewhere' has no effect in convert; remove this"),
         (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\), but checkpoint_is_qua"),
-<<<<<<< HEAD
-        (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel, but checkpoint_is_quantized true"),
-        (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .* it stays in float"),
-        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but recipe 'int8"),
-=======
         (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel, but checkpoint_is_quantized is t"),
         (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .*, but stays in float"),
-        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but 'int8"),
->>>>>>> errb
+        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but recipe 'int8"),
         (lambda: maybe_quantize_model(Stateful(), config | SERVES, X), r"add the saved .*: served = nnx\.eval_sh"),
     ):
         with pytest.raises(ValueError, match=message):
