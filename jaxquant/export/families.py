@@ -1,10 +1,8 @@
-"""Families of decoders in Hugging Face checkpoints: config.json, names and shapes of tensors, one row for each family.
+"""Families of decoders in checkpoints: config.json, names and shapes of tensors; ``families.yml`` has a row for each.
 
 A matrix is stored as [out, in]: heads are concatenated along the rows of q, k and v and the columns of o. Rotary
 embeddings rotate the halves of a head. A checkpoint stores each expert's matrices separately, except for gpt-oss
 (``jaxquant.export.fused``).
-
-Source: the configuration and modeling files of transformers.
 """
 
 from __future__ import annotations
@@ -12,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxquant.core.typed import show, type_hints
+from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build, show, type_hints
 from jaxquant.export.decoder import DecoderShape
-from jaxquant.export.source import EMBEDDING, HEAD, Layout
+from jaxquant.export.source import Layout
 
 _SIZE, _MAX_LAYERS = 2**24, 10_000
 
@@ -27,30 +27,20 @@ class Tensor(NamedTuple):
     Attributes:
       path: path of the parameter in its layer of the decoder, such as ``mlp/wi_0/kernel``.
       shape: shape in the checkpoint; experts' tensors are separate.
+      gguf: name in GGUF files, where the experts of a layer are one tensor.
       layer, expert: indices, or None for a tensor outside of the layers, or that is not an expert's.
     """
 
     path: str
     shape: tuple[int, ...]
+    gguf: str
     layer: int | None = None
     expert: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the checkpoints of an architecture have in common.
-
-    Attributes:
-      architecture, model_type: values in config.json.
-      gguf: ``general.architecture`` of GGUF files.
-      fixed: fields of ``DecoderShape`` that the architecture implies.
-      keys: keys of config.json in addition to ``_KEYS``, with the fields that they set.
-      defaults: values of keys that published configs leave out.
-      required: keys with the only value that the decoder supports.
-      names: names of parameters in checkpoints that differ from ``_NAMES``.
-      norm_offset: number that the model adds to the stored weights of norms.
-      llama_cpp: fields of ``DecoderShape`` that llama.cpp sets to constants.
-    """
+    """What the checkpoints of an architecture have in common; ``families.yml`` documents the fields."""
 
     architecture: str
     model_type: str
@@ -59,207 +49,42 @@ class Family:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
     llama_cpp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "emb_dim",
-    "intermediate_size": "mlp_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_query_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "logits_via_embedding",
-    "max_position_embeddings": "max_position_embeddings",
-}
-"""Keys of config.json that all families have, with the fields of ``DecoderShape``."""
+_TABLES = load_yaml(Path(__file__).with_name("families.yml"))
+FAMILIES = tuple(build(Family, row) for row in _TABLES["families"])
+GGUF_KEYS: Mapping[str, str] = _TABLES["gguf_keys"]
+"""Keys of GGUF files after the architecture, with the keys of config.json that have the same value."""
 _ROPE = {
-    "default": {},
-    "linear": {"factor": "rope_factor"},
-    "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "rope_factor",
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
-        "truncate": "rope_truncate",
-        "original_max_position_embeddings": "original_max_position_embeddings",
-    },
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "original_max_position_embeddings"),
 }
-"""Keys of ``rope_scaling`` by type, with the fields that they set."""
+"""Keys of ``rope_scaling`` by type; most fields of ``DecoderShape`` have their names with the prefix ``rope_``."""
 _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 """Keys whose value null turns an option off."""
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_swiglu": "silu"}
-_NAMES = {
-    "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
-    **{
-        f"self_attention/{ours}/{kind}": f"self_attn.{theirs}_proj.{end}"
-        for ours, theirs in {"query": "q", "key": "k", "value": "v", "out": "o"}.items()
-        for kind, end in (("kernel", "weight"), ("bias", "bias"))
-    },
-    "self_attention/query_norm/scale": "self_attn.q_norm.weight",
-    "self_attention/key_norm/scale": "self_attn.k_norm.weight",
-    "self_attention/sinks": "self_attn.sinks",
-    "post_self_attention_layer_norm/scale": "post_attention_layernorm.weight",
-    **{
-        f"mlp/{ours}/{kind}": f"mlp.{theirs}_proj.{end}"
-        for ours, theirs in {"wi_0": "gate", "wi_1": "up", "wo": "down"}.items()
-        for kind, end in (("kernel", "weight"), ("bias", "bias"))
-    },
-    "mlp/gate/kernel": "mlp.gate.weight",
-    "mlp/gate/bias": "mlp.gate.bias",
-    **{
-        f"mlp/{ours}{kind}": f"mlp.experts.{{}}.{theirs}_proj.{end}"
-        for ours, theirs in {"wi_0": "gate", "wi_1": "up", "wo": "down"}.items()
-        for kind, end in (("", "weight"), ("_bias", "bias"))
-    },
-    "token_embedder/embedding": f"{EMBEDDING}.weight",
-    "decoder_norm/scale": "model.norm.weight",
-    "logits_dense/kernel": f"{HEAD}.weight",
+_FEATURES = {field for row in FAMILIES for field in (*row.fixed, *row.keys.values())} - {
+    "mlp_dim",
+    "num_experts_per_tok",
 }
-"""Names in most checkpoints, by path of the parameter in its layer; ``{}`` is the index of an expert."""
-_GEMMA_NAMES = {
-    "self_attention_output_norm/scale": "post_attention_layernorm.weight",
-    "post_self_attention_layer_norm/scale": "pre_feedforward_layernorm.weight",
-    "mlp_output_norm/scale": "post_feedforward_layernorm.weight",
-}
-_GEMMA = {"use_post_norms": True, "scale_embedding": True, "mlp_activation": "gelu_tanh"}
-_GEMMA_KEYS = {
-    "sliding_window": "sliding_window_size",
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attn_logit_softcapping": "attn_logits_soft_cap",
-    "final_logit_softcapping": "final_logits_soft_cap",
-}
-_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
-_NO_WINDOW = {"sliding_window_size": 0}
-
-FAMILIES = (
-    Family("LlamaForCausalLM", "llama", "llama", keys={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}),
-    Family(
-        "MistralForCausalLM", "mistral", "llama", keys={"sliding_window": "sliding_window_size"}, llama_cpp=_NO_WINDOW
-    ),
-    Family("Qwen2ForCausalLM", "qwen2", "qwen2", {"attention_bias": "qkv"}, required={"use_sliding_window": False}),
-    Family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        "qwen3",
-        {"use_qk_norm": True},
-        {"attention_bias": "attention_bias"},
-        {"head_dim": 128},
-        {"use_sliding_window": False},
-    ),
-    Family(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        "gemma2",
-        {**_GEMMA, "global_attention_every": 2},
-        _GEMMA_KEYS,
-        {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        names=_GEMMA_NAMES,
-        norm_offset=1.0,
-        llama_cpp={"logits_via_embedding": True},
-    ),
-    Family(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        "gemma3",
-        {**_GEMMA, "use_qk_norm": True},
-        {
-            **_GEMMA_KEYS,
-            "sliding_window_pattern": "global_attention_every",
-            "rope_local_base_freq": "rope_local_theta",
-        },
-        {**_GEMMA_DEFAULTS, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0, "rope_theta": 1e6},
-        {"use_bidirectional_attention": False},
-        _GEMMA_NAMES,
-        1.0,
-        {"global_attention_every": 6, "rope_local_theta": 10000.0},
-    ),
-    Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        "llama",
-        keys={**_EXPERTS, "sliding_window": "sliding_window_size"},
-        names={
-            "mlp/gate/kernel": "block_sparse_moe.gate.weight",
-            "mlp/wi_0": "block_sparse_moe.experts.{}.w1.weight",
-            "mlp/wi_1": "block_sparse_moe.experts.{}.w3.weight",
-            "mlp/wo": "block_sparse_moe.experts.{}.w2.weight",
-        },
-        llama_cpp=_NO_WINDOW,
-    ),
-    Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        "qwen3moe",
-        {"use_qk_norm": True},
-        {
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_tok",
-            "norm_topk_prob": "norm_topk_prob",
-            "moe_intermediate_size": "mlp_dim",
-            "attention_bias": "attention_bias",
-        },
-        {"norm_topk_prob": False},
-        {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        llama_cpp={"norm_topk_prob": True},
-    ),
-    Family(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        "gpt-oss",
-        {
-            "attention_bias": "all",
-            "attention_sinks": True,
-            "mlp_bias": True,
-            "mlp_activation": "clipped_swiglu",
-            "global_attention_every": 2,
-        },
-        {**_EXPERTS, "sliding_window": "sliding_window_size"},
-        {
-            "rope_theta": 150000.0,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
-        {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-        {"mlp/gate/kernel": "mlp.router.weight", "mlp/gate/bias": "mlp.router.bias"},
-    ),
-)
-"""All families. A shape belongs to the first family that can express it (``family_of``)."""
-_FEATURES = {
-    *("num_experts", "norm_topk_prob", "attention_bias", "attention_sinks", "use_qk_norm", "query_pre_attn_scalar"),
-    *("sliding_window_size", "global_attention_every", "rope_local_theta", "attn_logits_soft_cap"),
-    *("final_logits_soft_cap", "mlp_activation", "mlp_bias", "use_post_norms", "scale_embedding"),
-}
-"""Fields that differ between families."""
+"""Fields of ``DecoderShape`` that tell families apart."""
 
 
 def _differences(family: Family, shape: DecoderShape) -> list[str]:
     """Return the fields of a shape that checkpoints of a family cannot express."""
-    found = []
-    for field in dataclasses.fields(DecoderShape):
-        value, name = getattr(shape, field.name), field.name
-        if name not in _FEATURES or value == family.fixed.get(name, field.default):
-            continue
-        if name in family.fixed or name not in family.keys.values() or value == "qkv":
-            found.append(name)
-    if ("num_experts" in family.keys.values()) != bool(shape.num_experts):
-        found.append("num_experts")
-    return found
+
+    def differs(name: str) -> bool:
+        value, free = getattr(shape, name), name in family.keys.values() and getattr(shape, name) != "qkv"
+        if name == "num_experts":
+            return free != bool(value)
+        return not free and value != family.fixed.get(name, getattr(DecoderShape, name))
+
+    return sorted(filter(differs, _FEATURES))
 
 
 @functools.lru_cache(64)
@@ -274,7 +99,7 @@ def family_of(shape: DecoderShape) -> Family:
     family = FAMILIES[misses.index(fewest)]
     if not fewest:
         return family
-    values = ", ".join(f"{name} {show(getattr(shape, name))}" for name in dict.fromkeys(fewest))
+    values = ", ".join(f"{name} {show(getattr(shape, name))}" for name in fewest)
     raise NotImplementedError(
         f"no supported family of checkpoints has a decoder like this one: the nearest, {family.architecture}, cannot "
         f"have {values}"
@@ -305,11 +130,8 @@ def _layer_tensors(shape: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]
         if shape.mlp_bias:
             yield "mlp/gate/bias", (shape.num_experts,)
     kernel, bias = ("", "_bias") if shape.num_experts else ("/kernel", "/bias")
-    for name, rows, columns in (
-        ("wi_0", shape.mlp_dim, size),
-        ("wi_1", shape.mlp_dim, size),
-        ("wo", size, shape.mlp_dim),
-    ):
+    inner = shape.mlp_dim
+    for name, rows, columns in (("wi_0", inner, size), ("wi_1", inner, size), ("wo", size, inner)):
         yield f"mlp/{name}{kernel}", (rows, columns)
         if shape.mlp_bias:
             yield f"mlp/{name}{bias}", (rows,)
@@ -320,17 +142,19 @@ def _layer_tensors(shape: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]
 @functools.lru_cache(8)
 def tensors_of(shape: DecoderShape) -> Mapping[str, Tensor]:
     """Return the tensors of a float checkpoint by name, in model order."""
-    names = {**_NAMES, **family_of(shape).names}
-    found = {names["token_embedder/embedding"]: Tensor("token_embedder/embedding", (shape.vocab_size, shape.emb_dim))}
-    of_layer = tuple(_layer_tensors(shape))
-    for layer in range(shape.num_layers):
-        for path, size in of_layer:
-            name = f"model.layers.{layer}.{names[path]}"
-            experts = range(shape.num_experts) if "{}" in name else (None,)
-            found |= {name.format(expert): Tensor(path, size, layer, expert) for expert in experts}
-    found[names["decoder_norm/scale"]] = Tensor("decoder_norm/scale", (shape.emb_dim,))
+    names, found = {**_TABLES["tensors"], **family_of(shape).names}, {}
+    table = (shape.vocab_size, shape.emb_dim)
+    outside = [("token_embedder/embedding", table), ("decoder_norm/scale", (shape.emb_dim,))]
     if not shape.logits_via_embedding:
-        found[names["logits_dense/kernel"]] = Tensor("logits_dense/kernel", (shape.vocab_size, shape.emb_dim))
+        outside.append(("logits_dense/kernel", table))
+    parts = [(None, *outside[0])]
+    parts += [(layer, *part) for layer in range(shape.num_layers) for part in _layer_tensors(shape)]
+    for layer, path, size in (*parts, *((None, *part) for part in outside[1:])):
+        name, gguf = names[path]
+        if layer is not None:
+            name, gguf = f"model.layers.{layer}.{name}", f"blk.{layer}.{gguf}"
+        for expert in range(shape.num_experts) if "{}" in name else (None,):
+            found[name.format(expert)] = Tensor(path, size, gguf, layer, expert)
     return found
 
 
@@ -354,14 +178,14 @@ def layout_of(shape: DecoderShape) -> Layout:
 def to_config(shape: DecoderShape) -> dict[str, Any]:
     """Return ``config.json`` without dtype, special tokens and quantization."""
     family, activation = family_of(shape), _ACTIVATIONS[shape.mlp_activation]
-    values: dict[str, Any] = {key: getattr(shape, field) for key, field in {**_KEYS, **family.keys}.items()}
+    values: dict[str, Any] = {key: getattr(shape, field) for key, field in {**_TABLES["keys"], **family.keys}.items()}
     for key in _OFF & values.keys():
         values[key] = values[key] or None
     if "query_pre_attn_scalar" in values:
         values["query_pre_attn_scalar"] = shape.query_pre_attn_scalar or shape.head_dim
     if shape.sliding_window_size:
         values["layer_types"] = layer_types(shape)
-    rope = {key: getattr(shape, field) for key, field in _ROPE[shape.rope_type].items()}
+    rope = {key: getattr(shape, _rope_field(key)) for key in _ROPE[shape.rope_type]}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -415,7 +239,7 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
     if "num_local_experts" in config:  # transformers 5 writes this key for all families
         config = {"num_experts": config["num_local_experts"], **config}
     given = {key: value for key, value in config.items() if value is not None or key in _OFF}
-    config, keys = {**usual, **family.defaults, **given}, {**_KEYS, **family.keys}
+    config, keys = {**usual, **family.defaults, **given}, {**_TABLES["keys"], **family.keys}
     for key in usual.keys() - keys.keys():
         if config[key] != usual[key]:
             raise NotImplementedError(
@@ -449,6 +273,10 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
     return shape
 
 
+def _rope_field(key: str) -> str:
+    return key if key.startswith("original") else f"rope_{key}"
+
+
 def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``DecoderShape`` that describe the rotary embedding."""
     rope, read = config.get("rope_parameters") or config.get("rope_scaling") or {}, {}
@@ -468,7 +296,8 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     defaults = {field.name: field.default for field in dataclasses.fields(DecoderShape)}
     defaults["original_max_position_embeddings"] = config["max_position_embeddings"]
-    for key, field in _ROPE[kind].items():
+    for key in _ROPE[kind]:
+        field = _rope_field(key)
         read[field] = _read(key, defaults[field] if rope.get(key) is None else rope[key], field)
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     return {"rope_type": kind, "rope_theta": _read("rope_theta", theta, "rope_theta"), **read}
@@ -476,16 +305,13 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(key: str, value: Any, field: str) -> Any:
     """Return the value of a key of config.json as a field of ``DecoderShape``, after checking it."""
-    kind = bool if field == "attention_bias" else type_hints(DecoderShape)[field]
-    if value is None and key in _OFF:
-        return 0 if kind is int else 0.0
+    hint: Any = bool if field == "attention_bias" else type_hints(DecoderShape)[field]
     most = _MAX_LAYERS if field == "num_layers" else _SIZE
-    if kind is int and (type(value) is not int or not 1 <= value <= most):
-        raise ValueError(f"config.json: {key} must be a whole number from 1 to {most}, got {show(value)}")
-    if kind is bool and not isinstance(value, bool):
-        raise ValueError(f"config.json: {key} must be true or false, got {show(value)}")
-    if kind is float and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30):
-        raise ValueError(f"config.json: {key} must be a number above 0, got {show(value)}")
-    if field == "attention_bias":
-        return "all" if value else "none"
-    return float(value) if kind is float else value
+    wanted = {bool: "true or false", int: f"a whole number from 1 to {most}", float: "a number above 0"}[hint]
+    if value is None and key in _OFF:
+        return hint(0)
+    is_number = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    if not (isinstance(value, bool) if hint is bool else is_number and 0 < value <= (most if hint is int else 1e30)):
+        raise ValueError(f"config.json: {key} must be {wanted}, got {show(value)}")
+    checked: Any = value
+    return ("all" if checked else "none") if field == "attention_bias" else hint(checked)

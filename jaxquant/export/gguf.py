@@ -22,21 +22,11 @@ import numpy as np
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
+from jaxquant.export import gguf_file
 from jaxquant.export.decoder import DecoderShape, rope_stretch
-from jaxquant.export.families import FAMILIES, Family, family_of, layout_of, shape_of_config, tensors_of
+from jaxquant.export.families import FAMILIES, GGUF_KEYS, Family, family_of, layout_of, shape_of_config, tensors_of
 from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
-from jaxquant.export.gguf_file import (
-    ALIGNMENT,
-    OWN,
-    U32,
-    GgufFile,
-    align_up,
-    block_parameters,
-    decode,
-    encode,
-    header,
-    row_bytes,
-)
+from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, align_up, decode, encode, header, row_bytes
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.vocabulary import gguf_metadata, read_gguf, read_tokenizer
 
@@ -47,67 +37,16 @@ MXFP4 is the type of the experts only; the other layers of such a file are Q8_0.
 """
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Type that replaces a type whose block size does not divide the row size. Source: llama-quant.cpp."""
-_NAMES = {
-    "pre_self_attention_layer_norm/scale": "attn_norm.weight",
-    **{
-        f"self_attention/{ours}/{kind}": f"attn_{theirs}.{end}"
-        for ours, theirs in {"query": "q", "key": "k", "value": "v", "out": "output"}.items()
-        for kind, end in (("kernel", "weight"), ("bias", "bias"))
-    },
-    "self_attention/query_norm/scale": "attn_q_norm.weight",
-    "self_attention/key_norm/scale": "attn_k_norm.weight",
-    "self_attention/sinks": "attn_sinks.weight",
-    "self_attention_output_norm/scale": "post_attention_norm.weight",
-    "post_self_attention_layer_norm/scale": "ffn_norm.weight",
-    "mlp/gate/kernel": "ffn_gate_inp.weight",
-    "mlp/gate/bias": "ffn_gate_inp.bias",
-    **{
-        f"mlp/{ours}{kind}": f"ffn_{theirs}{end}"
-        for ours, theirs in {"wi_0": "gate", "wi_1": "up", "wo": "down"}.items()
-        for kind, end in {"/kernel": ".weight", "/bias": ".bias", "": "_exps.weight", "_bias": "_exps.bias"}.items()
-    },
-    "mlp_output_norm/scale": "post_ffw_norm.weight",
-    "token_embedder/embedding": "token_embd.weight",
-    "decoder_norm/scale": "output_norm.weight",
-    "logits_dense/kernel": "output.weight",
-}
-"""Names in GGUF files, by path of the parameter in its layer of the decoder."""
 _FACTORS = "rope_freqs.weight"
 """Tensor with the factors of a rotary embedding of type "llama3"."""
-_KEYS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.dimension_count": "head_dim",
-    "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_local_base_freq",
-    "vocab_size": "vocab_size",
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-"""Keys of the metadata after the architecture, with the keys of config.json that have the same value."""
 _FLOATS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
 
 
 def stored_tensors(shape: DecoderShape) -> dict[str, list[str]]:
     """Return the tensors of a GGUF file by name, each with the Hugging Face names of the matrices that it holds."""
     found: dict[str, list[str]] = {}
-    is_post_norm = family_of(shape).gguf == "gpt-oss"  # llama.cpp's name for the norm before the experts of gpt-oss
     for name, tensor in tensors_of(shape).items():
-        own = _NAMES[tensor.path]
-        if is_post_norm and own == "ffn_norm.weight":
-            own = "post_attention_norm.weight"
-        found.setdefault(own if tensor.layer is None else f"blk.{tensor.layer}.{own}", []).append(name)
+        found.setdefault(tensor.gguf, []).append(name)
     return found
 
 
@@ -146,7 +85,7 @@ def tensor_kind(source: Source, name: str, kind: str) -> str:
     if kind == "MXFP4" and ".experts." not in name:
         kind = "Q8_0"
     candidates = (kind, _FALLBACKS.get(kind, "F16"))
-    return next((each for each in candidates if size[1] % block_parameters(each)[0] == 0), "F16")
+    return next((each for each in candidates if size[1] % gguf_file.block_parameters(each)[0] == 0), "F16")
 
 
 def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
@@ -167,7 +106,7 @@ def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
     }
     experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.mlp_dim} if shape.num_experts else {}
     values = {**source.layout.config, **experts}
-    for key, theirs in _KEYS.items():
+    for key, theirs in GGUF_KEYS.items():
         if (value := values.get(theirs)) is not None:
             found[f"{arch}.{key}"] = float(value) if theirs in _FLOATS else U32(value)
     if shape.rope_type in ("linear", "yarn"):
@@ -310,7 +249,7 @@ def read_shape(file: GgufFile) -> DecoderShape:
     if heads < 1:
         raise ValueError(f"{file.path} has {heads} attention heads, but {arch}.attention.head_count must be at least 1")
     config: dict[str, Any] = {"head_dim": number("attention.key_length", number("embedding_length") // heads)}
-    for key, theirs in _KEYS.items():
+    for key, theirs in GGUF_KEYS.items():
         if f"{arch}.{key}" in found or key in (
             "feed_forward_length",
             "block_count",
