@@ -305,13 +305,12 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(key: str, value: Any, field: str) -> Any:
     """Return the value of a key of config.json as a field of ``DecoderShape``, after checking it."""
+    given: Any = value  # a value of another type is refused
     hint: Any = bool if field == "attention_bias" else type_hints(DecoderShape)[field]
-    most = _MAX_LAYERS if field == "num_layers" else _SIZE
+    most = 1e30 if hint is float else _MAX_LAYERS if field == "num_layers" else _SIZE
     wanted = {bool: "true or false", int: f"a whole number from 1 to {most}", float: "a number above 0"}[hint]
-    if value is None and key in _OFF:
-        return hint(0)
-    is_number = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
-    if not (isinstance(value, bool) if hint is bool else is_number and 0 < value <= (most if hint is int else 1e30)):
-        raise ValueError(f"config.json: {key} must be {wanted}, got {show(value)}")
-    checked: Any = value
-    return ("all" if checked else "none") if field == "attention_bias" else hint(checked)
+    if key in _OFF and given is None:
+        given = hint(0)
+    elif type(given) not in (hint, *({int} if hint is float else ())) or (hint is not bool and not 0 < given <= most):
+        raise ValueError(f"config.json: {key} must be {wanted}, got {show(given)}")
+    return ("all" if given else "none") if field == "attention_bias" else hint(given)

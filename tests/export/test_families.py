@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import gguf
 import ml_dtypes
@@ -13,6 +15,7 @@ from jaxquant.export import HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.export.families import FAMILIES, family_of, shape_of_config, to_config
 from tests.export.models import shape_of
 
+ROOT = Path(__file__).parents[2]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -89,6 +92,14 @@ def test_a_published_config_has_the_published_number_of_parameters(name):
     assert sum(map(math.prod, layout_of(shape).tensors.values())) == count
     assert to_config(shape)["architectures"] == config["architectures"]
     assert shape_of_config(json.loads(json.dumps(to_config(shape)))) == shape
+
+
+def test_guide_and_readme_list_all_families():
+    guide = (ROOT / "docs/guide/exchange.md").read_text()
+    rows = re.findall(r"^\| `(\w+ForCausalLM)` \|.*\| `([\w-]+)`.* \|$", guide, re.M)
+    assert rows == [(family.architecture, family.gguf) for family in FAMILIES]
+    listed = re.search(r"exchange.md\) of ([\w, ]+), \[formats", (ROOT / "README.md").read_text())[1]
+    assert set(re.split(", | and ", listed)) == {name.removesuffix("ForCausalLM") for name, _ in rows}
 
 
 SMALL = (320, 64, 96, 4, 4, 2, 32)
