@@ -14,7 +14,6 @@ from jaxquant.export.gguf import FILE_TYPES, export_gguf
 from jaxquant.export.gguf import open_gguf as open_gguf
 from jaxquant.export.named import NamedFolder as NamedFolder
 from jaxquant.export.named import named_source as named_source
-from jaxquant.export.named import read_folder as read_folder
 from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
 from jaxquant.export.schemes import ROWS
