@@ -39,7 +39,7 @@ class Layout:
     def float_linears(self) -> list[str]:
         """Names of the matrices that stay in float, such as routers and the head; not of the embedding."""
         found = (name.removesuffix(".weight") for name, shape in self.tensors.items() if len(shape) == 2)
-        return [HEAD, *(name for name in found if name not in {*self.linears, EMBEDDING, HEAD})]
+        return [HEAD, *(name for name in found if name not in self.linears and name not in (EMBEDDING, HEAD))]
 
 
 @dataclasses.dataclass(frozen=True)
