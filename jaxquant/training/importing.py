@@ -8,7 +8,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,9 @@ def import_to_run(
         config = imported_config(shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
+        state = program.init()._replace(params=None)  # frees the initial parameters before the others are read
         params = float_parameters(source, program.config, program.abstract_state.params, progress)
-        state = program.init()._replace(params=params)
+        state = state._replace(params=params)
         with Checkpoints(run_dir, program.config) as checkpoints:
             checkpoints.save(0, state, data.train.get_state())
         write_config(run_dir, program.config)
@@ -166,29 +167,38 @@ def _write_tokenizer(files: Mapping[str, str], folder: str | Path) -> Path | Non
     return Path(folder).absolute() / "tokenizer.json" if files else None
 
 
-def _each_parameter(
-    source: Source, config: TrainConfig, make: Callable[[str, list[tuple[str, Location]]], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each parameter, stacked if layers are stacked.
+Places = list[tuple[str, Location]]
+"""Tensors of a checkpoint that make one parameter of one layer: one tensor, or one for each expert."""
 
-    ``make(path, places)`` returns the parameter of one layer. ``places`` are its tensors in the checkpoint: one, or one
-    for each expert.
-    """
-    shape = source.layout.shape
+
+def _places_by_path(source: Source, config: TrainConfig) -> dict[str, list[Places]]:
+    """Return the tensors of each parameter by its path, for each of the layers that are stacked in the parameter."""
+    shape, layers = source.layout.shape, {}
     assert shape is not None
-    layers: dict[str, dict[int | None, list[tuple[str, Location]]]] = {}
     for name, place in locate_tensors(config, shape).items():
         layers.setdefault(place.path, {}).setdefault(place.tensor.layer, []).append((name, place))
-    for path, places in layers.items():
-        parts = [make(path, each) for each in places.values()]
-        yield path, jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if _is_stacked(path) else parts[0]
+    return {path: list(places.values()) for path, places in layers.items()}
+
+
+def _make_parameter(path: str, layers: list[Places], make: Callable[[str, Places], Any]) -> Any:
+    """Return a parameter, stacked if layers are stacked; ``make(path, places)`` returns the part of one layer."""
+    if not _is_stacked(path):
+        return make(path, layers[0])
+    whole: Any = None
+    for index, places in enumerate(layers):
+        part = make(path, places)
+        if whole is None:
+            whole = jax.tree.map(lambda x: np.empty((len(layers), *x.shape), x.dtype), part)
+        for into, x in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+            into[index] = x
+    return mark_stacked_axes(whole, [0]) if isinstance(whole, QTensor) else whole
 
 
 def _is_stacked(path: str) -> bool:
     return path.startswith("layers/")
 
 
-def _read_parameter(source: Source, places: list[tuple[str, Location]], leaf: Any, path: str) -> np.ndarray:
+def _read_parameter(source: Source, places: Places, leaf: Any, path: str) -> np.ndarray:
     """Return a float parameter of one layer; ``leaf`` has the parameter's shape."""
     shape = leaf.shape[_is_stacked(path) :]
     if places[0][1].tensor.expert is None:
@@ -210,7 +220,7 @@ def float_parameters(
     """
     wanted = leaves_by_path(shapes)
 
-    def make(path: str, places: list[tuple[str, Location]]) -> np.ndarray:
+    def make(path: str, places: Places) -> np.ndarray:
         value = _read_parameter(source, places, wanted[path], path)
         made = value.astype(wanted[path].dtype, copy=False)
         for index, (name, place) in enumerate(places):
@@ -219,7 +229,8 @@ def float_parameters(
             progress(Row(name, made.dtype.name, place.tensor.shape, made[part].nbytes, ratio))
         return made
 
-    made = _each_parameter(source, config, make)
+    layers = _places_by_path(source, config)
+    made = ((path, _make_parameter(path, places, make)) for path, places in layers.items())
     return unflatten({path: jax.device_put(array, wanted[path].sharding) for path, array in made})
 
 
@@ -258,7 +269,7 @@ def import_to_serve(
     sites = serving.find_kernels(Decoder(decoder), shapes, layer_config(config), tokens)
     leaves = leaves_by_path(shapes["params"])
 
-    def make(path: str, places: list[tuple[str, Location]]) -> Any:
+    def make(path: str, places: Places) -> Any:
         layer, modules = sites.get(path.removesuffix("/kernel")), [name.removesuffix(".weight") for name, _ in places]
         scale = None if layer is None else _input_scale(source, modules, layer)
         part = None if layer is None else _keep_weights(source, folder, modules, layer)
@@ -281,11 +292,13 @@ def import_to_serve(
             part = dataclasses.replace(part, input_scale=scale, dtype=layer.made.dtype, read_as=layer.dtype)
         return part
 
-    tree = {}
-    for path, whole in _each_parameter(source, config, make):
-        is_stack = _is_stacked(path) and isinstance(whole, QTensor)
-        tree[path] = mark_stacked_axes(whole, [0]) if is_stack else whole
-    return save_served(out, unflatten(tree), config, step=0, files=files)
+    def shape_of(path: str) -> Any:
+        layer = sites.get(path.removesuffix("/kernel"))
+        return jax.eval_shape(lambda x: cast_as_read(path, x, decoder), leaves[path]) if layer is None else layer.made
+
+    layers = _places_by_path(source, config)
+    read = lambda path: _make_parameter(path, layers[path], make)  # noqa: E731
+    return save_served(out, unflatten({path: shape_of(path) for path in layers}), config, 0, files, read)
 
 
 def _gguf_fields(checkpoint: Path, source: Source, changes: Mapping[str, Any]) -> dict[str, Any]:
