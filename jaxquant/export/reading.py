@@ -189,7 +189,7 @@ class HfFolder:
         return list(files.values())
 
     def _check_names(self) -> None:
-        """Raise if a tensor is unused or missing."""
+        """Raise if a tensor is unused or missing, or if a float tensor does not have the shape of the config."""
         wanted = {name.removesuffix(".weight") for name in self.layout.tensors}
         for module, ends in self._ends.items():
             if module == HEAD and f"{HEAD}.weight" not in self.layout.tensors and ".weight" in ends:
@@ -202,6 +202,14 @@ class HfFolder:
                     raise ValueError(f"{self.folder} has the tensor {show(name)}, which no {family} of its config has")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}; download it again")
+        for name, size in self.layout.tensors.items():
+            module, entry = (
+                name.removesuffix(".weight"),
+                self._where[name].entries[name] if name in self._where else None,
+            )
+            is_float = module not in self.layout.linears or self.spec(module) is None
+            if entry is not None and is_float and entry.shape != size:
+                raise ValueError(f"{self.folder}: {name} has shape {entry.shape}, but its config requires {size}")
 
     def _check_tied(self, embedding: str, head: str) -> None:
         """Raise if a stored head differs from the embedding, which a tied model uses as its head."""

@@ -254,9 +254,10 @@ def test_what_does_not_map_is_refused(run, tmp_path, capsys):
     (tmp_path / "a/SHA256SUMS").unlink()  # the config is changed on purpose
     config = json.loads((tmp_path / "a/config.json").read_text())
     for key, value, message in (
-        ("architectures", ["Qwen3ForCausalLM"], "only LlamaForCausalLM"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_type 'llama3'"),
+        ("architectures", ["MambaForCausalLM"], "['MambaForCausalLM']; supported architectures are LlamaForCausalLM, "),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 8.0}, "rope_type 'longrope'"),
         ("num_hidden_layers", 3, "has no tensors of model.layers.2"),
+        ("vocab_size", 321, "model.embed_tokens.weight has shape (320, 32), but its config requires (321, 32)"),
     ):
         (tmp_path / "a/config.json").write_text(json.dumps(config | {key: value}))
         words = ["import", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--serve"]
