@@ -241,8 +241,8 @@ def import_to_serve(
 
     Layers keep the elements and scales of the checkpoint if the config string has weights of the same type and
     granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the config strings of GGML's formats and others.
-    If no quantization is requested, the config string is selected that quantizes weights and inputs
-    like the checkpoint.
+    If no quantization is requested, the config string is selected that quantizes weights and inputs like the
+    checkpoint. For a GGUF file with several types, rules select a config string for each layer.
     Other layers are converted from the decoded float weights.
 
     Args:
@@ -318,14 +318,13 @@ def _gguf_fields(checkpoint: Path, source: Source, changes: Mapping[str, Any]) -
         for name, place in locate_tensors(TrainConfig(scan_layers=is_scanned), shape).items():
             module, string = name.removesuffix(".weight"), f"ggml_{stored[place.tensor.gguf].kind.lower()}"
             if module in source.layout.linears or (module == HEAD and string in RECIPES):
-                own = string if string in RECIPES else None
-                found.setdefault(place.path.removesuffix("/kernel"), set()).add(own)
+                found.setdefault(place.path.removesuffix("/kernel"), set()).add(string if string in RECIPES else None)
         return found
 
     mixed = [path for path, strings in strings_by_path(True).items() if len(strings) > 1]
     is_scanned = changes.get("scan_layers", not mixed)
     if mixed and is_scanned:
-        problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers must have one type"
+        problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers have one"
         raise ValueError(f"{problem}; leave out scan_layers")
     strings = {path: own for path, (own,) in strings_by_path(is_scanned).items()}
     if not any(strings.values()):
