@@ -25,9 +25,10 @@ from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, mark_stacke
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import DecoderShape, HfFolder, Row, Source, check_export, open_gguf
+from jaxquant.export.families import tensors_of
 from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.hf import to_recipe
+from jaxquant.export.hf import LayerSpec, to_recipe
 from jaxquant.export.layouts import check_finite
 from jaxquant.export.source import HEAD
 from jaxquant.serving.leaves import unflatten
@@ -258,8 +259,7 @@ def import_to_serve(
     checkpoint, out, changes = Path(checkpoint), require_new(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
-        fields = _gguf_fields(checkpoint, source, changes) if folder is None else {}
-        changes |= fields or {"quantization": _native_string(checkpoint, source, folder)}
+        changes |= _native_fields(checkpoint, source, folder, changes)
     with tempfile.TemporaryDirectory() as place:
         shape = source.layout.shape
         assert shape is not None
@@ -301,24 +301,41 @@ def import_to_serve(
     return save_served(out, unflatten({path: shape_of(path) for path in layers}), config, 0, files, read)
 
 
-def _gguf_fields(checkpoint: Path, source: Source, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config fields that keep the bytes of every layer of a GGUF file; there are none for a float file.
+def _native_fields(
+    checkpoint: Path, source: Source, folder: HfFolder | None, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config fields that keep the weights of a checkpoint and quantize inputs as the checkpoint does.
 
-    The most frequent type of the layers is the config string, and rules select the other types. A layer stays in float
-    if no config string has its type.
+    The most frequent config string of the layers is ``quantization``, and rules select the others. A layer stays in
+    float if it is float in the checkpoint, or if no config string has its GGML type.
 
     Raises:
-      ValueError: ``changes`` enables ``scan_layers``, but a type differs between blocks of the decoder.
+      ValueError: no config string keeps the weights of a layer, or ``changes`` enables ``scan_layers`` but a type
+        differs between blocks of the decoder.
     """
-    shape, stored = source.layout.shape, GgufFile(checkpoint).tensors
+    shape, linears = source.layout.shape, source.layout.linears
     assert shape is not None
+    own: dict[str, str | None] = {}  # config string by module
+    strings: dict[str, str] = {}
+    if folder is None:
+        stored = GgufFile(checkpoint).tensors
+        strings = {name: f"ggml_{stored[tensor.gguf].kind.lower()}" for name, tensor in tensors_of(shape).items()}
+        for module in (*linears, HEAD):
+            if (string := strings.get(f"{module}.weight")) is not None and (module != HEAD or string in RECIPES):
+                own[module] = string if string in RECIPES else None
+    else:
+        by_spec = {spec: spec and _native_string(checkpoint, spec) for spec in {folder.spec(name) for name in linears}}
+        own = {module: by_spec[folder.spec(module)] for module in linears}
+    if not any(own.values()):
+        is_float = folder is not None or set(strings.values()) <= {"ggml_f32", "ggml_f16", "ggml_bf16"}
+        problem = "is a float checkpoint" if is_float else "stores its layers in types that no config string has"
+        raise ValueError(f"{checkpoint} {problem}; pass the quantization to serve it with, such as quantization=int8")
 
     def strings_by_path(is_scanned: bool) -> dict[str, set[str | None]]:
         found: dict[str, set[str | None]] = {}
         for name, place in locate_tensors(TrainConfig(scan_layers=is_scanned), shape).items():
-            module, string = name.removesuffix(".weight"), f"ggml_{stored[place.tensor.gguf].kind.lower()}"
-            if module in source.layout.linears or (module == HEAD and string in RECIPES):
-                found.setdefault(place.path.removesuffix("/kernel"), set()).add(string if string in RECIPES else None)
+            if (module := name.removesuffix(".weight")) in own:
+                found.setdefault(place.path.removesuffix("/kernel"), set()).add(own[module])
         return found
 
     mixed = [path for path, strings in strings_by_path(True).items() if len(strings) > 1]
@@ -326,36 +343,30 @@ def _gguf_fields(checkpoint: Path, source: Source, changes: Mapping[str, Any]) -
     if mixed and is_scanned:
         problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers have one"
         raise ValueError(f"{problem}; leave out scan_layers")
-    strings = {path: own for path, (own,) in strings_by_path(is_scanned).items()}
-    if not any(strings.values()):
-        return {}
-    base, rules = collections.Counter(filter(None, strings.values())).most_common(1)[0][0], {}
-    for path, own in strings.items():
-        if own != base or path == "logits_dense":  # the head stays in float without a rule
-            rules.setdefault(own, []).append(path)
-    found = [{"path": "|".join(paths), "recipe": own} for own, paths in rules.items()]
+    base, rules = collections.Counter(filter(None, own.values())).most_common(1)[0][0], {}
+    for path, (string,) in strings_by_path(is_scanned).items():
+        if string != base or path == "logits_dense":  # the head stays in float without a rule
+            rules.setdefault(string, []).append(path)
+    found = [{"path": "|".join(paths), "recipe": string} for string, paths in rules.items()]
     return {"quantization": base, "rules": [*changes.get("rules", ()), *found], "scan_layers": is_scanned}
 
 
-def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
-    """Return the config string that keeps the weights of a checkpoint and quantizes inputs as the checkpoint does.
+def _native_string(checkpoint: Path, spec: LayerSpec) -> str:
+    """Return the config string that keeps the weights of a layer and quantizes its input as the checkpoint does.
 
     Raises:
       ValueError: there is no such config string; the message names the config strings that keep the weights.
     """
-    kept, specs = [], set() if folder is None else {folder.spec(name) for name in source.layout.linears}
-    recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
-    if len(specs) == 1 and (spec := next(iter(specs))) is not None:
-        with contextlib.suppress(NotImplementedError):  # no matching recipe
-            weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
-            kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
-            wanted = _comparable_specs(to_recipe(spec, "").fwd)
-            if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
-                return found
+    recipes, kept = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}, []
+    with contextlib.suppress(NotImplementedError):  # no matching recipe
+        weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
+        kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
+        wanted = _comparable_specs(to_recipe(spec, "").fwd)
+        if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
+            return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
-    problem = "has a quantization that no config string computes" if specs - {None} else "is a float checkpoint"
-    raise ValueError(f"{checkpoint} {problem}; {keeping}{fix}")
+    raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
