@@ -61,13 +61,13 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
       inputs: function that replaces the input of a linear layer, of (name of the layer in the checkpoint, input
         [..., K]); None leaves inputs unchanged.
     """
-    config = imported_config(source.shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
-    decoder = Decoder(model_config(config, source.shape.vocab_size))
+    config = imported_config(source.layout.shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
+    decoder = Decoder(model_config(config, source.layout.shape.vocab_size))
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
     params = float_parameters(source, config, placed)
-    located, linears = locate_tensors(config, source.shape).items(), source.shape.linears()
+    located, linears = locate_tensors(config, source.layout.shape).items(), source.layout.linears
     modules = {each.path.removesuffix("/kernel"): module for module, each in located}
 
     def intercept(call: Any, args: tuple[jax.Array, ...], kwargs: Any, context: Any) -> Any:
@@ -194,7 +194,7 @@ def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
       weight: function from the name of a linear layer to the weight in the library.
     """
     total, differ = 0, {"float32": 0, "bfloat16": 0}
-    for module in source.shape.linears():
+    for module in source.layout.linears:
         tensor = source.quantized(module)
         if tensor is None:
             return "not trained in this format"
@@ -240,7 +240,7 @@ def quantizers() -> list[str]:
 
 def _bfloat16(source: Source, tensor: str) -> np.ndarray:
     weight = source.read(tensor)
-    is_linear = tensor.removesuffix(".weight") in source.shape.linears()
+    is_linear = tensor.removesuffix(".weight") in source.layout.linears
     return weight.astype(ml_dtypes.bfloat16).astype(np.float32) if is_linear else weight
 
 

@@ -67,6 +67,7 @@ class TensorFolder:
 
     def _stored(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the files."""
+        self._where[name].release()  # the pages of the tensor that was read before
         return self._where[name][name]
 
     def _group(self, names: Iterable[str], is_single: Callable[[str], bool]) -> None:
@@ -223,7 +224,7 @@ class HfFolder(TensorFolder):
     def _stored(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the files; ``name`` may be a tensor of one expert that is stored with others."""
         part = self._slices.get(name)
-        return self._where[name][name] if part is None else part.read(self._where[part.stored][part.stored])
+        return super()._stored(name) if part is None else part.read(super()._stored(part.stored))
 
     def _find_slices(self) -> dict[str, Slice]:
         """Return the tensors of single experts that the folder stores together, as gpt-oss does."""

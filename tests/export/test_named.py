@@ -113,7 +113,6 @@ WRONG = [
     ({"names": {("block_0/q", "block_0/down"): "t"}}, "block_0/q + block_0/down have the shapes [(256, 256), (256, "),
     ({"names": {**ONLY, "block_*/*": "{}.{}"}}, "block_0/down has the name 0.down, which must end in .weight; or add"),
     ({"input_axes": {**AXES, "norms": 1}}, "norms of shape (256,) is not a kernel with 1 input axes; set its number"),
-    ({"parameters": {"kernel": np.ones((2, 3, 4))}, "names": {"kernel": "x"}}, "kernel of shape (2, 3, 4) is not"),
     ({"floats": ["block_*/z"]}, "floats has block_*/z, which matches no parameter; the nearest are block_1/"),
 ]
 
@@ -121,8 +120,11 @@ WRONG = [
 def test_mistakes_in_names_are_errors_with_the_path_of_the_user():
     for arguments, message in WRONG:
         with pytest.raises(ValueError, match=re.escape(message)):
-            axes = AXES if "parameters" not in arguments else {}
-            named_source(**{"parameters": PLAIN, "names": NAMES, "config": {}, "input_axes": axes} | arguments)
+            named_source(PLAIN, **{"names": NAMES, "config": {}, "input_axes": AXES} | arguments)
+    with pytest.raises(ValueError, match=r"^kernel of shape \(2, 3, 4\) is not a kernel with 1 input axes; set its n"):
+        named_source({"kernel": np.ones((2, 3, 4))}, {"kernel": "x.weight"}, {})
+    with pytest.raises(NotImplementedError, match=r"Q4_K_M requires a model of a known family; use Q4_K$"):
+        export(named_source({"w": np.ones((8, 8))}, {"w": "w"}, {}, metadata=KEYS), "m", "gguf_q4_k_m")
 
 
 def test_experts_are_one_tensor_of_a_gguf_file_and_matrices_in_the_layout_of_the_file_stay(tmp_path):
