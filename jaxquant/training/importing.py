@@ -341,8 +341,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
                 return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
-    problem = "has a quantization that no config string computes" if specs - {None} else "is a float checkpoint"
-    raise ValueError(f"{checkpoint} {problem}; {keeping}{fix}")
+    raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
