@@ -21,6 +21,7 @@ from jaxquant.export.hf import read_quantization
 from jaxquant.export.vocabulary import byte_vocabulary
 from jaxquant.training.config import TrainConfig
 from tests.export import hf_published as hf
+from tests.export.models import shape_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
