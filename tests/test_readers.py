@@ -16,11 +16,12 @@ from jaxquant.compat.mlc_presets import read_mlc_quantization
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.core.typed import build
-from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export import HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.vocabulary import byte_vocabulary
 from jaxquant.training.config import TrainConfig
 from tests.export import hf_published as hf
+from tests.export.models import shape_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
@@ -106,16 +107,16 @@ def test_quantizations_of_checkpoints(published: Any, where: float, new: Any):
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write one small model as a folder with fp8 blocks and as a GGUF file."""
-    shape, rng = LlamaShape(320, 32, 32, 1, 2, 1, 16, max_length=16), np.random.default_rng(0)
-    tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in shape.tensors().items()}
+    layout, rng = layout_of(shape_of(320, 32, 32, 1, 2, 1, 16)), np.random.default_rng(0)
+    tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in layout.tensors.items()}
     folder = tmp_path_factory.mktemp("checkpoints")
     for target, kind in (("hf", "fp8_block"), ("m.gguf", "gguf_q8_0")):
-        export(Source(shape, tensors.__getitem__, byte_vocabulary(320)), folder / target, kind)
+        export(Source(layout, tensors.__getitem__, byte_vocabulary(320)), folder / target, kind)
     return folder
 
 
 def read_all(opened: Any) -> None:
-    for name, size in opened.shape.tensors().items():
+    for name, size in opened.layout.tensors.items():
         assert opened.read(name).shape == size
 
 
