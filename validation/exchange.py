@@ -71,7 +71,7 @@ def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
       weight: function from the name of a linear layer to the weight in the library.
     """
     total, differ = 0, {"float32": 0, "bfloat16": 0}
-    for module in source.shape.linears():
+    for module in source.layout.linears:
         tensor = source.quantized(module)
         if tensor is None:
             return "not trained in this format"
@@ -117,7 +117,7 @@ def quantizers() -> list[str]:
 
 def _bfloat16(source: Source, tensor: str) -> np.ndarray:
     weight = source.read(tensor)
-    is_linear = tensor.removesuffix(".weight") in source.shape.linears()
+    is_linear = tensor.removesuffix(".weight") in source.layout.linears
     return weight.astype(ml_dtypes.bfloat16).astype(np.float32) if is_linear else weight
 
 

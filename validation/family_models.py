@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write tiny random models of the families in ``families.yml`` with transformers, with tokenizers and logits.
 
-``FOLDER/NAME`` has the files of ``save_pretrained``, ``tokens.npy`` [2, 24] and ``logits.npy`` [2, 24, V] (float32,
+``FOLDER/NAME`` has the files of ``save_pretrained``, ``tokens.npy`` [2, 96] and ``logits.npy`` [2, 96, V] (float32,
 eager attention). Every parameter and every option of a family has an effect: the script zeroes each kind of parameter
 and sets each option to another value, and raises if the logits stay the same.
 
@@ -29,7 +29,8 @@ HERE = Path(__file__).resolve().parent
 TEXT = (HERE.parent / "LICENSE").read_text()
 TABLE = yaml.safe_load((HERE / "families.yml").read_text())
 FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
-LENGTH = 24
+LENGTH = 96
+ENDS = ("lm_head.weight", "model.embed_tokens.weight")
 MOVED = 1e-3
 """Smallest effect of a parameter or an option on the logits, relative to their root mean square."""
 
@@ -83,10 +84,10 @@ def _sentencepiece(special: list[str], size: int, has_prefix: bool) -> tokenizer
 
 
 def randomize(model: Any) -> None:
-    """Draw all parameters, so that norms, biases, sinks and clamps have an effect."""
+    """Draw all parameters, so that norms, biases, sinks and clamps have an effect, and layers do not amplify noise."""
     draw, kind = torch.Generator().manual_seed(0), model.config.model_type
     for name, parameter in model.named_parameters():
-        gain = 6 if kind == "gpt_oss" and "gate_up_proj" in name else 1.5
+        gain = 6 if kind == "gpt_oss" and "gate_up_proj" in name else 1.5 if name in ENDS else 0.7
         is_norm, is_vector = name.endswith("norm.weight"), name.endswith(("norm.weight", "bias"))
         scale = 1.0 if name.endswith("sinks") else 0.3 if is_vector else gain / 128**0.5
         offset = 1.0 if is_norm and "gemma" not in kind else 0.0  # Gemma's norms multiply by 1 + weight
@@ -151,6 +152,24 @@ def rewrite_as_mxfp4(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | section, indent=2))
 
 
+def write_published(folder: Path) -> Path:
+    """Write ``FOLDER/published``: the same weights, and the config with the keys of transformers 4 and the hub."""
+    config, out = json.loads((folder / "config.json").read_text()), folder / "published"
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["sliding_window_pattern"], rope = config.pop("_sliding_window_pattern"), rope["full_attention"]
+    config |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype")}
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if config["model_type"] != "gpt_oss":
+        config.pop("layer_types", None)
+    out.mkdir(exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    (out / "model.safetensors").unlink(missing_ok=True)
+    (out / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    return out
+
+
 def write_family(folder: Path) -> None:
     """Write the model that the folder is named after, with its tokenizer, tokens and reference logits."""
     row = FAMILIES[folder.name]
@@ -163,9 +182,11 @@ def write_family(folder: Path) -> None:
         part.save_pretrained(folder)
     if folder.name.endswith("mxfp4"):
         rewrite_as_mxfp4(folder)
-    text = tokenizer(TEXT[2000:2400])["input_ids"][:LENGTH]
+    text = tokenizer(TEXT[2000:3000])["input_ids"][:LENGTH]
     tokens = np.stack([text, np.random.default_rng(0).integers(0, len(tokenizer), LENGTH)]).astype(np.int32)
     reference = logits(load(folder), tokens)
+    if not np.array_equal(reference, logits(load(write_published(folder)), tokens)):
+        raise ValueError(f"{folder.name}: transformers reads another model from the config with published keys")
     check_effects(folder, row.get("others", {}), tokens, reference)
     np.save(folder / "logits.npy", reference)
     np.save(folder / "tokens.npy", tokens)  # written last: a complete folder has it

@@ -7,6 +7,7 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -32,17 +33,20 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
 
     Args:
       source: model to run.
-      inputs: function that replaces the input of a linear layer, of (name of the layer in the checkpoint, input
-        [..., K]); None leaves inputs unchanged.
+      inputs: function that replaces the input of a linear layer, of (name of the layer in the checkpoint, "" for
+        experts; input [..., K]). None leaves inputs unchanged.
     """
-    config = imported_config(source.shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
-    decoder = Decoder(model_config(config, source.shape.vocab_size))
+    shape = source.layout.shape
+    assert shape is not None
+    config = imported_config(shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
+    decoder = Decoder(model_config(config, shape.vocab_size))
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
     params = float_parameters(source, config, placed)
-    located, linears = locate_tensors(config, source.shape).items(), source.shape.linears()
-    modules = {each.path.removesuffix("/kernel"): module for module, each in located}
+    located, linears = locate_tensors(config, shape).items(), source.layout.linears
+    ragged_dot = jax.lax.ragged_dot
+    modules = {each.path.removesuffix("/kernel"): name.removesuffix(".weight") for name, each in located}
 
     def intercept(call: Any, args: tuple[jax.Array, ...], kwargs: Any, context: Any) -> Any:
         module = modules.get("/".join(context.module.path))
@@ -52,7 +56,8 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
         return call(inputs(module, rows).reshape(args[0].shape), **kwargs)
 
     def forward(tokens: jax.Array) -> Any:
-        with nn.intercept_methods(intercept):
+        expert = lambda rows, *rest: ragged_dot(rows if inputs is None else inputs("", rows), *rest)  # noqa: E731
+        with nn.intercept_methods(intercept), mock.patch.object(jax.lax, "ragged_dot", expert):
             return decoder.apply({"params": params}, tokens)
 
     # Rounded inputs run without jit: the compiler would turn a division by a constant into a multiplication.
@@ -81,6 +86,8 @@ def rounded_inputs(folder: HfFolder) -> Inputs | None:
     half = 2 ** (args["num_bits"] - 1) - 0.5 if kind is None else kind.max
 
     def inputs(module: str, x: jax.Array) -> jax.Array:
+        if not module:  # experts, whose inputs transformers leaves in float
+            return x
         stored = {
             end: np.asarray(part, np.float32).reshape(())
             for end, part in folder.tensors(module).items()
@@ -101,6 +108,23 @@ def rounded_inputs(folder: HfFolder) -> Inputs | None:
             else decode_minifloat(encode_minifloat(codes, kind), kind)
         )
         return (codes * scale).reshape(x.shape)
+
+    return inputs
+
+
+def llama_cpp_inputs(kind: str) -> Inputs:
+    """Return the function with which llama.cpp's CPU kernels round the inputs of F16 or Q8_0 weights.
+
+    Source: ``type_traits_cpu`` and ``quantize_row_q8_0`` of ggml.
+    """
+
+    def inputs(module: str, x: jax.Array) -> jax.Array:
+        if kind == "gguf_f16":
+            return x.astype(jnp.float16).astype(jnp.float32)
+        tiles = x.reshape(*x.shape[:-1], -1, 32)
+        amax = jnp.max(jnp.abs(tiles), axis=-1, keepdims=True)
+        codes = jnp.round(tiles * jnp.where(amax > 0, 127 / amax, 0))
+        return (codes * (amax / 127).astype(jnp.float16).astype(jnp.float32)).reshape(x.shape)
 
     return inputs
 
