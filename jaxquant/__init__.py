@@ -87,7 +87,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
             with contextlib.suppress(ImportError):
                 module = importlib.import_module(f"{__name__}.{room}")
                 if name in getattr(module, "__all__", dir(module)):
-                    text += f"; it is {__name__}.{room}.{name}"
+                    text += f"; use {__name__}.{room}.{name}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 

@@ -254,7 +254,7 @@ def serve(prompt: Sequence[str], prompts_file: str | None, **options: Any) -> in
     Exit codes: 0 on success, 1 if a prompt is refused or the output is closed, 2 on an error, 130 after Ctrl-C.
     """
     if bool(prompt) == (prompts_file is not None):
-        raise click.UsageError("Pass either --prompt or --prompts-file")
+        raise click.UsageError("Pass --prompt or --prompts-file, but not both")
     return _commands().serve(prompt, prompts_file, **options)
 
 

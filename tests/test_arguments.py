@@ -52,10 +52,10 @@ def swapped_step(params: Any, quant_state: Any) -> Any:
 
 
 CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
-NO_STATE = r"quant state is (NoneType|list|tuple|Dense); pass the result of init, jaxquant\.state\.split or a gradient"
+NO_STATE = r"must come from init, jaxquant\.state\.split or a gradient, got (NoneType|list|tuple|Dense); for an NNX"
 SWAPPED = r"quant_state and observation are swapped; .*update\(quant_state, observation\)"
-PARTS = r"params has \[.*they are swapped, or one of them is the complete variables; call merge\(params, quant_state"
-WHOLE = r"params is the whole variables dict \(it has a collection 'params'\); save variables"
+PARTS = r"merge\(params, quant_state\) needs the two parts that .*split returns, got params \[.*; convert quant"
+WHOLE = r"params must be the parameters, got a dict with 'params'; pass variables"
 FLAX = {"PLAIN": "Dense", "nn.Dense": "Dense", "nnx_model": "Linear"}
 FIRST = r"{0} takes a Flax module first: jaxquant.{0}\(model, variables, config, .* for NNX; got \("
 WRONG_ORDER = ("float_variables, INT8, X, model=PLAIN", "PLAIN, INT8, float_variables, X", "nn.Dense, nnx_model")
@@ -63,39 +63,39 @@ MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
     "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
     "state.update(quant_state, None)": NO_STATE,
-    "state.update(params, params)": r"quant state has ArrayImpl at 'bias', not tables; .*from_flax",
+    "state.update(params, params)": r"structure that init returns, got ArrayImpl at 'bias'; .*from_flax",
     "state.update([quant_state], observation)": NO_STATE,
     "state.accumulate(quant_state, (observation,))": NO_STATE,
     **{f"state.{each}": NO_STATE for each in ("accumulate(None, observation)", "warm(None)", "warm(MODEL)")},
-    "state.from_flax({}, quant_state)": "the model has quant state '.*', but the checkpoint does not; restore it into",
-    "state.split(MODEL)": "variables are Dense, not the dict of collections that model.init returns",
+    "state.from_flax({}, quant_state)": "the checkpoint has no quant state '.*'; use the model that was saved",
+    "state.split(MODEL)": "variables must be the dict of collections that model.init returns, got Dense",
     **{f"state.merge({each}, quant_state)": PARTS for each in ("variables", "float_variables")},
     **{f"state.merge({each})": PARTS for each in ("quant_state, params", "params, variables", "params, params")},
     "state.merge(params, [quant_state])": NO_STATE,
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
     "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*produces int4",
     "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "produces no quantized kernels",
-    "jaxquant.calibrate(PLAIN, float_variables, FP8, X)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
+    "jaxquant.calibrate(PLAIN, float_variables, FP8, X)": r"got ArrayImpl; pass \[x\] for one input x",
     "jaxquant.calibrate(PLAIN, params, FP8, [X])": "the variables to calibrate have no collection 'params'",
-    "jaxquant.calibrate(MODEL, float_variables, FP8, [X])": "already quantized, .*pass the float model",
+    "jaxquant.calibrate(MODEL, float_variables, FP8, [X])": "already quantized with .*pass the float model",
     **{f"jaxquant.quantize({x}, FP8)": f"got the Flax module {FLAX[x]}; .*maybe_quantize_model" for x in FLAX},
-    "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "Dense itself raised this error, in float, called",
+    "jaxquant.maybe_quantize_model(PLAIN, FP8, float_variables, X)": "The float model Dense raised this error w",
     "PLAIN.apply(served, X)": CONVERTED,
     "X @ jaxquant.quantize(lambda p, x: x @ p, INT8).convert(X.T, {}, X)": CONVERTED,
     "jax.grad(lambda v: serve().apply(v, X).sum())(served8)": "the root layer has a converted kernel, which does not",
-    "jaxquant.maybe_quantize_model(PLAIN, {'quantize_kvcache': True})": "true is not a property of linear layers",
-    "jaxquant.maybe_quantize_model(PLAIN, {'save_quantized_params_path': 'here'})": "'here' is not written while",
+    "jaxquant.maybe_quantize_model(PLAIN, {'quantize_kvcache': True})": "true has no effect in maybe_quantize_mode",
+    "jaxquant.maybe_quantize_model(PLAIN, {'save_quantized_params_path': 'here'})": "'here' has no effect in maybe_q",
     "jaxquant.maybe_quantize_model(loss, INT8)": r"got function; for a function use jaxquant\.quantize$",
-    "jaxquant.describe_layers(nn.Dense, INT8, X)": "got the class Dense; make an instance of it",
+    "jaxquant.describe_layers(nn.Dense, INT8, X)": "got the class Dense; pass an instance of the",
     "jaxquant.describe_layers(loss, '', X)": r"got function; for a function use jaxquant\.quantize\(...\)\.report",
-    "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is already quantized, with 'fp8'; pass the float model",
+    "jaxquant.maybe_quantize_model(MODEL, INT8)": "Dense is already quantized with 'fp8'; pass the float model",
     "jaxquant.maybe_quantize_model(jaxquant.maybe_quantize_model(nnx_model, INT8), FP8)": "Linear is already quantized",
-    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "Linear requires inputs; pass .* 'fp8' gets its quant state",
+    "jaxquant.maybe_quantize_model(nnx_model, FP8)": "needs inputs; pass .*, because recipe 'fp8' needs quant state",
     "jaxquant.maybe_quantize_model(nnx.List([nnx_model]), FP8, X)": "List has no __call__; quantize the module",
     "jaxquant.convert(PLAIN, spoiled, {'quantization': 'fp8_current'}, X)": "has NaN or infinity in its kernel '",
     **{f"jaxquant.{f}({each})": FIRST.format(f) for f in ("convert", "calibrate") for each in WRONG_ORDER},
-    "jaxquant.convert(nnx_model, INT8)": "Linear requires inputs; pass example inputs$",
-    "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "Linear itself raised this error, in float, called with the",
+    "jaxquant.convert(nnx_model, INT8)": "Linear.__call__ needs inputs; pass example inputs$",
+    "jaxquant.describe_layers(nnx_model, '', X[:, :3])": "The float model Linear raised this error with the example",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [])": "calibrate got no batch",
     "jaxquant.calibrate(PLAIN, float_variables, FP8, [X] * 5)": "more than 4 batches for amax_history_length 4",
     "jaxquant.health(loss, loss, X)": r"needs a Linen module or a result of jaxquant\.quantize, got function",
@@ -104,9 +104,9 @@ MISTAKES = {
     "jaxquant.coverage(3)": "coverage needs a function and its arguments, got int",
     "jaxquant.coverage(PLAIN, float_variables, X)": "needs a function and .*got Dense; pass model.apply",
     "jaxquant.coverage(PLAIN.apply, float_variables, X).check()": "^no matmul of this function is quantized",
-    "state.apply_gradients(None, nnx_model, None)": "optimizer is Linear; call",
-    "jaxquant.TrainState": "no attribute 'TrainState'; it is jaxquant.state.TrainState",
-    "jaxquant.save": "it is jaxquant.serving.save",
+    "state.apply_gradients(None, nnx_model, None)": "needs \\(model, optimizer, grads\\), got optimizer Linear",
+    "jaxquant.TrainState": "no attribute 'TrainState'; use jaxquant.state.TrainState",
+    "jaxquant.save": "; use jaxquant.serving.save",
 }
 
 

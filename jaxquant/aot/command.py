@@ -111,7 +111,7 @@ def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
             try:
                 plain = _compile(request, [*request.overrides, *UNQUANTIZED], f"{stem} unquantized")
             except (ValueError, TypeError, NotImplementedError) as error:
-                print(f"no unquantized step to compare with: {error}", file=sys.stderr)
+                print(f"the unquantized step does not compile, so there is no comparison: {error}", file=sys.stderr)
             else:
                 yield plain
         audit.unquantized = plain if audit.outcome.asked else None

@@ -62,7 +62,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     kernel_calls = [jax.export.DisabledSafetyCheck.custom_call(each) for each in _KERNEL_CALLS]
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     if len(meshes) > 1:
-        raise ValueError(f"the shapes are on {len(meshes)} different meshes; pass shardings over one AbstractMesh")
+        raise ValueError(f"the shapes are on {len(meshes)} different meshes; pass shardings over a single AbstractMesh")
     mesh = [
         (name, size, kind.name)
         for each in meshes
@@ -123,7 +123,7 @@ def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's stack trace comes after the error
         raise RuntimeError(
-            f"compiling {request['name']!r} for {request['target']} ended with status {done.returncode}: "
+            f"compilation of {request['name']!r} for {request['target']} failed with exit status {done.returncode}: "
             f"{(errors or lines or ['no message'])[-1]}"
         )
     if "error" in answer:

@@ -88,7 +88,7 @@ def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, lis
             continue
         fits[n] = found.memory["peak"]
         if len(fits) == 2 and len(set(fits.values())) == 1:
-            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; read batch_size in --program")
+            raise ValueError(f"--largest-batch: the step ignores batch_size {n * unit}; use batch_size in --program")
     return max(fits, default=0) * unit, rows
 
 

@@ -87,7 +87,7 @@ def compare(requested: HloStep, emitted: HloStep, devices: int = 1) -> Outcome:
                 merged.append(f"{path} → {locate(host)[0]}")
             elif wider is not None:
                 wider[1] -= work
-                fell_back.append(f"{path}: fell back or unexplained, {wider[0].dtypes}")
+                fell_back.append(f"{path}: probably fell back to {wider[0].dtypes}")
             else:
                 removed.append(path)
     return Outcome({path: len(works) for path, works in wanted.items()}, fell_back, merged, removed)

@@ -25,7 +25,7 @@ def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
     build = getattr(importlib.import_module(module), function, None)
     if build is None:
         raise ValueError(
-            f"--program {program!r} is not of the form MODULE:FUNCTION, or {module} has no function {function!r}; "
-            "pass the function that builds the step"
+            f"--program {program!r} must be MODULE:FUNCTION, but module {module!r} has no function {function!r}; pass "
+            "the function that builds the step"
         )
     return build

@@ -264,7 +264,7 @@ def verdict(audit: Audit) -> str:
         )
     removed, merged = len(audit.outcome.removed), len(audit.outcome.merged)
     share = f"{total - removed} of {total}" if removed else f"All {total}"
-    ends = [f"{merged} inside another"] if merged else []
+    ends = [f"{merged} inside another matmul"] if merged else []
     ends += [f"{removed} unused and removed"] if removed else []
     return f"{share} matmuls requested in 8 bits run in 8 bits{': ' if ends else ''}{', '.join(ends)}."
 

@@ -65,8 +65,8 @@ def require_compiler(chip: Chip, *more: str) -> None:
         for found in importlib.metadata.Distribution.discover(name=package):
             if found.version != wanted:
                 raise RuntimeError(
-                    f"target {_name(chip)!r} needs {package} of the same version as jaxlib, which is {wanted}, got "
-                    f"{found.version}; run pip install {package}=={wanted}"
+                    f"target {_name(chip)!r} needs {package} {wanted} for jaxlib {wanted}, but {package} "
+                    f"{found.version} is installed; run pip install {package}=={wanted}"
                 )
 
 

@@ -20,7 +20,7 @@ from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
 from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
 from jaxquant.core.recipe import Recipe
-from jaxquant.trace.decisions import structural_exclusion, unsupported_reason
+from jaxquant.trace.decisions import head_hint, structural_exclusion, unsupported_reason
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 from jaxquant.trace.reach import NOT_FLOAT
@@ -203,7 +203,8 @@ class _Decider:
                 # A layer that is already quantized is not excluded, because it may have been quantized in a trace of
                 # only a part of the step, without the reason for the exclusion.
                 excluded = self._exclusion(forward, recipe)
-            recipe, reason = (None, excluded) if excluded else (recipe, reason)
+            hint = head_hint(self.analysis, self.sites[forward.path], self.resolver.switches)
+            recipe, reason = (None, excluded) if excluded else (recipe, reason + hint)
         expected = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
         return _Decision(expected, _describe_reason(recipe and recipe.name, reason))
 

@@ -233,7 +233,7 @@ def _tap_model(model: nn.Module, loss: Callable[..., Array], *example_inputs: An
 
     monitor = Monitor(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
     if not monitor.rows:
-        raise ValueError(f"{type(model).__name__} has no linear layer to measure; pass a model with at least one")
+        raise ValueError(f"{type(model).__name__} has no linear layer to measure; pass a model with a linear layer")
     return monitor
 
 
@@ -279,7 +279,7 @@ class _Taps:
             if site.is_replaceable and site.recipe is None and site.key in self.probes:
                 site.recipe = _FLOAT_RECIPE
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
-            raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs that use it")
+            raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs of the layer")
         states = decisions.read_states(plan, layers, self.engine.hooks)
         given = {key: state | {HEALTH: {PROBE: self.probes[key]}} for key, state in states.items()}
         return Rewriter(functools.partial(_run_tapped, self.engine.backend)).evaluate(plan, consts, args, given, None)

@@ -162,13 +162,13 @@ class Coverage(Tabular):
         """
         if unknown := [name for name in without if name not in self.missing]:
             raise ValueError(
-                f"without has {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
+                f"without has {unknown[0]!r}, which is not missing; missing: {', '.join(self.missing) or 'none'}"
             )
         if faults := (*self.state_faults, *self.faults):
             raise ValueError(faults[0])
         wrong = [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
         missing = [name for name in self.missing if name not in without]
-        wrong += [f"{name}: the config quantizes this matmul, but the program has none" for name in missing]
+        wrong += [f"{name}: this matmul of the config is not in the program" for name in missing]
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise ValueError(

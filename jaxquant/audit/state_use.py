@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
 from jaxquant.audit.scales import Origin
+from jaxquant.core.paths import layer_name
 from jaxquant.core.quant_state import BINS, HISTORY
 from jaxquant.state.table import is_field
 from jaxquant.state.watch import FROZEN_MARK
@@ -66,27 +67,27 @@ def check_state(program: Graph, labeled: Sequence[LabeledContraction]) -> StateU
     if touched := next(_find_summed(reached, histories, program.observed), None):
         faults.append(
             f"quant state {'/'.join(touched.name)!r} is added to or multiplied, as by an optimizer, a decay or an "
-            "average of all variables; apply these to parameters only (jaxquant.state.split), or use "
-            "jaxquant.state.TrainState or Optimizer"
+            "average of all variables; first remove the quant state with jaxquant.state.split, or use "
+            "jaxquant.state.TrainState or jaxquant.state.Optimizer"
         )
     readers = _map_readers(ancestors(program.outputs))
     if lost := next(_find_overwritten(program, histories, readers, labeled), None):
         beside = {each.name[-1] for each in program.inputs if each.name[:-1] == lost.name[:-1]}
-        fix = "use jaxquant.state.TrainState or Optimizer, or pass the observations to jaxquant.state.update"
+        fix = "use TrainState or Optimizer of jaxquant.state, or pass the observations to jaxquant.state.update"
         faults.append(
             f"quant state {'/'.join(lost.name)!r} is overwritten with the sum or a multiple of the observations of "
             "several uses, micro-batches or devices, as by flax's TrainState; "
-            + (fix if BINS in beside else "amax_init 'flax' supports only one use")
+            + (fix if BINS in beside else "set amax_init to 'warmup', because 'flax' supports a single use of a layer")
         )
     if any(_find_nonlinear(readers, program.observed)):
         faults.append(
             "observations of quant state are squared, used as a divisor or passed to a function, as by "
-            "optax.global_norm, clipping or an optimizer of all gradients; use jaxquant.state.split(grads)[0] for "
-            "these, or use jaxquant.state.TrainState or Optimizer"
+            "optax.global_norm, clipping or an optimizer of all gradients; pass only jaxquant.state.split(grads)[0] "
+            "to the function, or use jaxquant.state.TrainState or jaxquant.state.Optimizer"
         )
     for path in dict.fromkeys(path for each in histories if each not in rolled for path in layers.get(each, ())):
         faults.append(
-            f"{path}: it is differentiated but its quant state does not advance; pass the observations to "
+            f"{layer_name(path)} is differentiated, but its quant state does not advance; pass the observations to "
             "jaxquant.state.update, TrainState, Optimizer or apply_gradients, or use jaxquant.state.frozen()"
         )
     return StateUse(tuple(faults), tuple(frozen))

@@ -21,13 +21,14 @@ def require(row: BackendRow) -> None:
       ImportError: the library is missing, or older than the oldest version that passes the tests.
     """
     (oldest, newest), package = row.tested, row.package
-    fix = f"pip install '{package}>={oldest}', or set quant_backend: native"
+    fix = f"run pip install '{package}>={oldest}', or set quant_backend: native"
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"{package} is not installed, but {row.title} runs this config's recipe; {fix}") from None
+        raise ImportError(f"quant_backend {row.title} needs {package}, which is not installed; {fix}") from None
     first, version, last = ([*map(int, re.findall(r"\d+", text)[:3])] for text in (oldest, found, newest))
     if version < first:
-        raise ImportError(f"{package} {found} is too old; {row.title} needs {oldest} or newer; {fix}")
+        raise ImportError(f"quant_backend {row.title} needs {package} {oldest} or newer, got {found}; {fix}")
     if version > last:
-        warnings.warn(f"{row.title} was tested with {package} up to {newest}, not with {found}", stacklevel=2)
+        fix = f"if results differ, run pip install '{package}<={newest}'"
+        warnings.warn(f"jaxquant is tested with {package} up to {newest}, got {found}; {fix}", stacklevel=2)

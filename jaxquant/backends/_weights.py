@@ -29,8 +29,8 @@ def check_converted(path: str, found: str, reader: str, needed: str) -> None:
     """
     if found != needed:
         raise ValueError(
-            f"{layer_name(path)} has a converted kernel of {found}, but {reader} needs {needed}; use the recipe "
-            "that the kernel was converted with"
+            f"{layer_name(path)} has a converted kernel of {found}, but recipe {reader} needs {needed}; use the config "
+            "that converted the parameters"
         )
 
 
@@ -42,8 +42,8 @@ def uncalibrated_error(path: str, recipe: Recipe) -> ValueError:
       recipe: recipe of the layer.
     """
     return ValueError(
-        f"{layer_name(path)} has no amax history of its input, and {recipe.name!r} needs one for a static scale; train "
-        "the model, or calibrate it with jaxquant.calibrate"
+        f"recipe {recipe.name!r} needs the amax history of the input of {layer_name(path)} for a static scale, but the "
+        "history is empty; train the model, or call jaxquant.calibrate"
     )
 
 
@@ -78,8 +78,8 @@ def fill_missing_input_scales(path: str, recipe: Recipe, scale: Any, stacked: Co
     if absent:
         names = ", ".join(str(index[0] if len(index) == 1 else index) for index in absent)
         warnings.warn(
-            f"kernels {names} of {layer_name(path)} have no amax history of their input, as for experts without rows; "
-            f"their static scale for {recipe.name!r} is the largest scale of the other kernels",
+            f"experts {names} of {layer_name(path)} received no tokens, so recipe {recipe.name!r} uses the largest "
+            "input scale of the other experts; calibrate on more batches for exact scales",
             stacklevel=3,
         )
     return filled if isinstance(scale, jax.Array) else np.asarray(filled)

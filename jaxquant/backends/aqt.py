@@ -107,7 +107,7 @@ class AqtBackend(LibraryBackend):
 
     honours = HONOURS
     dtype_faults = {  # noqa: RUF012
-        "float16": "casts sums to float16 before it applies their scales, so that they overflow",
+        "float16": "overflows with float16 operands, because sums are cast to float16 before scaling",
         "float64": "does not support float64 operands",
     }
     translate, contract_float = staticmethod(to_aqt), staticmethod(_dot)

@@ -70,7 +70,7 @@ class _Blocked(aqt_dot_general.DotGeneralRaw):
         if axes and lhs.shape[axes[0]] % self.count:
             raise ValueError(
                 f"quantization_local_shard_count {self.count} of {self.recipe_name!r} must divide the first "
-                f"contraction axis of the weight gradient, of size {lhs.shape[axes[0]]}; use a divisor of the size or 0"
+                f"contraction axis of the weight gradient, of size {lhs.shape[axes[0]]}; use a divisor, or 0"
             )
         return aqt_dot_general.DotGeneralRaw.__call__(self, lhs, rhs, lhs_qt, rhs_qt, dimension_numbers)
 
@@ -84,14 +84,14 @@ _refuse = functools.partial(refuse, "AQT")
 def _dtype(field: FieldValue) -> Gap | None:
     if field.value in _FP8 or element(field.value).kind == "int":
         return None
-    return Gap(f"element type {field.value}", "use quant_backend 'native' or 'qwix'")
+    return Gap(f"dtype {field.value}", "use quant_backend 'native' or 'qwix'")
 
 
 def _granularity(field: FieldValue) -> Gap | None:
     if field.value == "per_tile" and not field.place.startswith("fwd"):
         return Gap("tiles in a backward matmul")
     if field.value == "per_tile" and field.spec.tiling != "each_axis":
-        return Gap("tiles that nest along several axes", "use tiling 'each_axis', or quant_backend 'native'")
+        return Gap("tiling 'nested'", "use tiling 'each_axis', or quant_backend 'native'")
     return only("per_tensor", "per_tile")(field)
 
 
@@ -109,7 +109,7 @@ def _rounding(field: FieldValue) -> Gap | None:
 
 
 def _scaling(field: FieldValue) -> Gap | None:
-    return Gap("delayed scaling that trains as a state") if field.value == "delayed" else Gap()
+    return Gap("delayed scaling") if field.value == "delayed" else Gap()
 
 
 def _shards(field: FieldValue) -> Gap | None:
@@ -119,7 +119,7 @@ def _shards(field: FieldValue) -> Gap | None:
 HONOURS: Honours = {
     Recipe: {
         "name": any_value,
-        "delayed": lambda field: Gap("delayed scaling that trains as a state", place="fwd_rhs"),
+        "delayed": lambda field: Gap("delayed scaling", place="fwd_rhs"),
         "sparsity": lambda field: Gap("N:M sparsity", place="fwd_rhs"),
     },
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": any_value, "shards": _shards},
@@ -180,7 +180,7 @@ def _quantizer(spec: TensorSpec) -> aqt_quantizer.Quantizer:
 def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_quantizer.Quantizer:
     """Return a quantizer with a scale of exactly 1 for the forward's qvalues, or an empty one if other is float."""
     if not isinstance(spec, TensorSpec) or spec.granularity == "per_tile":
-        raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "set a separate spec")
+        raise _refuse(recipe, place, "reuse of a float or tiled forward tensor", "set a separate TensorSpec")
     if other is None:
         return aqt_quantizer.quantizer_make(None, initialize_calibration=False)
     whole = _quantizer(TensorSpec(spec.dtype))
@@ -241,20 +241,20 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
         matmul: MatmulSpec = getattr(recipe, name)
         operands = [getattr(matmul, side) for side in places]
         if name != "fwd" and tile is not None and any(operands):
-            raise _refuse(recipe, f"{name}_{places[0]}", "quantized backward of a tiled forward", NATIVE_INSTEAD)
+            raise _refuse(recipe, f"{name}_{places[0]}", "quantized dlhs or drhs with a tiled fwd", NATIVE_INSTEAD)
         dtypes: list[str | None] = []
         for ours, theirs, spec in zip(places, ("lhs", "rhs"), operands, strict=True):
             place, other = f"{name}_{ours}", operands[1 if theirs == "lhs" else 0]
             source = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             if spec == FORWARD:
                 if theirs == "lhs" or name == "fwd":
-                    raise _refuse(recipe, place, "forward tensor to reuse there", "set a separate spec")
+                    raise _refuse(recipe, place, "reuse of a forward tensor", "set a separate TensorSpec")
                 setattr(raw.dg_quantizer, theirs, _reused(recipe, place, source, other))
                 raw.rhs.use_fwd_quant = True
                 spec = None if other is None else source
             elif isinstance(spec, TensorSpec):
                 if spec.granularity == "per_tensor" and matmul.shards > 1:
-                    raise _refuse(recipe, place, "per-tensor scale within shards", "use per_channel or one shard")
+                    raise _refuse(recipe, place, "per-tensor scales in shards", "use per_channel, or shards 1")
                 setattr(raw.dg_quantizer, theirs, _quantizer(spec))
             dtypes.append(spec.dtype if isinstance(spec, TensorSpec) else None)
         raw.dg_accumulator_dtype = _accumulator(recipe, f"{name}_lhs", matmul.accumulator, dtypes)

@@ -99,8 +99,8 @@ class Backend:
           is_split: whether a ``jax.shard_map`` splits the experts of the contraction over devices.
         """
         if is_split:
-            return f"{self.row.title} does not support experts that a shard_map splits; {NATIVE_INSTEAD}"
-        return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
+            return f"{self.row.title} does not support experts that jax.shard_map splits; {NATIVE_INSTEAD}"
+        return "" if operation == "dot_general" else f"{self.row.title} does not support {operation}; {NATIVE_INSTEAD}"
 
     def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
         """Return the backend that computes a contraction: this one, or native if only native supports the contraction.
@@ -221,7 +221,7 @@ class LibraryBackend(Backend):
     def missing_in_library(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Return the reason why the library itself cannot run an operation with a recipe, or "" if it can."""
         if dtype in self.dtype_faults:
-            return f"{self.row.title} {self.dtype_faults[dtype]}; {NATIVE_INSTEAD}, or bfloat16"
+            return f"{self.row.title} {self.dtype_faults[dtype]}; {NATIVE_INSTEAD}, or cast to bfloat16"
         return super().unsupported(operation, recipe, dtype, is_split)
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:

@@ -54,7 +54,7 @@ class Gap:
     """A missing capability of a backend.
 
     Attributes:
-      missing: end of the sentence "AQT has no …", or "" for the name and value of the field.
+      missing: object of the sentence "AQT does not support …", or "" for the name and value of the field.
       instead: alternative for the user.
       place: operand for the error, or "" for the operand of the field.
     """
@@ -84,11 +84,11 @@ def refuse(title: str, recipe: Recipe, place: str, missing: str, instead: str = 
       title: name of the backend in errors.
       recipe: recipe with the unsupported field.
       place: operand ("fwd_lhs") or matmul ("fwd"), or "" for the recipe itself.
-      missing: end of the sentence "AQT has no …".
+      missing: object of the sentence "AQT does not support …".
       instead: alternative for the user.
     """
-    kind = "" if not place else f" operand {place}" if "_" in place else f" matmul {place}"
-    return NotImplementedError(f"recipe {recipe.name!r}{kind}: {title} has no {missing}; {instead}")
+    at = f" in {place}" if place else ""
+    return NotImplementedError(f"{title} does not support {missing}, which recipe {recipe.name!r} has{at}; {instead}")
 
 
 def check_honoured(title: str, honours: Honours, recipe: Recipe) -> None:

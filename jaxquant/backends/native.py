@@ -47,7 +47,7 @@ class NativeBackend(Backend):
         """Return the reason why an operation cannot run a recipe; see ``Backend.unsupported``."""
         explain = _UNSUPPORTED.get(operation)
         why = "" if explain is None else explain(recipe)
-        return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
+        return why and f"{operation} does not support recipe {recipe.name!r} ({why}); use another recipe"
 
     def contract(self, lhs: Array, rhs: Weight, setup: Setup, group_sizes: Array | None = None) -> Array:
         """Run the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""

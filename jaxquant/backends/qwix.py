@@ -146,7 +146,7 @@ class QwixBackend(LibraryBackend):
     """Qwix's rules on a module of one matmul, and its op on converted kernels."""
 
     honours = HONOURS
-    dtype_faults = {"float16": "replaces scales below 0.008 by 1 in float16, and most weights by zeros"}  # noqa: RUF012
+    dtype_faults = {"float16": "rounds most weights to zero in float16, because scales below 0.008 become 1"}  # noqa: RUF012
     translate, contract_float = staticmethod(to_qwix), staticmethod(_train)
     contract_converted, convert_weight = staticmethod(_serve), staticmethod(_convert)
 
@@ -168,8 +168,8 @@ class QwixBackend(LibraryBackend):
         if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS:
             return self._contract_wide(lhs, rhs, setup)
         if platform_of(lhs) == "gpu" and "float4_e2m1fn" in dtypes:
-            what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
-            raise refuse("Qwix", setup.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
+            what = f"matmuls of float4_e2m1fn on {device_kind_of(lhs)}"
+            raise refuse("Qwix", setup.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies float4_e2m1fn as e4m3")
         return super().contract(lhs, rhs, setup, group_sizes)
 
     def _contract_wide(self, lhs: Array, rhs: Array | QTensor, setup: Setup) -> Array:

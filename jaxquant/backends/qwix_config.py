@@ -26,9 +26,9 @@ def _granularity(field: FieldValue) -> Gap | None:
 def _calibration(field: FieldValue) -> Gap | None:
     method = field.spec.calibration
     if method.method == "fixed" and field.spec.granularity != "per_tensor":
-        return Gap("fixed range per channel")
+        return Gap("a fixed range per channel")
     if not method.is_symmetric and (not field.place.startswith("fwd") or _has_quantized_backward(field.recipe)):
-        return Gap(f"asymmetric calibration {method} together with a quantized backward matmul")
+        return Gap(f"calibration {method} with a quantized backward matmul")
     return only("minmax", "rms", "fixed")(field)
 
 
@@ -49,7 +49,7 @@ def _accumulator(field: FieldValue) -> Gap | None:
     integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
     if field.value == "int32" and integers:
         return None
-    return Gap(f"choice of the accumulator (here {field.value})", place=f"{field.place}_lhs")
+    return Gap(f"accumulator {field.value}", place=f"{field.place}_lhs")
 
 
 def _shards(field: FieldValue) -> Gap | None:
@@ -100,7 +100,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     """
     check_honoured("Qwix", HONOURS, recipe)
     if recipe.fwd.rhs is None:
-        raise _refuse(recipe, "fwd_rhs", "recipe with a float weight")
+        raise _refuse(recipe, "fwd_rhs", "a float weight")
     act, weight = recipe.fwd.lhs, recipe.fwd.rhs
     assert isinstance(weight, TensorSpec)
     assert act is None or isinstance(act, TensorSpec)
@@ -117,12 +117,12 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     reuses = {name: spec == FORWARD for name, spec in residuals.items()}
     if len(set(reuses.values())) != 1:
         place = "drhs_lhs" if reuses["dlhs"] else "dlhs_rhs"
-        raise _refuse(recipe, place, "backward matmul that reuses the forward's tensor next to one that does not")
+        raise _refuse(recipe, place, "reuse of a forward tensor in only one of dlhs and drhs")
     grads = {"dlhs": recipe.dlhs.lhs, "drhs": recipe.drhs.rhs}
     for name, grad in grads.items():
         if not isinstance(grad, TensorSpec) and residuals[name] is not None:
             raise _refuse(
-                recipe, f"{name}_{'lhs' if name == 'dlhs' else 'rhs'}", "float gradient by a quantized tensor"
+                recipe, f"{name}_{'lhs' if name == 'dlhs' else 'rhs'}", "a float gradient times a quantized tensor"
             )
     first = next(grad for grad in grads.values() if isinstance(grad, TensorSpec))
     rule["bwd_qtype"] = _dtype(first)

@@ -179,7 +179,7 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
             found[-1]["× bf16"] = f"{plain / found[-1]['us']:.2f}"
     if not found:
         known = ", ".join(entry.name for entry in ENTRIES)
-        raise ValueError(f"no row has a name with {' or '.join(map(repr, names))}; use one of {known}")
+        raise ValueError(f"--only {' and '.join(map(repr, names))} matches no row; use one of {known}")
     return found
 
 

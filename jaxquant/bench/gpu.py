@@ -92,7 +92,7 @@ class Part:
             began = time.perf_counter()
             try:
                 if ready and began > last:
-                    raise TimeoutError("not compiled in the part's time")
+                    raise TimeoutError("not compiled within the time limit")
                 ready[name] = made()
                 for call in ready[name].calls.values():
                     seconds(call)
@@ -237,10 +237,10 @@ def kernels(part: Part) -> None:
         wrong += str(row["note"]).startswith("WRONG")
         part.write(f"{row.pop('kernel')} {row.pop('case')}", row)
         if time.perf_counter() > part.until:
-            part.write("rest", {"error": "not reached in the part's time"})
+            part.write("rest", {"error": "not reached within the time limit"})
             break
     if wrong:
-        raise ValueError(f"{wrong} cases differ from their references")
+        raise ValueError(f"{wrong} kernel cases differ from their references; see the rows with the note WRONG")
 
 
 PARTS: dict[str, tuple[Callable[[Part], None], int]] = {

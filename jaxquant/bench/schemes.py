@@ -63,7 +63,7 @@ def schemes(strings: Sequence[str], backends: Sequence[str]) -> list[Scheme]:
             if not backends or backend in backends or ("auto" in backends and backend == row.auto):
                 found.append(Scheme(string, backend, also))
     if not found:
-        raise ValueError(f"--string {strings} and --backend {backends} have no scheme in common; change one of them")
+        raise ValueError(f"no --string of {strings} runs on a --backend of {backends}; change --string or --backend")
     return found
 
 

@@ -70,7 +70,7 @@ def compare(trials: Mapping[str, Trial], record: Path, steps: int, only: Sequenc
                 }
             )
     if not rows:
-        raise ValueError(f"{record} has no pair of a scheme and its base to compare; train {trials[only[0]].base!r}")
+        raise ValueError(f"{record} has no scheme and base scheme with the same seed; train {trials[only[0]].base!r}")
     return rows
 
 

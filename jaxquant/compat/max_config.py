@@ -112,7 +112,7 @@ class QuantConfig:
             return jax.ShapeDtypeStruct((rows, math.ceil(depth / 32)), jnp.float8_e8m0fnu)
         if self.input_scale is not None and self.input_scale.block_size == (1, 128):
             return jax.ShapeDtypeStruct((math.ceil(depth / 128), rows), jnp.float32)
-        raise ValueError("Can not determine the quantized scales type")
+        raise ValueError("Can not determine the quantized scales type; use NVFP4, MXFP4 or tiles of 1×128")
 
 
 Float8Config = QuantConfig
@@ -125,7 +125,7 @@ def _granularity(scale: InputScaleSpec | WeightScaleSpec, whole_rows: ScaleGranu
         return 1, -1
     if scale.is_tensor:
         return -1, -1
-    raise ValueError(f"unsupported {side} scale granularity")
+    raise ValueError(f"unsupported {side} scale granularity {scale.granularity}")
 
 
 def fp4_packed_k(in_dim: int, config: QuantConfig | None) -> int:
@@ -158,8 +158,8 @@ def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.A
     rows, columns = math.ceil(shape[0] / _SCALE_ROWS), math.ceil(shape[1] / _SCALE_COLUMNS)
     if interleaved.size != rows * columns * _SCALE_ROWS * _SCALE_COLUMNS:
         raise ValueError(
-            f"interleaved scales of shape {interleaved.shape} do not match scales of shape {shape}, which require "
-            f"{(rows, columns, 32, 4, 4)}"
+            f"interleaved scales of shape {interleaved.shape} do not match scales of shape {shape}; pass "
+            f"interleaved scales of shape {(rows, columns, 32, 4, 4)}"
         )
     blocks = interleaved.reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
     flat = blocks.reshape(rows * _SCALE_ROWS, columns * _SCALE_COLUMNS)

@@ -76,5 +76,5 @@ class QuantizationEncoding(enum.Enum):
         if data.dtype != jnp.uint8:
             raise TypeError(f"{self.name} blocks must be uint8, got {data.dtype.name}; view the bytes as uint8")
         if data.ndim == 0 or data.shape[-1] % size:
-            raise ValueError(f"the last axis of shape {data.shape} must be a multiple of the block size {size}")
+            raise ValueError(f"the last axis of data {data.shape} must be a multiple of the block size {size}")
         return self._codec.decode({"blocks": data})

@@ -21,12 +21,13 @@ from jaxquant.export.hf.spec import (
     WeightScaleSpec,
 )
 from jaxquant.export.hf.tensors import TensorInfo, dtype_name, read_tensors
-from jaxquant.export.llama import ATTENTION, MLP
 
 MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
+_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
-_ONE_SCHEME = "a QuantConfig has one; use jaxquant.export.hf.read_quantization, which returns a spec for every layer"
+_ONE_SCHEME = "a QuantConfig has a single scheme; use jaxquant.export.hf.read_quantization, which reads all schemes"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
 
 
@@ -120,29 +121,28 @@ def _check_max_limits(section: Section, method: str, tensors: Mapping[str, Tenso
     """Raise for configs that jaxquant can read but MAX's kernels do not support."""
     if method == "fp8" and section.has("weight_block_size"):
         if section.text("activation_scheme", "") != "dynamic" and section.has("activation_scheme"):
-            raise ValueError(f"{section.where('activation_scheme')}: activation_scheme must be dynamic")
+            raise ValueError(f"{section.where('activation_scheme')} must be dynamic")
         if section.pair("weight_block_size") != (128, 128):
             raise ValueError(
-                f"{section.where('weight_block_size')}: weight_block_size must be [128, 128], "
-                f"got {section.data['weight_block_size']}"
+                f"{section.where('weight_block_size')} must be [128, 128], got {section.data['weight_block_size']}"
             )
     if method == "fbgemm_fp8":
         scales = [info for name, info in tensors.items() if "weight_scale" in name]
         if not scales:
-            raise ValueError("could not find weight scale dtype for FBGEMM FP8 quantized weights")
+            raise ValueError("could not find weight scale dtype for FBGEMM FP8: state_dict has no weight_scale")
         if len({info.dtype for info in scales}) > 1 or any(info.shape[1:] != (1,) for info in scales):
             raise ValueError(
                 "only row-wise weight quantization with uniform weight scale dtype is supported for FBGEMM FP8"
             )
     if method == "fp8" and not any("weight_scale" in name for name in tensors):
-        raise ValueError("could not find weight scale dtype for FP8 quantized weights")
+        raise ValueError("could not find weight scale dtype for FP8: state_dict has no weight_scale")
 
 
 def _read_layers(config: Mapping[str, Any]) -> int:
     for section in (Section(config, ""), Section(config, "").section("text_config")):
         if section.has("num_hidden_layers"):
             return section.integer("num_hidden_layers", most=MAX_LAYERS)
-    raise ValueError("num_hidden_layers must be specified")
+    raise ValueError("num_hidden_layers must be specified in huggingface_config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +156,8 @@ class _ConfigBuilder:
         spec = self._select_spec(dtype)
         format, weight = self._select_format(spec), self._weight_scale(spec)
         inputs = self._input_scale(spec, format)
-        mlp = self._quantized_layers(layers, MLP, "MLPs", spec)
-        attention = self._quantized_layers(layers, ATTENTION, "attention QKV and output projections", spec)
+        mlp = self._quantized_layers(layers, _MLP, "MLPs", spec)
+        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections", spec)
         for index in mlp:  # raises if experts have another scheme
             self._is_quantized(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
@@ -178,7 +178,7 @@ class _ConfigBuilder:
     def _select_spec(self, dtype: str) -> LayerSpec:
         specs = self.quantization.specs
         if not specs:
-            raise ValueError(f"the {self.quantization.method} config quantizes no layer; load it in float")
+            raise ValueError(f"the {self.quantization.method} config quantizes no layer; load the model in float")
         if len(specs) > 1:  # a QuantConfig has one scheme: select by dtype
             specs = [spec for spec in specs if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
         if len(specs) != 1:
@@ -198,8 +198,8 @@ class _ConfigBuilder:
             return QuantFormat.INT8_W8A8
         if not weight.dtype.startswith("float8"):
             raise ValueError(
-                f"{weight.dtype} weights have no QuantConfig; use jaxquant.export.hf.read_quantization, "
-                "which reads every scheme"
+                f"a QuantConfig does not support {weight.dtype} weights; use jaxquant.export.hf.read_quantization, "
+                "which reads all schemes"
             )
         of_methods = {"compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8, "modelopt": QuantFormat.MODELOPT_FP8}
         return of_methods.get(method, QuantFormat.BLOCKSCALED_FP8 if weight.is_block else QuantFormat.FBGEMM_FP8)
@@ -257,7 +257,7 @@ class _ConfigBuilder:
         """
         own = self.quantization.spec(self.ignored_prefix + name)
         if own not in (None, spec):
-            raise ValueError(f"{name} has {own.weight.dtype} weights, others have {spec.weight.dtype}; {_ONE_SCHEME}")
+            raise ValueError(f"{name} has {own.weight.dtype} weights, other layers {spec.weight.dtype}; {_ONE_SCHEME}")
         return own is not None
 
     def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
@@ -267,7 +267,7 @@ class _ConfigBuilder:
             if floats and len(floats) < len(parts):
                 raise ValueError(
                     f"float8 quantization currently assumes uniform quantization for {word}; "
-                    f"layer {index} leaves out {', '.join(floats)}"
+                    f"layer {index} does not quantize {', '.join(floats)}"
                 )
             if not floats:
                 chosen.add(index)
@@ -283,7 +283,7 @@ class _ConfigBuilder:
         named = [rule for rule in self.quantization.rules if rule.spec is None and "never" not in rule.origin]
         heads = {f"{prefix}lm_head" for prefix in ("", self.prefix, self.ignored_prefix)}
         if any(rule.matches(head) for rule in named for head in heads):
-            raise ValueError("cannot determine original type from checkpoint: lm_head is excluded and has no tensor")
+            raise ValueError("cannot determine original type from checkpoint: state_dict has no lm_head.weight")
         return "float8_e4m3fn"
 
     def _bias_dtype(self) -> str | None:

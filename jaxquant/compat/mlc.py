@@ -123,8 +123,8 @@ def static_activation_group_quant_fp8(
     check_float("static_activation_group_quant_fp8", x=x)
     block = block_shape(x.shape, _tile_spec(dtype, group_size), (x.ndim - 1,))
     scale = broadcast_activation_scale(x, activation_scale)
-    if scale.shape[-1] != scale_shape(x.shape, block)[-1]:
-        raise ValueError(f"activation_scale has {activation_scale.size} scales; x {x.shape} has groups of {group_size}")
+    if scale.shape[-1] != (groups := scale_shape(x.shape, block)[-1]):
+        raise ValueError(f"x has {groups} groups of {group_size}, but activation_scale has {activation_scale.size}")
     return _cast(x, dtype, scale, block)
 
 
@@ -225,7 +225,7 @@ def block_scale_experts(
         # Small integer types cannot represent the number of experts.
         chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
-            raise ValueError(f"indptr {indptr.shape} has one token; x needs 1 or {chosen.size} rows, got {x.shape[0]}")
+            raise ValueError(f"indptr {indptr.shape} must be [1, k] for x with 1 or k rows, got {x.shape[0]} rows")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # negative indices do not count from the end
         kernel = _make_kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         kernel = kernel.replace(lambda _, part: jnp.take(part, chosen, axis=0))
@@ -247,7 +247,7 @@ def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
     """
     if indptr.shape not in ((experts,), (experts + 1,)):
         raise ValueError(
-            f"indptr has shape {indptr.shape}; for {experts} experts it must be ({experts},) or ({experts + 1},)"
+            f"indptr has shape {indptr.shape}; for {experts} experts the shape must be ({experts},) or ({experts + 1},)"
         )
     ends = jnp.asarray(indptr).astype(jnp.int32)
     return jnp.diff(ends, prepend=0) if indptr.shape[0] == experts else jnp.diff(ends)
@@ -297,15 +297,15 @@ def split_kv_b_proj(
     rank, head = weight.shape[1], qk_nope_head_dim + v_head_dim
     if weight.shape[0] != num_heads * head:
         raise ValueError(
-            f"kv_b_proj has {weight.shape[0]} rows, not num_heads {num_heads} times qk_nope_head_dim "
-            f"{qk_nope_head_dim} + v_head_dim {v_head_dim}"
+            f"kv_b_proj has {weight.shape[0]} rows, not num_heads {num_heads} times (qk_nope_head_dim "
+            f"{qk_nope_head_dim} + v_head_dim {v_head_dim})"
         )
     sizes = {"qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim, "kv_lora_rank": rank}
     for (name, size), step in zip(sizes.items(), (block_size[0], block_size[0], block_size[1]), strict=True):
         if size % step:
             raise ValueError(
                 f"{name} {size} is not a multiple of {step} (kv_b_proj has blocks of {block_size}), so w_uk and w_uv "
-                "would share scales; multiply by kv_b_proj without splitting it"
+                "would share scales; multiply by kv_b_proj without split_kv_b_proj"
             )
     tensor = _make_kernel(weight, weight_scale_inv, block_size, "bfloat16").operand
 

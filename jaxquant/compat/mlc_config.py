@@ -37,7 +37,7 @@ def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = (
         raise TypeError(f"no_quantization must be a list of modules, got {no_quantization!r}")
     marked = [module for module in no_quantization if f"{name}.".startswith(f"{module}.")]
     if marked:
-        return f"below {marked[0]!r}, which has no_quantization"
+        return f"inside {marked[0]!r}, which is marked no_quantization"
     if name in HEAD_NAMES:
         return "output head"
     return ROUTER_ORIGIN if name.endswith(ROUTER_SUFFIX) and out_features <= MAX_ROUTER_OUTPUTS else ""
@@ -67,7 +67,7 @@ def quant_config(
     served, trained = to_recipe(spec, "mlc").fwd, made.recipe()
     if trained is None or (served.lhs, served.rhs) != (trained.fwd.lhs, trained.fwd.rhs):
         raise NotImplementedError(
-            f"weight_dtype {spec.weight.dtype}, weight_block_size {spec.weight.block_size} and use_activation_scale "
-            f"{spec.has_static_input} can only be served; fp8_block trains with float8_e4m3fn, (128, 128) and False"
+            f"training does not support weight_dtype {spec.weight.dtype}, weight_block_size {spec.weight.block_size} "
+            f"and use_activation_scale {spec.has_static_input}; use float8_e4m3fn, (128, 128) and False"
         )
     return made

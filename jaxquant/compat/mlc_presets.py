@@ -100,8 +100,8 @@ def read_mlc_quantization(
     origin = fp8.read_origin(section, "dynamic")
     if origin.is_static != scheme.use_activation_scale:
         raise ValueError(
-            f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r} and "
-            f"use_activation_scale of {scheme.name!r} is {scheme.use_activation_scale}; choose the other preset"
+            f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r}, but "
+            f"use_activation_scale of {scheme.name!r} is {scheme.use_activation_scale}; use the other preset"
         )
     stored = section.pair("weight_block_size")
     if stored is None and origin.is_dynamic:
@@ -109,7 +109,7 @@ def read_mlc_quantization(
     size = stored or scheme.weight_block_size or _DEFAULT_BLOCK
     if scheme.weight_block_size not in (None, size):
         raise ValueError(
-            f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size}, but the checkpoint has {size}"
+            f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size}, but the checkpoint requires {size}"
         )
     dtype, ue8m0 = fp8.read_formats(section)
     if section.has("fmt") and dtype != scheme.weight_dtype:

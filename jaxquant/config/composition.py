@@ -24,7 +24,7 @@ def compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
     quantized = [part for part in parts if part is not None]
     if any(part.matches_flax for part in quantized) and any(part != parts[0] for part in parts):
         raise ValueError(
-            f"amax_init 'flax' runs flax's op for all three matmuls, which quantization {name} prevents; use 'warmup'"
+            f"amax_init 'flax' needs one config string for all three matmuls, got {name}; set amax_init to 'warmup'"
         )
     _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
@@ -48,8 +48,8 @@ def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
                 specs[f"{row.name!r} of {matmul}"] = spec
         if len(set(specs.values())) > 1:
             raise ValueError(
-                f"quantization {name}: {' and '.join(specs)} use different delayed scaling for one tensor, the "
-                f"{tensor}; use the same config string for both matmuls"
+                f"quantization {name}: {' and '.join(specs)} use different delayed scaling for the {tensor}; use the "
+                "same config string for both matmuls"
             )
 
 
@@ -70,7 +70,7 @@ def _compose_backward(name: str, forward: Recipe, part: Recipe | None, matmul: L
         operand = dataclasses.replace(operand, source="original")
     if isinstance(operand, TensorSpec) and operand.codec is not None:
         raise NotImplementedError(
-            f"quantization {name}: {matmul} has its weight in the tensor format {operand.codec}, which the forward "
-            f"matmul must use too; use the same config string for fwd, or another one for {matmul}"
+            f"quantization {name}: {matmul} reads the weight in the GGML format {operand.codec}, but fwd does not; "
+            f"set fwd to the same config string as {matmul}, or {matmul} to a string of another format"
         )
     return dataclasses.replace(spec, **{side: operand})

@@ -79,7 +79,8 @@ def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] |
     recipe = row.recipe
     if options and "quantization" in options:
         raise ValueError(
-            f"quantization {options['quantization']!r} is not an option of {name!r}; explain one string at a time"
+            f"explain describes one config string, got {name!r} and quantization {options['quantization']!r}; "
+            "remove one of the two"
         )
     if options:
         recipe = QuantConfig.from_any({"quantization": name, **options}).recipe()

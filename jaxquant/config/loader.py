@@ -36,10 +36,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise _error(f"alias *{event.anchor} is not supported; write its value out", event)
+            raise _error(f"YAML alias *{event.anchor} is not supported; replace the alias with the value", event)
         tag = getattr(event, "tag", None)
         if tag is not None and not (tag == _STRING_TAG and isinstance(event, yaml.ScalarEvent)):
-            raise _error(f"could not determine a constructor: tag {show(tag)} is not supported; remove it", event)
+            raise _error(f"YAML tag {show(tag)} is not supported; remove the tag", event)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -48,9 +48,9 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise _error(f"key {show(key)} is not a string; write it in quotes", key_node)
+                raise _error(f"key {show(key)} is not a string; write the key in quotes", key_node)
             if key in seen:
-                raise _error(f"key {show(key)} occurs twice, first on line {seen[key]}; remove one", key_node)
+                raise _error(f"key {show(key)} is already on line {seen[key]}; remove one of the two", key_node)
             seen[key] = line
         return super().construct_mapping(node, deep)
 
@@ -59,7 +59,7 @@ def _construct_int(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     try:
         return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
     except ValueError:  # Python parses at most 4,300 digits
-        raise _error(f"integer {show(node.value[:20])}... of {len(node.value)} digits is too large", node) from None
+        raise _error(f"integer {node.value[:20]}... of {len(node.value)} digits is too large", node) from None
 
 
 for _tag, _pattern, _firsts in (
@@ -92,9 +92,9 @@ def parse_yaml(text: str, place: str) -> Any:
         raise ValueError(f"{place}{line}: {error.problem or error.context}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{place} line {line}: character {error.character!r} is not allowed") from error
+        raise ValueError(f"{place} line {line}: character {error.character!r} is not allowed in YAML") from error
     except RecursionError:
-        raise ValueError(f"{place} is nested too deep; remove levels") from None
+        raise ValueError(f"{place} is nested too deep; use fewer levels") from None
 
 
 def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYTES) -> str:
@@ -110,18 +110,18 @@ def read_text(path: str | os.PathLike[str], label: str = "", most: int = MAX_BYT
     """
     name = f"{label} {os.fspath(path)!r}" if label else os.fspath(path)
     if "\0" in os.fspath(path):
-        raise ValueError(f"{name!r} contains a null character, which is not valid in a path; remove it")
+        raise ValueError(f"{name!r} contains a null character, which no path may contain; remove the character")
     try:
         check_ordinary(path, label)
         with open(path, "rb") as file:
             data = file.read(most + 1)
             if len(data) > most:
-                raise ValueError(f"{name} is larger than {most:,} bytes, the limit for a config")
+                raise ValueError(f"{name} is larger than the limit of {most:,} bytes; check the path")
             return data.decode()
     except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{name} cannot be read: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}: {error.reason}); save the file as UTF-8") from error
 
 
 def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
@@ -138,7 +138,7 @@ def check_ordinary(path: str | os.PathLike[str], label: str = "") -> None:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise ValueError(f"{label} {os.fspath(path)!r} is {kind}, not a file; copy its contents to a file".strip())
+        raise ValueError(f"{label} {os.fspath(path)!r} is {kind}; pass the path of a regular file".strip())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,14 +149,14 @@ def read_json(path: Path) -> dict[str, Any]:
       ValueError: the file is too large, not JSON, or not a mapping.
     """
     if not path.exists() or path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist, or is a folder; pass the folder of a Hugging Face model")
+        raise FileNotFoundError(f"there is no file {path}; pass a Hugging Face folder that has {path.name}")
     text = read_text(path, most=_MAX_JSON_BYTES)
     try:
         contents = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
+        raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download the file again") from None
     if not isinstance(contents, Mapping):
-        raise ValueError(f"{path} contains a {type(contents).__name__}, not a mapping")
+        raise ValueError(f"{path} must contain a JSON object, got {type(contents).__name__}; download the file again")
     return dict(contents)
 
 
@@ -179,7 +179,7 @@ def load_yaml(path: str | os.PathLike[str], label: str = "") -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise TypeError(f"{os.fspath(path)}: top level must be a mapping, got {type(content).__name__}")
+        raise TypeError(f"{os.fspath(path)} must be a mapping of names to values, got {type(content).__name__}")
     return content
 
 
@@ -197,11 +197,11 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         dotted, equals, text = item.partition("=")
         *parents, last = dotted.strip().split(".")
         if not equals or not all([*parents, last]):
-            raise ValueError(f"override {show(item)} is not of the form key=value")
+            raise ValueError(f"override {show(item)} must have the form key=value, such as steps=20")
         place = result
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ValueError(f"override {show(item)} sets a key below {show(parent)}, which already has a value")
+                raise ValueError(f"override {show(item)} sets a field of {show(parent)}, which already has a value")
         place[last] = parse_yaml(text, f"override {show(item)}") if text.strip() else ""
     return result

@@ -64,7 +64,7 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
     """
     path = os.fspath(path)
     if not path:
-        raise ValueError("quantization 'intmp' requires quant_cfg_path, but it is empty; set it to a JSON or YAML file")
+        raise ValueError("quantization 'intmp' needs a file; set quant_cfg_path to the path of a JSON or YAML file")
     if os.path.splitext(path)[1].lower() not in (".json", ".yml", ".yaml"):
         raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
     content = load_yaml(path, "quant_cfg_path")
@@ -85,11 +85,11 @@ def _read_entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPr
         if bits not in (None, *_DTYPES):
             raise ValueError(f"{place}.{side}_bits must be 4, 8 or null, got {bits}")
         if not 0 < scale < math.inf:
-            raise ValueError(f"{place}.{field} must be above 0 and finite, got {scale:g}; 1 covers all values")
+            raise ValueError(f"{place}.{field} must be above 0 and finite, got {scale:g}; use 1 to clip no values")
         if field in value and scale < 1 and bits is None:
-            raise ValueError(f"{place}.{field} {scale:g} has no effect while {side}_bits is null")
+            raise ValueError(f"{place}.{field} {scale:g} has no effect, because {side}_bits is null; set {side}_bits")
     if entry.tile_size != -1 and entry.tile_size < 1:
-        raise ValueError(f"{place}.tile_size must be -1 (untiled) or at least 1, got {entry.tile_size}")
+        raise ValueError(f"{place}.tile_size must be -1 (no tiles) or at least 1, got {entry.tile_size}")
     return entry
 
 

@@ -38,7 +38,7 @@ class Options:
     """Fields of QuantConfig that change a recipe, with MaxText's defaults; ``QuantConfig`` documents each field."""
 
     quantization_local_shard_count: int = _option(
-        "shards", -1, -1, 2**20, "-1 (the devices that share the batch), 0 (float weight gradient) or more"
+        "shards", -1, -1, 2**20, "-1 (one block for each device), 0 (float weight gradient) or a number of blocks"
     )
     constant_bound_config: tuple[float, ...] | str = _option("bounds", ())
     per_tensor_scales: tuple[bool, ...] = _option("bounds", ())
@@ -105,7 +105,7 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
         raise ValueError(f"constant_bound_config must have 6 bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
     for name, bound in zip(OPERANDS, value, strict=False):
         if not 1e-30 <= bound <= 1e30:
-            raise ValueError(f"constant_bound_config {name} must lie between 1e-30 and 1e30, got {bound:g}")
+            raise ValueError(f"constant_bound_config: bound {name} must be between 1e-30 and 1e30, got {bound:g}")
     return tuple(float(bound) for bound in value)
 
 
@@ -191,7 +191,7 @@ def _check_bounds(options: Options) -> None:
     if len(flags) not in (0, len(OPERANDS)):
         raise ValueError(f"per_tensor_scales must have 6 flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
     if bounds and not all(flags):
-        raise ValueError("per_tensor_scales has no effect together with constant_bound_config; remove one of them")
+        raise ValueError("per_tensor_scales has no effect with constant_bound_config; remove one of the two fields")
 
 
 def _apply_bounds(recipe: Recipe, options: Options) -> Recipe:
@@ -228,11 +228,11 @@ def _check_sparsity(options: Options) -> None:
     if (n is None) != (m is None):
         raise ValueError(f"weight_sparsity_n and weight_sparsity_m must be set together, got {n} and {m}")
     if n is not None and m is not None and not 0 < n < m:
-        raise ValueError(f"weight_sparsity_n must be above 0 and below weight_sparsity_m, got {n} of {m}")
+        raise ValueError(f"weight_sparsity_n must be above 0 and below weight_sparsity_m, got {n} and {m}")
     for field in ("weight_sparsity_start_step", "weight_sparsity_update_step"):
         value = getattr(options, field)
         if n is None and value != getattr(Options, field):
-            raise ValueError(f"{field} {value} has no effect without weight_sparsity_n and weight_sparsity_m")
+            raise ValueError(f"{field} {value} has no effect; set weight_sparsity_n and weight_sparsity_m too")
 
 
 def _apply_sparsity(recipe: Recipe, options: Options) -> Recipe:
@@ -278,8 +278,8 @@ def _apply_activation_bound(recipe: Recipe, options: Options) -> Recipe:
     bound, method = options.activation_scale_ub, "act_quantization_calibration_method"
     if bound is not None and read_calibration(options, method).method == "fixed":
         raise ValueError(
-            f"activation_scale_ub {bound:g} has no effect together with {method} {getattr(options, method)!r}, which "
-            "does not use an amax; remove one of them"
+            f"activation_scale_ub {bound:g} has no effect with {method} {getattr(options, method)!r}, which does not "
+            "read the largest value of a tensor; remove one of the two fields"
         )
     return _change(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
 

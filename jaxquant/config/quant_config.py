@@ -129,7 +129,7 @@ class QuantConfig(options.Options):
         options.check(self)
         object.__setattr__(self, "constant_bound_config", options.read_bounds(self.constant_bound_config))
         if self.quantize_kvcache and not self.kv_quant_axis:
-            raise ValueError("kv_quant_axis '' leaves quantize_kvcache without an axis; use 'dkv' or 'heads_and_dkv'")
+            raise ValueError("quantize_kvcache needs an axis; set kv_quant_axis to 'dkv' or 'heads_and_dkv', got ''")
         for name in ("kv_quant_axis", "kv_quant_dtype"):
             if not self.quantize_kvcache and (value := getattr(self, name)) not in ("", getattr(QuantConfig, name)):
                 raise ValueError(
@@ -137,12 +137,12 @@ class QuantConfig(options.Options):
                 )
         if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
             raise ValueError(
-                f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; remove one of them"
+                f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; remove one of the two"
             )
         for name in ("float_first_blocks", "float_last_blocks", *SWITCHES):
             if (value := getattr(self, name)) and (value < 0 or not self._is_quantized):
-                why = "must not be negative" if value < 0 else "has no effect if nothing is quantized"
-                raise ValueError(f"{name} {value} {why}; set it to {getattr(QuantConfig, name)}")
+                why = "must not be negative" if value < 0 else "has no effect, because quantization and rules are empty"
+                raise ValueError(f"{name} {value} {why}; set {name} to {getattr(QuantConfig, name)}")
         self._check_pairs()
         self._check_options_are_read()
         self._make_resolver()  # builds all recipes and reads the intmp file, so that errors are raised here
@@ -168,8 +168,8 @@ class QuantConfig(options.Options):
         autos = {lookup(name).auto for name in ([self.quantization] if self.quantization else strings)}
         if len(autos) > 1:
             raise ValueError(
-                f"quant_backend 'auto' is ambiguous for rules with {', '.join(map(repr, strings))}; "
-                f"set it to {typed.either(_common_backends(strings))}"
+                f"quant_backend 'auto' selects different backends for the rules with {', '.join(map(repr, strings))}; "
+                f"set quant_backend to {typed.either(_common_backends(strings))}"
             )
         return autos.pop()  # pyright: ignore[reportReturnType]
 
@@ -242,7 +242,7 @@ class QuantConfig(options.Options):
         for name, disabled in _NOT_IMPLEMENTED.items():
             value = _unwrap(_attribute(obj, name))
             if value is not _MISSING and value not in disabled:
-                raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {disabled[0]!r}")
+                raise NotImplementedError(f"{name} {value!r} is not implemented; set {name} to {disabled[0]!r}")
         values = {field.name: _unwrap(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
         fields = {name: value for name, value in values.items() if value is not _MISSING}
         string = fields.get("quantization")
@@ -254,7 +254,7 @@ class QuantConfig(options.Options):
             fields = {name: value for name, value in fields.items() if name not in options_of_strings}
         elif unread := _unread_fields(obj):
             shown = ", ".join(f"{name} {typed.show(value)}" for name, value in unread.items())
-            why = "which jaxquant does not read, so they have no effect; remove them"
+            why = "which jaxquant does not read; remove these fields from the config"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and fields.pop("use_qwix_quantization", False):
             fields["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op, which native reproduces
@@ -298,7 +298,7 @@ class QuantConfig(options.Options):
         for name, place in named:
             lookup(name, place)
             if name == "intmp" and place != "quantization":
-                raise ValueError(f"{place} 'intmp' is not supported in a rule; set quantization to 'intmp'")
+                raise ValueError(f"{place} 'intmp' is not supported in a rule; use 'intmp' only as quantization")
         backend = self.resolved_backend
         if backend is None:
             return
@@ -307,7 +307,7 @@ class QuantConfig(options.Options):
         if self.use_qwix_quantization:
             setting = "use_qwix_quantization true"
         elif self.quant_backend == "auto":
-            setting += f" ('auto' for {self.quantization!r})"
+            setting += f" (selected by 'auto' for {self.quantization!r})"
         for name, place in named:
             row = lookup(name, place)
             if backend in row.backends:
@@ -317,7 +317,7 @@ class QuantConfig(options.Options):
                 others = f"use quant_backend {typed.either(('auto', *row.backends))}"
                 fix = "remove use_qwix_quantization" if self.use_qwix_quantization else others
             if backend == "qwix" and name == "fp8":
-                fix = f"use 'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix, or {fix}"
+                fix = f"use 'fp8_e4m3', as MaxText does for 'fp8' on Qwix, or {fix}"
             raise ValueError(f"{place} {name!r} does not run on {setting}; {fix}")
 
     def _check_options_are_read(self) -> None:
@@ -326,10 +326,10 @@ class QuantConfig(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
                 readers = [name for name, row in RECIPES.items() if field.name in row.fields]
-                where = ", in a matmul that it affects" if any(name.startswith("{") for name in self.strings) else ""
+                where = " in one of the matmuls" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
-                    f"it is an option of {typed.either(readers)}{where}"
+                    f"remove the field, or use {typed.either(readers)}{where}"
                 )
 
 

@@ -286,7 +286,7 @@ _ALIASES = {
 }
 _MAXTEXT_ONLY = {
     "te_no_quant": "is MaxText's name for TransformerEngine's float matmuls; leave quantization empty",
-    "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; use MaxText's quantization module for it",
+    "serve_fp8_weight": "runs only in MaxText's own layers; use MaxText's own quantization for this string",
 }
 RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
@@ -323,10 +323,10 @@ def _composition_row(name: str, place: str) -> RecipeRow:
     for matmul, string in dataclasses.asdict(strings).items():
         rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
         if string and RECIPES[string].recipe is None:
-            raise ValueError(f"{place}.{matmul} {string!r} has no fixed recipe; use another config string, or null")
+            raise ValueError(f"{place}.{matmul} cannot be {string!r}; use another config string, or null for float")
     parts = tuple(rows.values())
     if not any(parts):
-        raise ValueError(f"{place} {name} leaves fwd, dlhs and drhs in float; set one of them, or leave {place} empty")
+        raise ValueError(f"{place} {name} leaves fwd, dlhs and drhs in float; set one of these, or leave {place} empty")
     alike = parts[0] if parts[0] and len(set(map(id, parts))) == 1 else RecipeRow(None, "")
     summary = "each matmul has the recipe of its own config string, with operands quantized from float tensors"
     recipe = compose(name, [row and row.recipe for row in parts])
@@ -366,7 +366,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     if name in _MAXTEXT_ONLY:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXT_ONLY[name]}")
     if name not in RECIPES:
-        suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} 'jaxquant strings' lists all".lstrip()
+        suggestion = f"{nearest(name, RECIPES, 3, 0.4, '')} run 'jaxquant strings' to list all recipes".lstrip()
         fix = "write null (in Python: None) for float" if name.lower() in _FLOAT_WORDS else suggestion
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

@@ -64,12 +64,14 @@ class Decision:
       reason: reason in words.
       rule: regex of the rule or ``intmp`` entry that decided, or None.
       implementation: implementation of the matmuls, or None for automatic selection.
+      hint: rule that the user may want to add, as a suffix of the reason in reports, or "".
     """
 
     recipe: Recipe | None
     reason: str
     rule: str | None = None
     implementation: str | None = None
+    hint: str = ""
 
 
 def compile_pattern(pattern: str, place: str) -> Callable[[str], object]:
@@ -202,16 +204,15 @@ class Resolver:
             return {}
         if must_have and not any(blocks.values()):
             raise ValueError(
-                f"{setting} require numbered blocks in the paths of layers, such as layers_3/ or blocks/7/, but the "
-                f"layers of this model have none ({', '.join(list(parts)[:4])}); scanned layers share one path and one "
-                "recipe, so use scan_layers: false for separate paths; use a rule to leave a numbered layer in float; "
-                "or set both to 0"
+                f"{setting} need several numbered blocks, such as layers_3/ or blocks/7/, in the paths of the layers, "
+                f"but this model has {', '.join(list(parts)[:4])}; if the layers are scanned, set scan_layers: false; "
+                "otherwise set both fields to 0 and use rules to leave layers in float"
             )
         floats = {}
         for path, (name, number) in ((path, part) for path, in_path in blocks.items() for part in in_path):
             known = sorted(numbers[name])
             if first + last >= len(known):
-                raise ValueError(f"{setting} leave all {len(known)} blocks {name}* in float; lower one of them")
+                raise ValueError(f"{setting} leave all {len(known)} blocks {name}* in float; lower one number")
             if self._find_entry(path) is None and number in known[:first] + known[len(known) - last :]:
                 floats[path] = f"block {name}{number}, left in float by {setting}"
         return floats
@@ -224,9 +225,9 @@ class Resolver:
         """
         if any(self.float_ends):
             raise NotImplementedError(
-                "float_first_blocks and float_last_blocks require the paths of all layers, but not all of them are "
-                "known here; call the complete model first, name the blocks in rules, or pass example inputs: "
-                "jaxquant.maybe_quantize_model(model, config, *inputs)"
+                "float_first_blocks and float_last_blocks need the paths of all layers, but only some paths are known "
+                "before the first call of the complete model; pass example inputs: "
+                "jaxquant.maybe_quantize_model(model, config, *inputs), or use rules instead of the two fields"
             )
 
     def _find_entry(self, path: str) -> PathEntry | None:
@@ -255,6 +256,6 @@ class Resolver:
             # of an earlier entry.
             if entry.is_rule and all(first[path] is not entry for path in matched):
                 raise ValueError(
-                    f"{entry.place} {entry.pattern!r} has no effect: the first match wins, and earlier rules match "
-                    f"all its layers, such as {matched[0]}; move or remove the rule"
+                    f"{entry.place} {entry.pattern!r} has no effect, because earlier rules match the same layers, such "
+                    f"as {matched[0]}; move this rule up, or remove the rule"
                 )

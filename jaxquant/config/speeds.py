@@ -73,7 +73,7 @@ def warn_if_slow(string: str, backend: str | None) -> None:
         return
     faster = [name for name in speeds if speeds[name] > 1 and RECIPES[name].auto == "native"]  # without AQT
     near = min(faster, key=lambda name: (*_distance(row.recipe, RECIPES[name].recipe), -speeds[name]), default="")
-    hint = f"{near!r} reaches {speeds[near]} times" if near else "no config string is faster than bfloat16 there"
+    hint = f"use {near!r} for {speeds[near]} times" if near else "no config string is faster than bfloat16 there"
     about = f"an MLP at {speed} times the speed of bfloat16 on one {kind} (from benchmarks/results/strings-speed.md)"
     warnings.warn(f"quantization {string!r} trains {about}; {hint}", stacklevel=3)
 

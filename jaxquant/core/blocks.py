@@ -55,7 +55,7 @@ def block_shape(
         if shape[first] % shards:
             raise ValueError(
                 f"quantization_local_shard_count {shards} does not divide contraction axis {first} of size "
-                f"{shape[first]} (shape {shape}); use a divisor of {shape[first]}, or 0 for a float gradient"
+                f"{shape[first]} (shape {shape}); use a divisor of {shape[first]}, or 0 for a float weight gradient"
             )
         block[first] = math.gcd(block[first], shape[first] // shards)
     return tuple(block)
@@ -222,7 +222,7 @@ def _contiguous_size(sizes: Sequence[int], blocks: Sequence[int]) -> int:
     count, is_whole = 1, True
     for size, block in reversed(list(zip(sizes, blocks, strict=True))):
         if block > 1 and (not is_whole or size % block):
-            raise BlocksError(f"blocks of shape {tuple(blocks)} of axes {tuple(sizes)} cannot be merged into one axis")
+            raise BlocksError(f"axes {tuple(sizes)} in blocks of {tuple(blocks)} cannot be merged into one axis")
         count, is_whole = count * block, is_whole and block == size
     return count
 

@@ -79,7 +79,7 @@ class Calibration(Typed):
           ValueError: the dtype does not support the range; names the calibration and the dtype.
         """
         if not self.is_symmetric and element(dtype).kind == "float":
-            raise ValueError(f"calibration {self} is asymmetric, but {dtype} has no zero point; use absmax")
+            raise ValueError(f"calibration {self} is asymmetric, but {dtype} has no zero point; use 'absmax'")
 
     def __str__(self) -> str:
         if self.method == "fixed":
@@ -106,24 +106,24 @@ def parse_calibration(text: str) -> Calibration:
         raise TypeError(f"calibration {text!r} must be a string such as 'absmax', got {type(text).__name__}")
     method, *words = [part.strip() for part in text.lower().split(",")]
     if method not in METHODS:
-        raise ValueError(f"calibration {text!r} has no known method; {nearest(method, METHODS)}")
+        raise ValueError(f"calibration {text!r} has the unknown method {method!r}; {nearest(method, METHODS)}")
     try:
         numbers = [float(word) for word in words]
     except ValueError:
-        raise ValueError(f"calibration {text!r} has an argument that is not a number; write 'absmax,0.9'") from None
+        raise ValueError(f"calibration {text!r} must end in a number, such as 'absmax,0.9'") from None
     if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"calibration {text!r} has an argument that is not finite; use a finite number")
+        raise ValueError(f"calibration {text!r} has a number that is not finite; use a finite number")
     if method == "fixed":
         if len(numbers) not in (1, 2):
-            raise ValueError(f"calibration {text!r} needs a range: write 'fixed,max' or 'fixed,min,max'")
+            raise ValueError(f"calibration {text!r} needs a range; write for example 'fixed,8' or 'fixed,-2,8'")
         low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
         if not low <= 0 <= high or low >= high:
-            raise ValueError(f"calibration {text!r} has a range that is empty or does not contain 0")
+            raise ValueError(f"calibration {text!r} needs min <= 0 <= max and min < max, got {low:g} and {high:g}")
         return Calibration("fixed", 1.0, low, high)
     if METHODS[method].average is not None and not numbers:
-        raise ValueError(f"calibration {text!r} needs a factor: write '{method},4'")
+        raise ValueError(f"calibration {text!r} needs a factor; write for example '{method},4'")
     if len(numbers) > 1:
-        raise ValueError(f"calibration {text!r} accepts one factor, got {len(numbers)}; write it as '{method},0.9'")
+        raise ValueError(f"calibration {text!r} accepts one factor, got {len(numbers)}; write '{method},0.9'")
     if numbers and numbers[0] <= 0:
-        raise ValueError(f"calibration {text!r} needs a factor above 0")
+        raise ValueError(f"calibration {text!r} needs a factor above 0, got {numbers[0]:g}")
     return Calibration(method, *numbers)  # pyright: ignore[reportArgumentType]

@@ -121,8 +121,8 @@ def current_scale(
     history, old = state["amax_history"], state["scale"]
     if history.shape[-1] != spec.amax_history_length:
         raise ValueError(
-            f"quant state amax_history has {history.shape[-1]} entries, but amax_history_length is "
-            f"{spec.amax_history_length}; set it to {history.shape[-1]}, or start with the state of a new model.init"
+            f"amax_history of the quant state has {history.shape[-1]} entries, but amax_history_length is "
+            f"{spec.amax_history_length}; set amax_history_length to {history.shape[-1]}, or start with new quant state"
         )
     if spec.amax_init == "flax":
         # flax stores the reciprocal and inverts it twice; the last bit of the scale depends on these inversions.
@@ -133,8 +133,8 @@ def current_scale(
         return 1.0 / jnp.where(jnp.min(history, axis=0) < 0, jnp.nan, inverse)
     if history.dtype != jnp.float32:
         raise TypeError(
-            f"quant state amax_history is {history.dtype.name}, but must be float32, so that amaxes are exact; cast "
-            "only the parameters"
+            f"amax_history of the quant state must be float32, got {history.dtype.name}; cast only the parameters, not "
+            "the quant state"
         )
     bins = state.get("amax_bins")
     bins = None if bins is None or not bins.size else bins

@@ -79,5 +79,5 @@ def element(name: str) -> Element:
       ValueError: the name is not a quantized element type.
     """
     if name not in ELEMENTS:
-        raise ValueError(f"{name!r} is not a quantized element type; known ones are {', '.join(ELEMENTS)}")
+        raise ValueError(f"{name!r} is not a quantized dtype; use one of {', '.join(ELEMENTS)}")
     return ELEMENTS[name]

@@ -97,8 +97,8 @@ class QTensor:
           TypeError: always.
         """
         raise TypeError(
-            f"a converted parameter ({self.description}) is not a float array; use it in the model that "
-            "jaxquant.maybe_quantize_model returns with checkpoint_is_quantized true, or in the quantized function"
+            f"a converted parameter ({self.description}) is not a float array; pass converted parameters to the model "
+            "that jaxquant.maybe_quantize_model returns with checkpoint_is_quantized true, or to a quantized function"
         )
 
     @property
@@ -136,7 +136,7 @@ class QTensor:
         """
         if self.dtype is None:
             raise TypeError(
-                f"{name} ({self.description}) has no float dtype; set the dtype of the weight that it replaces, for "
+                f"{name} ({self.description}) has no float dtype; set the dtype of the original float weight, for "
                 "example with tensor.astype('bfloat16')"
             )
         return self.dtype
@@ -191,7 +191,7 @@ class QTensor:
         """
         old, new = self.shape, tuple(shape)
         if self.codec is not None:
-            raise BlocksError(f"{self.description} has blocks of shape {self.blocks} and cannot be reshaped to {new}")
+            raise BlocksError(f"{self.description} in blocks of {self.blocks} cannot be reshaped to {new}")
 
         def change(_: str, part: Any) -> Any:
             if part.shape == old:
@@ -217,7 +217,7 @@ class QTensor:
             if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
                 raise NotImplementedError(
                     f"a converted kernel of shape {self.shape} with scales of shape {tuple(self.scale.shape)} cannot "
-                    f"be sliced along its first {count} axes, because slices share scales"
+                    f"be split along the first {count} axes, because several slices share a scale"
                 )
             return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
 
@@ -305,40 +305,40 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         return
     shape, scale = tuple(tensor.shape), tuple(tensor.scale.shape)
     if len(scale) != len(shape):
-        raise ValueError(f"{name} has scales of shape {scale} for elements of shape {shape}; make their ranks equal")
+        raise ValueError(f"{name} has scale of shape {scale} and qvalue of shape {shape}; make both ranks equal")
     if tensor.block is not None:
         if len(tensor.block) - tensor.block.count(0) > len(shape) or min(tensor.block, default=1) < 0:
             raise ValueError(
-                f"{name} has blocks of shape {tensor.block} for elements of shape {shape}; set one size for each axis"
+                f"{name} has block {tensor.block} for qvalue of shape {shape}; set one block size for each axis"
             )
         expected = scale_shape(shape, tensor.blocks)
         if scale != expected:
             raise ValueError(
-                f"{name} of shape {shape} in blocks of {tensor.blocks} has scales of shape {scale}, not {expected}"
+                f"{name} of shape {shape} in blocks of {tensor.blocks} needs scale of shape {expected}, got {scale}"
             )
     elif any(n == 0 or (size % n and size) for size, n in zip(shape, scale, strict=True)):
         raise ValueError(
-            f"{name} of shape {shape} has scales of shape {scale}, which do not split every axis into equal blocks; "
+            f"{name} of shape {shape} has scale of shape {scale}, which does not split every axis into equal blocks; "
             "set block if the last block of an axis is smaller"
         )
     if tensor.scale.dtype.name not in (*get_args(ScaleDtype), "bfloat16", "float16"):
         raise ValueError(
-            f"{name} has scales of {tensor.scale.dtype.name}; use one of {', '.join(get_args(ScaleDtype))}"
+            f"{name} has scale of dtype {tensor.scale.dtype.name}; use one of {', '.join(get_args(ScaleDtype))}"
         )
     zero, outer, input_scale = tensor.zero_point, tensor.outer_scale, tensor.input_scale
     if zero is not None and (zero.dtype, tuple(zero.shape)) != (tensor.qvalue.dtype, scale):
         raise ValueError(
-            f"{name} has a zero_point of {zero.dtype.name}{tuple(zero.shape)}; it must have the dtype of qvalue and "
-            f"the shape of scale, {tensor.qvalue.dtype.name}{scale}"
+            f"{name} has zero_point {zero.dtype.name}{tuple(zero.shape)}, but needs "
+            f"{tensor.qvalue.dtype.name}{scale}, the dtype of qvalue and the shape of scale"
         )
     if outer is not None and not _is_outer(tuple(outer.shape), scale, shape):
-        raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
+        raise ValueError(f"{name} needs outer_scale of shape {(1,) * len(shape)}, got {tuple(outer.shape)}")
     if outer is not None and outer.dtype != jnp.float32:
-        raise ValueError(f"{name} has an outer_scale of {outer.dtype.name}; use float32")
+        raise ValueError(f"{name} needs outer_scale of dtype float32, got {outer.dtype.name}")
     if input_scale is not None and (input_scale.ndim, input_scale.dtype) != (len(shape), jnp.float32):
         raise ValueError(
-            f"{name} has an input_scale of {input_scale.dtype.name}{tuple(input_scale.shape)}; it must be float32 and "
-            f"have the rank of {shape}"
+            f"{name} has input_scale {input_scale.dtype.name}{tuple(input_scale.shape)}, but needs float32 and "
+            f"{len(shape)} axes, as many as qvalue"
         )
 
 
@@ -353,16 +353,16 @@ def _check_encoded(tensor: QTensor, name: str) -> None:
     if encoding is None:
         raise ValueError(f"{name} has the unknown tensor format {tensor.codec!r}; use one of {', '.join(ENCODINGS)}")
     if tensor.qvalue.dtype != jnp.uint8 or tensor.parts.keys() - {"input_scale"} != {"qvalue"}:
-        raise ValueError(f"{name} is in the format {tensor.codec}, which stores only bytes, got {list(tensor.parts)}")
+        raise ValueError(f"{name} in format {tensor.codec} must have only a qvalue of bytes, got {list(tensor.parts)}")
     if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:
-        raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; set the sizes of the contraction axes")
+        raise ValueError(f"{name} of {stored} bytes has block {block}; set block to the sizes of the contraction axes")
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
     count = -(-math.prod(tensor.blocks) // encoding.elements_per_block) * encoding.bytes_per_block
     expected = [1] * (len(contraction) - 1) + [count]
     if not contraction or [stored[axis] for axis in contraction] != expected:
         raise ValueError(
-            f"{name} of {stored} bytes does not hold a contraction of {tensor.blocks} in {tensor.codec}, which needs "
-            f"{count} bytes"
+            f"{name} has qvalue of {stored} bytes, but contraction axes of {tensor.blocks} in format {tensor.codec} "
+            f"need {count} bytes"
         )
 
 

@@ -141,7 +141,7 @@ def quantize_with_scale(
         if block is not None:
             raise ValueError(
                 f"calibration {spec.calibration} has zero points, but tile_size {spec.tile_size} splits shape "
-                f"{x.shape} unevenly; use a symmetric calibration, or a tile_size that divides the axis"
+                f"{x.shape} unevenly; use calibration absmax, or a tile_size that divides the axis"
             )
         scaled = apply_blocks(jnp.add, scaled, zero_point.astype(compute_dtype))
         return QTensor(asymmetric_cast(scaled, element(spec.dtype)), scale, zero_point)

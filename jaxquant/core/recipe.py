@@ -36,7 +36,7 @@ class Rotation:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.size < 2 or self.size & (self.size - 1) or (self.signs == "fixed" and self.size % 16):
-            raise ValueError(f"Rotation size {self.size} must be a power of two, and at least 16 with fixed signs")
+            raise ValueError(f"Rotation size must be a power of two (at least 16 if signs is fixed), got {self.size}")
 
 
 Operand = TensorSpec | Literal["forward"] | None
@@ -70,9 +70,9 @@ class MatmulSpec:
         check_fields(self)
         sides = (self.lhs, self.rhs)
         if self.rotation is not None and not all(isinstance(side, TensorSpec) for side in sides):
-            raise ValueError(f"MatmulSpec rotation needs a TensorSpec for both operands, got {sides}")
+            raise ValueError(f"MatmulSpec with rotation needs a TensorSpec for lhs and rhs, got {sides}")
         if self.rotation is not None and self.shards != 1:
-            raise ValueError(f"MatmulSpec rotation needs one shard, got {self.shards}")
+            raise ValueError(f"MatmulSpec with rotation needs shards 1, got {self.shards}")
 
     @property
     def is_late(self) -> bool:
@@ -159,23 +159,23 @@ class Recipe:
             first, second = (isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in specs)
             if first and second and specs[0] != specs[1]:
                 raise ValueError(
-                    f"recipe {self.name!r} scales its {tensor} by one history, so {' and '.join(operands)} must have "
-                    f"the same spec, got {show(specs[0])} and {show(specs[1])}"
+                    f"recipe {self.name!r} has one amax history for the {tensor}, so {' and '.join(operands)} need the "
+                    f"same TensorSpec, got {show(specs[0])} and {show(specs[1])}"
                 )
         if self.fwd.rotation is not None or self.fwd.is_late:
             raise ValueError(
-                f"recipe {self.name!r} has a rotation or source in its forward matmul; only backward matmuls can"
+                f"recipe {self.name!r} has a rotation or source in fwd; set rotation and source only in dlhs and drhs"
             )
         specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
         if self.shares_experts and not any(spec.granularity == "per_tensor" for spec in specs):
             raise ValueError(
-                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales), but no operand has "
-                "a per-tensor scale"
+                f"recipe {self.name!r} has no per-tensor scale that experts can share; set "
+                "quantization_share_expert_scales to false"
             )
         if self.shares_experts and self.sparsity is not None:
             raise ValueError(
-                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales), which does not "
-                "support weight sparsity, because each expert has its own mask"
+                f"recipe {self.name!r} has weight sparsity, for which experts cannot share scales; set "
+                "quantization_share_expert_scales to false"
             )
 
     @functools.cached_property

@@ -271,7 +271,7 @@ def require_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
       ValueError: the key is None.
     """
     if key is None:
-        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key; pass key")
+        raise ValueError(f"stochastic rounding to {spec.dtype} needs a jax.random key; pass the argument key")
     return key
 
 

@@ -96,8 +96,8 @@ class TensorSpec:
             size = getattr(self, name)
             if (self.granularity in owners) != (size is not None):
                 raise ValueError(
-                    f"TensorSpec granularity {self.granularity!r} with {name} {size!r}: "
-                    f"a {name} belongs to {' and '.join(owners)}, which {'need' if len(owners) > 1 else 'needs'} one"
+                    f"TensorSpec {name} must be set for granularity {' and '.join(owners)} and for no other, "
+                    f"got {name} {size!r} with granularity {self.granularity!r}"
                 )
             if size is not None and size < 1:
                 raise ValueError(f"TensorSpec {name} must be at least 1, got {size}")
@@ -107,8 +107,8 @@ class TensorSpec:
         self._check_scale()
         if self.codec is not None and dataclasses.replace(self, codec=None) != TensorSpec(self.dtype):
             raise ValueError(
-                f"TensorSpec codec {self.codec!r} computes its own scales; leave all fields except dtype at their "
-                "defaults"
+                f"TensorSpec with codec {self.codec!r} must not set fields other than dtype, because the codec defines "
+                "the scales; remove the other fields"
             )
 
     def _check_scale(self) -> None:
@@ -123,38 +123,38 @@ class TensorSpec:
         if not is_plain and not is_given and (self.scaling != "dynamic" or not self.calibration.is_symmetric):
             raise ValueError(
                 f"TensorSpec scale_dtype {self.scale_dtype}, scale_rounding {self.scale_rounding!r} and outer_scale "
-                f"{self.outer_scale} need dynamic scaling and a symmetric calibration, got {self.scaling!r} and "
+                f"{self.outer_scale} need scaling 'dynamic' and a symmetric calibration, got {self.scaling!r} and "
                 f"{self.calibration}"
             )
         if self.outer_scale and (self.tile_size is None or self.scale_dtype != "float8_e4m3fn"):
             raise ValueError(
-                f"TensorSpec outer_scale needs tiles with scales in float8_e4m3fn, got granularity "
-                f"{self.granularity!r} and scale_dtype {self.scale_dtype}"
+                f"TensorSpec with outer_scale needs a tile_size and scale_dtype float8_e4m3fn, got tile_size "
+                f"{self.tile_size} and scale_dtype {self.scale_dtype}"
             )
         if self.micro is not None and not self.outer_scale:
-            raise ValueError("TensorSpec micro needs blocks with an outer_scale, but outer_scale is False")
+            raise ValueError("TensorSpec with micro needs outer_scale; set outer_scale=True")
         if self.micro is not None and (self.clips or self.calibration != Calibration()):
             raise ValueError(
-                f"TensorSpec micro reads the amax of each block, so calibration must be absmax and amax_bound None, "
-                f"got {self.calibration} and {self.amax_bound}"
+                f"TensorSpec with micro needs calibration absmax and amax_bound None, got {self.calibration} and "
+                f"{self.amax_bound}"
             )
         if self.micro is not None and self.micro.four_over_six and self.draws:
             raise ValueError(
-                "TensorSpec micro.four_over_six compares errors of rounding to nearest, but this spec is stochastic; "
-                "use it without stochastic rounding and without eden"
+                "TensorSpec with micro.four_over_six needs rounding 'nearest' and micro.eden 0, got "
+                f"{self.rounding!r} and {self.micro.eden}"
             )
         if self.amax_bound is not None and not self.amax_bound > 0:
             raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
         has_statistic = self.calibration.method != "fixed" and self.calibration.is_symmetric
         if self.amax_bound is not None and not (self.scaling == "dynamic" and has_statistic):
             raise ValueError(
-                f"TensorSpec amax_bound {self.amax_bound:g} bounds this step's statistic, which scaling "
-                f"{self.scaling!r} with calibration {self.calibration} does not compute"
+                f"TensorSpec amax_bound {self.amax_bound:g} needs scaling 'dynamic' and a symmetric calibration other "
+                f"than fixed, got {self.scaling!r} and {self.calibration}"
             )
         if self.scaling != "dynamic" and self.calibration != Calibration():
             raise ValueError(
-                f"TensorSpec calibration {self.calibration} sets this step's statistic, which scaling "
-                f"{self.scaling!r} does not read; use absmax"
+                f"TensorSpec calibration {self.calibration} has no effect with scaling {self.scaling!r}; use "
+                "calibration absmax"
             )
 
     @property

@@ -43,7 +43,7 @@ def nearest(name: Any, known: Iterable[str], count: int = 1, cutoff: float = 0.6
     near = [written.lower()] if written.lower() in names else []
     for spelling in (written, written.lower()):
         near = near or difflib.get_close_matches(spelling, names, count, cutoff)
-    listed = f"known ones are {', '.join(names)}" if otherwise is None else otherwise
+    listed = f"use one of {', '.join(names)}" if otherwise is None else otherwise
     return f"did you mean {either(near)}?" if near else listed
 
 

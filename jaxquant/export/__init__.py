@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxquant.export.decoder import DecoderShape as DecoderShape
+from jaxquant.export.families import layout_of as layout_of
 from jaxquant.export.folder import SHARD_BYTES as SHARD_BYTES
 from jaxquant.export.folder import Row as Row
 from jaxquant.export.folder import write_folder
 from jaxquant.export.gguf import FILE_TYPES, export_gguf
 from jaxquant.export.gguf import open_gguf as open_gguf
-from jaxquant.export.llama import LlamaShape as LlamaShape
 from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
 from jaxquant.export.schemes import ROWS
+from jaxquant.export.source import Layout as Layout
 from jaxquant.export.source import Source as Source
 from jaxquant.export.source import Vocabulary as Vocabulary
 from jaxquant.export.sums import check_sums, write_sums
@@ -38,7 +40,7 @@ def export(
     """Write a model in a checkpoint format, and its checksums to ``SHA256SUMS`` in the folder or next to the GGUF file.
 
     Args:
-      source: model to write: named tensors, shape and tokenizer.
+      source: model to write: named tensors, their layout and the tokenizer.
       out: folder to write, or file to write for a GGUF format; it must not exist yet.
       format: one of ``FORMATS``.
       dtype: dtype of unquantized tensors in a Hugging Face folder.

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxquant.export.hf import LayerSpec, read_quantization
+from jaxquant.export.fused import Slice, join
+from jaxquant.export.hf import CheckpointQuantization, LayerSpec, read_quantization
 from jaxquant.export.safetensors import SafetensorsWriter
-from jaxquant.export.source import Source, Vocabulary
+from jaxquant.export.source import HEAD, Layout, Source, Vocabulary
 from jaxquant.export.stored import read_layer, write_layer
 
 SHARD_BYTES = 5 * 10**9
@@ -62,6 +63,11 @@ class Scheme:
         found = None if self.config is None else read_quantization({"quantization_config": self.config})
         return None if found is None else found.specs[0]
 
+    def quantization(self, layout: Layout) -> CheckpointQuantization | None:
+        """Return the rules that a reader derives from the config of a model in this format, or None for float."""
+        config = _with_ignored(self.config, layout)
+        return None if config is None else read_quantization({"quantization_config": config})
+
     @property
     def multiple(self) -> int:
         """Return the tile size, which must divide the size of the contraction, or 1 if the format has no tiles."""
@@ -96,7 +102,11 @@ def write_folder(
     out = Path(out)
     if dtype not in FLOATS:
         raise ValueError(f"dtype {dtype!r} is not supported; use one of {', '.join(FLOATS)}")
-    for name, (_, depth) in source.shape.linears().items():
+    if scheme.config is not None and source.layout.has_fused_experts != (scheme.name == "mxfp4"):
+        known = "hf, mxfp4 or a GGUF format" if source.layout.has_fused_experts else "another format"
+        model = source.layout.config["architectures"][0]
+        raise NotImplementedError(f"{model} cannot be stored as {scheme.name}; use {known}")
+    for name, (_, depth) in source.layout.linears.items():
         if depth % scheme.multiple:
             block = f"the block size {scheme.multiple} of {scheme.name}"
             raise ValueError(f"{name} contracts {depth} elements, but {block} does not divide that; use another format")
@@ -104,12 +114,14 @@ def write_folder(
         folder.mkdir()
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
         tokens = source.vocabulary.ids if source.vocabulary else {}
-        config = source.shape.to_config(dtype, tokens)
+        config = {**source.layout.config, "torch_dtype": dtype, **{k: v for k, v in tokens.items() if v is not None}}
         if scheme.config is not None:
             config["quantization_config"] = scheme.config
-        files = {"config.json": config, **scheme.files, **tokenizer_files(source.vocabulary)}
-        for name, contents in files.items():
-            (folder / name).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        files = {"config.json": config, **scheme.files}
+        files = {name: _with_ignored(contents, source.layout) for name, contents in files.items()}
+        files = {name: json.dumps(contents, indent=2) + "\n" for name, contents in files.items()}
+        for name, text in (files | tokenizer_files(source.vocabulary)).items():
+            (folder / name).write_text(text, encoding="utf-8")
     return rows
 
 
@@ -133,25 +145,39 @@ def partial_path(out: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def _with_ignored(contents: Any, layout: Layout) -> Any:
+    """Return JSON contents in which each list ``[HEAD]`` of layers that are not quantized has all such layers."""
+    if isinstance(contents, Mapping):
+        return {key: _with_ignored(value, layout) for key, value in contents.items()}
+    return layout.float_linears if contents == [HEAD] else contents
+
+
 def _write_tensors(
     source: Source, folder: Path, scheme: Scheme, dtype: str, limit: int, progress: Callable[[Row], None] | None
 ) -> list[Row]:
-    linears, names = source.shape.linears(), list(source.shape.tensors())
+    layout, names, rules = source.layout, list(source.layout.tensors), scheme.quantization(source.layout)
     shards, rows, places = _ShardWriter(folder, limit, 5 * len(names)), [], {}
+    together: dict[str, dict[Slice, np.ndarray]] = {}
     for name in names:
         module = name.removesuffix(".weight")
         weight = source.finite(name)
-        format, back, tensors, cast = dtype, weight, {".weight": weight}, np.dtype(FLOATS[dtype])
-        if module in linears and scheme.spec is not None:
-            tensors = write_layer(scheme.spec, source, module, weight)
+        format, back, tensors, cast = dtype, weight, {name.removeprefix(module): weight}, np.dtype(FLOATS[dtype])
+        if module in layout.linears and rules is not None and (spec := rules.spec(module)) is not None:
+            tensors = write_layer(spec, source, module, weight)
             tensors = {end: part if part.ndim else part.reshape(scheme.scalar) for end, part in tensors.items()}
-            format, back, cast = scheme.name, read_layer(scheme.spec, tensors, weight.shape).decode(), None
+            format, back, cast = scheme.name, read_layer(spec, tensors, weight.shape).decode(), None
         check_fits(name, weight, back, cast, format, "export with dtype float32" if cast else "use another format")
         size = 0
         for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
+            stored, part = f"{module}{end}", Slice.of(f"{module}{end}") if layout.has_fused_experts else None
+            size += array.size * (cast or array.dtype).itemsize
+            if part is not None:
+                together.setdefault(part.stored, {})[part] = array.astype(cast or array.dtype)
+                if len(together[part.stored]) < part.step * layout.config["num_local_experts"]:
+                    continue
+                stored, array, cast = part.stored, join(together.pop(part.stored)), None
             # The writer casts chunk by chunk, so that a large embedding is not in memory twice.
-            places[f"{module}{end}"], added = shards.add(f"{module}{end}", array, cast)
-            size += added
+            places[stored] = shards.add(stored, array, cast)
         rows.append(Row(name, format, weight.shape, size, sqnr(weight, back, cast)))
         if progress is not None:
             progress(rows[-1])
@@ -194,15 +220,16 @@ class _ShardWriter:
         self._folder, self._limit, self._names = folder, limit, names
         self._files: list[SafetensorsWriter] = []
 
-    def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> tuple[int, int]:
-        """Write a tensor, optionally cast; return the index of its file and its size in bytes."""
+    def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> int:
+        """Write a tensor, optionally cast; return the index of its file."""
         size = array.size * (cast or array.dtype).itemsize
         if not self._files or (self._files[-1].bytes and self._files[-1].bytes + size > self._limit):
             if self._files:
                 self._files[-1].close()
             path = self._folder / f"part-{len(self._files)}"
             self._files.append(SafetensorsWriter(path, self._names, {"format": "pt"}))
-        return len(self._files) - 1, self._files[-1].add(name, array, cast=cast)
+        self._files[-1].add(name, array, cast=cast)
+        return len(self._files) - 1
 
     def finish(self, places: Mapping[str, int]) -> None:
         """Rename the files to their final names, and write the index if there are several files."""
@@ -219,25 +246,21 @@ class _ShardWriter:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Return the contents of the tokenizer's JSON files and of the generation config, by file name."""
+def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, str]:
+    """Return the tokenizer's files and the generation config as texts, by file name; copied files stay as they are."""
     if vocabulary is None:
         return {}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": vocabulary.bos is not None,
+        "add_bos_token": vocabulary.adds_bos,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }
-    for name, token in (("bos_token", vocabulary.bos), ("eos_token", vocabulary.eos), ("pad_token", vocabulary.pad)):
-        if token is not None:
-            config[name] = vocabulary.tokens[token]
-    generation = {
-        "_from_model_config": True,
-        **{key: value for key, value in vocabulary.ids.items() if value is not None},
-    }
-    return {
+    config |= {f"{kind}_token": vocabulary.tokens[ids[0]] for kind, ids in vocabulary.special.items() if ids}
+    generation = {key: value for key, value in vocabulary.ids.items() if value is not None}
+    made = {
         "tokenizer.json": vocabulary.tokenizer_json,
         "tokenizer_config.json": config,
-        "generation_config.json": generation,
+        "generation_config.json": {"_from_model_config": True, **generation},
     }
+    return {name: json.dumps(contents, indent=2) + "\n" for name, contents in made.items()} | dict(vocabulary.files)

@@ -1,15 +1,17 @@
-"""Reader and writer of Llama models in GGUF files, as llama.cpp loads them.
+"""Reader and writer of decoders in GGUF files, as llama.cpp loads them.
 
-Linear layers are stored in a GGML type, embedding and head in F16, norms in F32.
+Linear layers are stored in a GGML type, embedding and head in F16, everything else in F32. The experts of a layer are
+one tensor with three axes.
 
-The rotary embedding rotates pairs of neighbouring elements in GGUF, but the two halves of a head in Hugging Face's
-layout. The rows of q and k are therefore permuted: row ``(h, i, j)`` (head, half, index) becomes row ``(h, j, i)``.
+The architecture "llama" rotates pairs of neighbouring elements in GGUF, but the two halves of a head in Hugging Face's
+layout. The rows of its q and k are therefore permuted: row ``(h, i, j)`` (head, half, index) becomes row ``(h, j, i)``.
 
-Source: ``LlamaModel`` of llama.cpp's convert_hf_to_gguf.py.
+Source: convert_hf_to_gguf.py, llama-arch.cpp and llama-model.cpp of llama.cpp.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,40 +20,34 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.config.loader import read_json
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
+from jaxquant.export import gguf_file
+from jaxquant.export.decoder import DecoderShape, rope_stretch
+from jaxquant.export.families import FAMILIES, GGUF_KEYS, Family, family_of, layout_of, shape_of_config, tensors_of
 from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
-from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, block_parameters, decode, encode, header, row_bytes
-from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
+from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, align_up, decode, encode, header, row_bytes
 from jaxquant.export.source import Source, Vocabulary
-from jaxquant.export.vocabulary import UNUSED, read_gguf, read_tokenizer
+from jaxquant.export.vocabulary import gguf_metadata, read_gguf, read_tokenizer
 
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
-"""llama.cpp's file type number for each GGML type in which linear layers can be written."""
+FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "MXFP4": 38}
+"""llama.cpp's file type number for each GGML type in which linear layers can be written.
+
+MXFP4 is the type of the experts only; the other layers of such a file are Q8_0.
+"""
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Type that replaces a type whose block size does not divide the row size. Source: llama-quant.cpp."""
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_NAMES = {EMBEDDING: "token_embd", NORM: "output_norm", HEAD: "output"}
+_FACTORS = "rope_freqs.weight"
+"""Tensor with the factors of a rotary embedding of type "llama3"."""
+_FLOATS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
 
 
-def gguf_name(name: str) -> str:
-    """Return the GGUF name of a tensor of a Hugging Face Llama."""
-    module = name.removesuffix(".weight")
-    if module in _NAMES:
-        return f"{_NAMES[module]}.weight"
-    _, _, index, rest = module.split(".", 3)
-    return f"blk.{index}.{_LAYER_NAMES[rest]}.weight"
+def stored_tensors(shape: DecoderShape) -> dict[str, list[str]]:
+    """Return the tensors of a GGUF file by name, each with the Hugging Face names of the matrices that it holds."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in tensors_of(shape).items():
+        found.setdefault(tensor.gguf, []).append(name)
+    return found
 
 
 def rows_to_gguf(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -68,72 +64,86 @@ def _permute_rows(weight: np.ndarray, heads: int, sizes: tuple[int, int]) -> np.
     return weight.reshape(heads, *sizes, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _rotated_heads(shape: LlamaShape, name: str) -> int | None:
+def _rotated_heads(shape: DecoderShape, name: str) -> int | None:
     """Return the number of heads of a tensor whose rows are permuted, or None for other tensors."""
-    return {"q_proj.weight": shape.heads, "k_proj.weight": shape.kv_heads}.get(".".join(name.split(".")[-2:]))
+    if family_of(shape).gguf != "llama":
+        return None
+    return {"q_proj": shape.num_query_heads, "k_proj": shape.num_kv_heads}.get(name.split(".")[-2])
 
 
-def tensor_kind(shape: LlamaShape, name: str, kind: str) -> str:
+def _norm_offset(shape: DecoderShape, name: str) -> float:
+    """Return the number that GGUF files add to a tensor of a Hugging Face checkpoint: 1 for the norms of Gemma."""
+    return family_of(shape).norm_offset if name.endswith("norm.weight") else 0.0
+
+
+def tensor_kind(source: Source, name: str, kind: str) -> str:
     """Return the GGML type in which a tensor is written if ``kind`` is requested for linear layers."""
-    if name.endswith("norm.weight"):
-        return "F32"
-    if name.removesuffix(".weight") not in shape.linears():
-        return "F16"
-    columns = shape.tensors()[name][1]
+    module, size = name.removesuffix(".weight"), source.layout.tensors[name]
+    if module not in source.layout.linears:
+        is_whole = module in source.layout.float_linears[1:] and ".layers." in name  # a router
+        return "F32" if len(size) == 1 or is_whole else "F16"
+    if kind == "MXFP4" and ".experts." not in name:
+        kind = "Q8_0"
     candidates = (kind, _FALLBACKS.get(kind, "F16"))
-    return next((each for each in candidates if columns % block_parameters(each)[0] == 0), "F16")
+    return next((each for each in candidates if size[1] % gguf_file.block_parameters(each)[0] == 0), "F16")
 
 
 def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
-    """Return the metadata of a GGUF file for a model."""
-    shape = source.shape
+    """Return the metadata of a GGUF file for a model.
+
+    Raises:
+      NotImplementedError: llama.cpp does not compute this model.
+    """
+    shape = _shape(source)
+    _check_llama_cpp(shape)
+    arch = family_of(shape).gguf
     found: dict[str, Any] = {
-        "general.architecture": "llama",
+        "general.architecture": arch,
         "general.name": name,
         "general.file_type": U32(FILE_TYPES[kind]),
         "general.quantization_version": U32(2),
         "general.alignment": U32(ALIGNMENT),
-        "llama.context_length": U32(shape.max_length),
-        "llama.embedding_length": U32(shape.hidden),
-        "llama.block_count": U32(shape.layers),
-        "llama.feed_forward_length": U32(shape.intermediate),
-        "llama.attention.head_count": U32(shape.heads),
-        "llama.attention.head_count_kv": U32(shape.kv_heads),
-        "llama.attention.key_length": U32(shape.head_dim),
-        "llama.attention.value_length": U32(shape.head_dim),
-        "llama.attention.layer_norm_rms_epsilon": float(shape.norm_epsilon),
-        "llama.rope.dimension_count": U32(shape.head_dim),
-        "llama.rope.freq_base": float(shape.rope_theta),
-        "llama.vocab_size": U32(shape.vocab_size),
     }
-    return found | _tokenizer_metadata(source.vocabulary, shape.vocab_size)
+    experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.mlp_dim} if shape.num_experts else {}
+    values = {**source.layout.config, **experts}
+    for key, theirs in GGUF_KEYS.items():
+        if (value := values.get(theirs)) is not None:
+            found[f"{arch}.{key}"] = float(value) if theirs in _FLOATS else U32(value)
+    if shape.rope_type in ("linear", "yarn"):
+        found[f"{arch}.rope.scaling.type"] = shape.rope_type
+        found[f"{arch}.rope.scaling.factor"] = float(shape.rope_factor)
+    if shape.rope_type == "yarn":
+        found[f"{arch}.rope.scaling.original_context_length"] = U32(shape.original_max_position_embeddings)
+    return found | gguf_metadata(source.vocabulary, shape.vocab_size)
 
 
-def _tokenizer_metadata(vocabulary: Vocabulary | None, size: int) -> dict[str, Any]:
-    if vocabulary is None:
-        return {"tokenizer.ggml.model": "none"}
-    if not vocabulary.pre:
-        raise NotImplementedError(
-            "llama.cpp does not support this tokenizer, which is neither byte-level BPE with a known pre-tokenizer "
-            "nor SentencePiece BPE; export to a Hugging Face folder, or train with another tokenizer"
-        )
-    tokens, scores = list(vocabulary.tokens), list(vocabulary.scores)
-    unused = [f"[PAD{index}]" for index in range(len(tokens), size)]
-    merges = {"tokenizer.ggml.merges": list(vocabulary.merges)}
-    if scores:
-        prefix = vocabulary.tokenizer_json["normalizer"]["type"] == "Sequence"
-        merges = {"tokenizer.ggml.scores": scores + [0.0] * len(unused), "tokenizer.ggml.add_space_prefix": prefix}
-    found: dict[str, Any] = {
-        "tokenizer.ggml.model": "llama" if scores else "gpt2",
-        "tokenizer.ggml.pre": vocabulary.pre,
-        "tokenizer.ggml.tokens": tokens + unused,
-        "tokenizer.ggml.token_type": [*vocabulary.kinds, *[UNUSED] * len(unused)],
-        **merges,
-        "tokenizer.ggml.add_bos_token": vocabulary.bos is not None,
-        "tokenizer.ggml.add_eos_token": False,
-    }
-    ids = {"bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.eos, "padding_token_id": vocabulary.pad}
-    return found | {f"tokenizer.ggml.{key}": U32(value) for key, value in ids.items() if value is not None}
+def _shape(source: Source) -> DecoderShape:
+    if source.layout.shape is None:
+        raise NotImplementedError("GGUF requires a model of a known family; export to a Hugging Face folder")
+    return source.layout.shape
+
+
+def _check_llama_cpp(shape: DecoderShape) -> None:
+    """Raise if llama.cpp computes a model of this family otherwise than its Hugging Face checkpoint."""
+    family = family_of(shape)
+    wanted = dict(family.llama_cpp)
+    if shape.rope_type == "yarn":
+        wanted |= {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": family.gguf != "gpt-oss"}
+    if "query_pre_attn_scalar" in family.keys:
+        wanted["query_pre_attn_scalar"] = _query_scalar(family, shape.num_layers, shape.emb_dim, shape.num_query_heads)
+    for field, value in wanted.items():
+        if getattr(shape, field) != value:
+            raise NotImplementedError(
+                f"llama.cpp computes {family.gguf} with {field} {value}, but the model has {getattr(shape, field)}; "
+                "export to a Hugging Face folder"
+            )
+    if family.norm_offset and not shape.sliding_window_size:
+        raise NotImplementedError(f"llama.cpp computes {family.gguf} with a sliding window, but the model has none")
+
+
+def _query_scalar(family: Family, layers: int, size: int, heads: int) -> float:
+    """Return llama.cpp's ``query_pre_attn_scalar`` of a Gemma; 0 means ``head_dim``, as in all but the 27B models."""
+    return size / heads if layers == {"gemma2": 46, "gemma3": 62}[family.gguf] else 0.0
 
 
 def export_gguf(
@@ -157,20 +167,33 @@ def export_gguf(
       NotImplementedError: GGUF does not support the tokenizer, or a type needs the package gguf, which is not
         installed.
     """
-    out, rows, shape = Path(out), [], source.shape
-    kinds = {each: (tensor_kind(shape, each, kind), size) for each, size in shape.tensors().items()}
-    head = header(make_metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()})
+    out, rows, shape = Path(out), [], _shape(source)
+    if kind == "MXFP4" and not shape.num_experts:
+        raise NotImplementedError("GGUF files store only experts in MXFP4, and the model has none; use another format")
+    sizes, extra = source.layout.tensors, {}
+    if shape.rope_type == "llama3":
+        extra[_FACTORS] = rope_stretch(shape)
+    stored = stored_tensors(shape)
+    kinds = {each: (tensor_kind(source, names[0], kind), sizes[names[0]]) for each, names in stored.items()}
+    heads = {each: ("F32", array.shape) for each, array in extra.items()}
+    for each, (own, size) in kinds.items():
+        heads[each] = (own, (len(stored[each]), *size) if "_exps." in each else size)
     with partial_path(out) as partial, partial.open("wb") as file:
-        file.write(head)
+        file.write(header(make_metadata(source, kind, name), heads))
+        for array in extra.values():
+            file.write(array.tobytes().ljust(align_up(array.nbytes), b"\0"))
         for each, (own, size) in kinds.items():
-            stored, back = _encode_tensor(source, each, own)
-            if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
-                raise ValueError(f"{each} has {stored.nbytes} bytes, but {own} of shape {size} has another size")
-            file.write(np.ascontiguousarray(stored).data)
-            file.write(b"\0" * (-stored.nbytes % ALIGNMENT))
-            rows.append(Row(each, own, size, stored.nbytes, back))
-            if progress is not None:
-                progress(rows[-1])
+            total = 0
+            for part in stored[each]:
+                data, back = _encode_tensor(source, part, own)
+                if data.nbytes != row_bytes(own, size[-1]) * math.prod(size[:-1]):
+                    raise ValueError(f"{part} has {data.nbytes} bytes, but {own} of shape {size} has another size")
+                file.write(np.ascontiguousarray(data).data)
+                total += data.nbytes
+                rows.append(Row(part, own, size, data.nbytes, back))
+                if progress is not None:
+                    progress(rows[-1])
+            file.write(b"\0" * (align_up(total) - total))
         file.flush()
         os.fsync(file.fileno())
     return rows
@@ -178,18 +201,18 @@ def export_gguf(
 
 def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
     """Return the encoded bytes of a tensor, and the SQNR of the encoding in dB."""
-    heads = _rotated_heads(source.shape, name)
+    heads = _rotated_heads(_shape(source), name)
     tensor = source.quantized(name.removesuffix(".weight"))
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
         data = np.asarray(tensor.qvalue)
         return data if heads is None else rows_to_gguf(data, heads), float("inf")
-    weight = source.finite(name)
+    weight = source.finite(name) + np.float32(_norm_offset(_shape(source), name))
     if heads is not None:
         weight = rows_to_gguf(weight, heads)
     if kind == "F32":
         return weight.view(np.uint8), float("inf")
     if kind == "F16":
-        where = "GGUF type F16" if name.removesuffix(".weight") in source.shape.linears() else "every GGUF type"
+        where = "GGUF type F16" if name.removesuffix(".weight") in source.layout.linears else "every GGUF type"
         check_fits(name, weight, weight, np.float16, f"float16 in {where}", "export to a Hugging Face folder")
         half = weight.astype(np.float16)
         return half.view(np.uint8), sqnr(weight, half, half.dtype)
@@ -201,72 +224,94 @@ def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, fl
     return blocks, sqnr(weight, back)
 
 
-def read_shape(file: GgufFile) -> LlamaShape:
+def read_shape(file: GgufFile) -> DecoderShape:
     """Return the shape that a file's metadata describes.
 
     Raises:
       ValueError: a key is missing, or its value has the wrong type.
       NotImplementedError: the decoder does not support the architecture, a tensor or a key of the model.
     """
-    found = file.metadata
-    if found.get("general.architecture") != "llama":
-        raise NotImplementedError(
-            f"{file.path} has general.architecture {found.get('general.architecture')!r}; only llama is supported"
-        )
-    if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
-        raise NotImplementedError(f"{file.path} has a scaled rotary embedding, which the decoder does not support")
-
-    used_keys = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
-    if "llama.rope.scaling.type" in found:  # the value is "none", so the other keys have no effect
-        used_keys |= {key for key in found if key.startswith("llama.rope.scaling.")}
+    found, arch = file.metadata, str(file.metadata.get("general.architecture"))
+    families = [family for family in FAMILIES if family.gguf == arch]
+    if not families:
+        known = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES))
+        raise NotImplementedError(f"{file.path} has general.architecture {show(arch)}; supported are {known}")
+    used = {f"{arch}.{key}" for key in ("rope.scaling.type", "rope.scaling.finetuned", "tensor_data_layout")}
 
     def number(key: str, default: Any = None) -> Any:
-        used_keys.add(f"llama.{key}")
-        value = found.get(f"llama.{key}", default)
+        used.add(f"{arch}.{key}")
+        value = found.get(f"{arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{file.path} has no number under llama.{key}")
+            raise ValueError(f"{file.path} has no number under {arch}.{key}")
         return float(str(np.float32(value))) if isinstance(value, float) else value  # shortest decimal of the float32
 
-    heads, hidden = number("attention.head_count"), number("embedding_length")
+    heads = number("attention.head_count")
     if heads < 1:
-        raise ValueError(f"{file.path} has {heads} attention heads, but llama.attention.head_count must be at least 1")
-    size = number("attention.key_length", hidden // heads)
-    rotated = number("rope.dimension_count", size)
-    if number("attention.value_length", size) != size:
-        raise NotImplementedError(
-            f"{file.path} has keys and values of different sizes, which the decoder does not support"
-        )
-    if rotated != size:
-        raise NotImplementedError(f"{file.path} rotates only {rotated} elements of a head; the decoder rotates all")
-    if bias := next((name for name in file.tensors if name.endswith(".bias")), None):
-        raise NotImplementedError(f"{file.path} has the tensor {bias}, but the decoder does not support biases")
+        raise ValueError(f"{file.path} has {heads} attention heads, but {arch}.attention.head_count must be at least 1")
+    config: dict[str, Any] = {"head_dim": number("attention.key_length", number("embedding_length") // heads)}
+    for key, theirs in GGUF_KEYS.items():
+        if f"{arch}.{key}" in found or key in (
+            "feed_forward_length",
+            "block_count",
+            "attention.layer_norm_rms_epsilon",
+        ):
+            value = number(key)
+            if config.setdefault(theirs, value) != value:
+                raise NotImplementedError(
+                    f"{file.path} has {arch}.{key} {value}, but keys of size {config[theirs]}; the decoder requires "
+                    "equal sizes of keys, values and rotated elements"
+                )
+    config["num_local_experts"] = config.get("num_experts")
+    # Llama, Mistral and Mixtral have one architecture in GGUF: take the first with all keys that the file has.
+    own = {key for key in ("num_local_experts", "sliding_window") if config.get(key)}
+    family = next((family for family in families if own <= family.keys.keys()), families[0])
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{file.path} has no tensor token_embd.weight with two axes")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
+    config |= {
+        "architectures": [family.architecture],
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": size,
-        "rope_theta": number("rope.freq_base", 10000.0),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "max_position_embeddings": number("context_length", 2048),
+        "rope_scaling": _read_scaling(file, arch, number),
+        **{key: True for key in ("norm_topk_prob",) if key in family.keys},
     }
+    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    config |= {key: name in file.tensors for key, name in biases.items() if key in family.keys}
+    if "query_pre_attn_scalar" in family.keys:
+        sizes = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        config["query_pre_attn_scalar"] = _query_scalar(family, *sizes) or config["head_dim"]
     for key, value in found.items():
-        if key.startswith("llama.") and key not in used_keys and (isinstance(value, np.ndarray) or value):
+        if key.startswith(f"{arch}.") and key not in used and (isinstance(value, np.ndarray) or value):
             raise NotImplementedError(
                 f"{file.path} has {key} {show(value)}, which is not supported and may change values; convert the "
                 "model without it"
             )
     try:
-        return LlamaShape.of_config(config)
+        return shape_of_config(config)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from None
+
+
+def _read_scaling(file: GgufFile, arch: str, number: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the entry ``rope_scaling`` of config.json that a file's metadata and tensors describe."""
+    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
+    if _FACTORS in file.tensors:
+        # The file stores the factors instead of the parameters; published Llama 3 models differ only in the largest.
+        factors = file.read(_FACTORS)
+        rope = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        return rope | {"original_max_position_embeddings": 8192}
+    if kind == "none":
+        for key in file.metadata:  # without a type, the other keys have no effect
+            if key.startswith(f"{arch}.rope.scaling."):
+                number(key.removeprefix(f"{arch}."), 0)
+        return None
+    if kind not in ("linear", "yarn"):
+        raise NotImplementedError(f"{file.path} has {arch}.rope.scaling.type {show(kind)}; supported are linear, yarn")
+    rope = {"rope_type": kind, "factor": number("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = number("rope.scaling.original_context_length")
+        rope["truncate"] = arch != "gpt-oss"
+    return rope
 
 
 def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
@@ -286,29 +331,39 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
     """
     file = GgufFile(path)
     shape = read_shape(file)
-    for name, size in shape.tensors().items():
-        tensor = file.tensors.get(gguf_name(name))
+    layout, stored, places = layout_of(shape), stored_tensors(shape), {}
+    for own, names in stored.items():
+        size = layout.tensors[names[0]]
+        size = (len(names), *size) if "_exps." in own else size
+        tensor = file.tensors.get(own)
         if tensor is None or tensor.shape != size:
             has = "no such tensor" if tensor is None else f"shape {tensor.shape}"
-            raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, but the file has {has}")
-    if others := sorted(file.tensors.keys() - {gguf_name(name) for name in shape.tensors()}):
-        raise ValueError(f"{path} has the tensor {show(others[0])}, which is not part of such a Llama")
+            raise ValueError(f"{path}: tensor {own} must have shape {size}, but the file has {has}")
+        places |= {name: (own, index if "_exps." in own else ...) for index, name in enumerate(names)}
+    if others := sorted(file.tensors.keys() - stored.keys() - {_FACTORS}):
+        architecture = file.metadata["general.architecture"]
+        raise ValueError(f"{path} has the tensor {show(others[0])}, which no {architecture} of its metadata has")
+    stretch = rope_stretch(shape)
+    if _FACTORS in file.tensors and not (stretch is not None and np.allclose(file.read(_FACTORS), stretch, rtol=1e-4)):
+        raise NotImplementedError(f"{path} has {_FACTORS} of another scaled rotary embedding than Llama 3's")
 
     def read(name: str) -> np.ndarray:
-        heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))
+        own, index = places[name]
+        heads, array = _rotated_heads(shape, name), file.read(own, index) - np.float32(_norm_offset(shape, name))
         return array if heads is None else rows_to_hf(array, heads)
 
     def quantized(module: str) -> QTensor | None:
         name = f"{module}.weight"
-        kind = file.tensors[gguf_name(name)].kind
+        own, index = places[name]
+        kind = file.tensors[own].kind
         if kind in ("F16", "BF16") or kind not in OWN:
             return None
-        file.read(gguf_name(name))  # raises if a scale is not finite
-        heads, data = _rotated_heads(shape, name), file.raw(gguf_name(name))
+        file.read(own, index)  # raises if a scale is not finite
+        heads, data = _rotated_heads(shape, name), file.raw(own, index)
         data = data if heads is None else rows_to_hf(data, heads)
-        return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())
+        return QTensor(jnp.asarray(data), block=(1, layout.tensors[name][1]), codec=kind.lower())
 
-    return Source(shape, read, _read_vocabulary(file) if has_tokenizer else None, quantized=quantized)
+    return Source(layout, read, _read_vocabulary(file) if has_tokenizer else None, quantized=quantized)
 
 
 def _read_vocabulary(file: GgufFile) -> Vocabulary | None:
@@ -319,6 +374,6 @@ def _read_vocabulary(file: GgufFile) -> Vocabulary | None:
         if not beside.is_file():
             raise NotImplementedError(f"{file.path}: {error}; put the model's tokenizer.json next to it") from None
     if found is None and beside.is_file():
-        ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding"))
-        return read_tokenizer(read_json(beside), *ids)
+        ids = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+        return read_tokenizer(beside, ids | {"pad_token_id": ids.get("padding_token_id")})
     return found

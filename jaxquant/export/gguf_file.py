@@ -185,18 +185,18 @@ class GgufFile:
             self.metadata[key] = self._read_value(self._unpack("<I"), 0)
         self.tensors = self._read_tensors(count)
 
-    def raw(self, name: str) -> np.ndarray:
-        """Return the encoded bytes of a tensor as a view of the file; the array has as many rows as the tensor."""
+    def raw(self, name: str, index: Any = ...) -> np.ndarray:
+        """Return the encoded bytes of a tensor, or of one index of its first axis, as a view of the file."""
         tensor = self.tensors[name]
         flat = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.start)
-        return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))
+        return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))[index]
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a tensor decoded to float32; raises if a value is not finite."""
-        tensor, data = self.tensors[name], self.raw(name)
+    def read(self, name: str, index: Any = ...) -> np.ndarray:
+        """Return a tensor, or one index of its first axis, decoded to float32; raises if a value is not finite."""
+        tensor, data = self.tensors[name], self.raw(name, index)
         if tensor.kind in ("F32", "F16"):
             stored = np.ascontiguousarray(data).view("<f4" if tensor.kind == "F32" else "<f2")
-            array = stored.reshape(tensor.shape).astype(np.float32, copy=False)
+            array = stored.reshape(*data.shape[:-1], tensor.shape[-1]).astype(np.float32, copy=False)
         else:
             array = decode(tensor.kind, data)
         return check_finite(array, f"{self.path}: tensor {show(name)}")

@@ -1,4 +1,4 @@
-"""Reader of Llama checkpoints in Hugging Face folders, float or quantized, as named float tensors."""
+"""Reader of decoders in Hugging Face folders, float or quantized, as named float tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 
 from jaxquant.config.loader import read_json
 from jaxquant.core.typed import show
+from jaxquant.export.families import layout_of, shape_of_config
 from jaxquant.export.folder import INDEX
+from jaxquant.export.fused import ENDS, Slice
 from jaxquant.export.hf import CheckpointQuantization, LayerSpec, read_quantization
 from jaxquant.export.hf.read import SIDECAR
 from jaxquant.export.layouts import check_finite, row_chunks
-from jaxquant.export.llama import EMBEDDING, HEAD, LlamaShape
 from jaxquant.export.safetensors import SafetensorsFile
-from jaxquant.export.source import Source, Vocabulary
+from jaxquant.export.source import EMBEDDING, HEAD, Source, Vocabulary
 from jaxquant.export.stored import StoredLayer, read_layer, take_input_amax
-from jaxquant.export.vocabulary import read_sentencepiece, read_tokenizer
+from jaxquant.export.vocabulary import read_tokenizer
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -28,7 +29,7 @@ class HfFolder:
 
     Attributes:
       config: contents of ``config.json``.
-      shape: shape of the model.
+      layout: tensors of the model.
       quantization: ordered rules for the quantization of layers, or None for a float checkpoint.
 
     Args:
@@ -43,19 +44,24 @@ class HfFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json")
+        self.layout = layout_of(shape_of_config(self.config))
         sidecar = self.folder / SIDECAR
         self._files = self._open_files()
         known = {name: (entry.shape, entry.dtype) for file in self._files for name, entry in file.entries.items()}
         self._where = {name: file for file in self._files for name in file.entries}
+        self._slices = self._find_slices()
+        stored = {each.stored for each in self._slices.values()}
         self._ends: dict[str, dict[str, str]] = {}
-        for name in self._where:
+        for name in (*(self._where.keys() - stored), *self._slices):
             module, _, end = name.rpartition(".")
-            self._ends.setdefault(module, {})[f".{end}"] = name
+            if name in self.layout.tensors and end != "weight":
+                self._ends[name] = {"": name}
+            else:
+                self._ends.setdefault(module, {})[f".{end}"] = name
         if len(known) != sum(len(file) for file in self._files):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
         if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
             raise ValueError(f"{others[0]} is not listed in the index; move it to another folder")
-        self.shape = LlamaShape.of_config(self.config)
         self.quantization: CheckpointQuantization | None = read_quantization(
             self.config, known, read_json(sidecar) if sidecar.exists() else None
         )
@@ -72,7 +78,7 @@ class HfFolder:
 
     def tensors(self, module: str) -> dict[str, np.ndarray]:
         """Return the tensors of a layer by the suffix of their name, as views of the files."""
-        return {end: self._where[name][name] for end, name in self._ends.get(module, {}).items()}
+        return {end: self._stored(name) for end, name in self._ends.get(module, {}).items()}
 
     def layer(self, module: str) -> StoredLayer | None:
         """Return a linear layer as stored, or None for a float layer; raises if a tensor of the layer is not used.
@@ -84,19 +90,19 @@ class HfFolder:
         if spec is None:
             return None
         try:
-            return read_layer(spec, self.tensors(module), self.shape.linears()[module])
+            return read_layer(spec, self.tensors(module), self.layout.linears[module])
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{self.folder}: {module}: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor of ``shape.tensors()`` decoded to float32; raises if a value is not finite."""
-        module, size = name.removesuffix(".weight"), self.shape.tensors()[name]
-        layer = self.layer(module) if module in self.shape.linears() else None
+        """Return a tensor of ``layout.tensors`` decoded to float32; raises if a value is not finite."""
+        module, size = name.removesuffix(".weight"), self.layout.tensors[name]
+        layer = self.layer(module) if module in self.layout.linears else None
         place = f"{self.folder}: {name}"
         if layer is not None:
             return check_finite(layer.decode(), place)
         tensors = self.tensors(module)
-        array = tensors.pop(".weight", None)
+        array = tensors.pop(name.removeprefix(module), None)
         if array is None:
             raise ValueError(f"{self.folder} has no tensor {name}")
         if tensors:
@@ -116,12 +122,12 @@ class HfFolder:
           has_tokenizer: whether to read the tokenizer.
         """
         vocabulary = self.vocabulary() if has_tokenizer else None
-        return Source(self.shape, self.read, vocabulary, self.input_amax(), lambda name: None)
+        return Source(self.layout, self.read, vocabulary, self.input_amax(), lambda name: None)
 
     def input_amax(self) -> dict[str, float]:
         """Return the input amax of each layer that stores a static input scale, by layer name."""
         found = {}
-        for module in self.shape.linears():
+        for module in self.layout.linears:
             spec = self.spec(module)
             try:
                 amax = None if spec is None else take_input_amax(spec, self.tensors(module))
@@ -141,13 +147,25 @@ class HfFolder:
         path = next((path for name in _TOKENIZERS if (path := self.folder / name).exists()), None)
         if path is None:
             return None
-        if path.name == "tokenizer.model":
-            return read_sentencepiece(path.read_bytes())
-        if path.name != "tokenizer.json":
+        if path.name not in ("tokenizer.json", "tokenizer.model"):
             raise NotImplementedError(f"{self.folder} has its tokenizer as {path.name}; save it as tokenizer.json")
-        ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
-        ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
-        return read_tokenizer(read_json(path), *(value if type(value) is int else None for value in ids))
+        return read_tokenizer(path, self.config)
+
+    def _stored(self, name: str) -> np.ndarray:
+        """Return a tensor as a view of the files; ``name`` may be a tensor of one expert that is stored with others."""
+        part = self._slices.get(name)
+        return self._where[name][name] if part is None else part.read(self._where[part.stored][part.stored])
+
+    def _find_slices(self) -> dict[str, Slice]:
+        """Return the tensors of single experts that the folder stores together, as gpt-oss does."""
+        if not self.layout.has_fused_experts:
+            return {}
+        names = {f"{name.removesuffix('.weight')}{end}" for name in self.layout.tensors for end in ENDS}
+        found = {name: part for name in names if (part := Slice.of(name)) is not None and part.stored in self._where}
+        for part in set(found.values()):
+            if (count := self._where[part.stored].entries[part.stored].shape[0]) <= part.expert:
+                raise ValueError(f"{self.folder}: {part.stored} has {count} experts, fewer than the config")
+        return found
 
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"
@@ -171,23 +189,32 @@ class HfFolder:
         return list(files.values())
 
     def _check_names(self) -> None:
-        """Raise if a tensor is unused or missing."""
-        wanted = {name.removesuffix(".weight") for name in self.shape.tensors()}
+        """Raise if a tensor is unused or missing, or if a float tensor does not have the shape of the config."""
+        wanted = {name.removesuffix(".weight") for name in self.layout.tensors}
         for module, ends in self._ends.items():
-            if module == HEAD and self.shape.tied and ".weight" in ends:
+            if module == HEAD and f"{HEAD}.weight" not in self.layout.tensors and ".weight" in ends:
                 self._check_tied(f"{EMBEDDING}.weight", f"{HEAD}.weight")
                 ends = {end: name for end, name in ends.items() if end != ".weight"}
             for end, name in ends.items():
                 is_buffer = name.endswith("rotary_emb.inv_freq")  # derived from the config
                 if (module not in wanted and not is_buffer) or end == ".bias":
-                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which is not part of such a Llama")
+                    family = self.config["architectures"][0]
+                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which no {family} of its config has")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}; download it again")
+        for name, size in self.layout.tensors.items():
+            module, entry = (
+                name.removesuffix(".weight"),
+                self._where[name].entries[name] if name in self._where else None,
+            )
+            is_float = module not in self.layout.linears or self.spec(module) is None
+            if entry is not None and is_float and entry.shape != size:
+                raise ValueError(f"{self.folder}: {name} has shape {entry.shape}, but its config requires {size}")
 
     def _check_tied(self, embedding: str, head: str) -> None:
         """Raise if a stored head differs from the embedding, which a tied model uses as its head."""
         one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
-        is_same = one.shape == other.shape == self.shape.tensors()[embedding] and one.dtype == other.dtype
+        is_same = one.shape == other.shape == self.layout.tensors[embedding] and one.dtype == other.dtype
         if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape, 1)):
             raise ValueError(
                 f"{self.folder} has {head} and {embedding} with different values, but its config has "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxquant.export.folder import Scheme
-from jaxquant.export.llama import HEAD
+from jaxquant.export.source import HEAD
 
 PRODUCER = {"name": "modelopt", "version": "0.29.0"}
 """Producer entry, from which loaders select the variant of the format: the first version with all keys written here."""
@@ -70,6 +70,18 @@ ROWS = (
     Scheme(
         "fbgemm_fp8",
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": SCALE_BOUND, "modules_to_not_convert": [HEAD]},
+    ),
+    Scheme(
+        "mxfp4",
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                HEAD,
+            ],
+        },
     ),
     _modelopt("modelopt_fp8", "FP8", {"num_bits": 8, "type": "float"}),
     _modelopt("modelopt_nvfp4", "NVFP4", {"num_bits": 4, "type": "float", "group_size": 16}),

@@ -1,4 +1,4 @@
-"""Input of an exporter: named float tensors that are read one at a time, the model's shape, and its tokenizer."""
+"""Input of an exporter: named float tensors that are read one at a time, their layout, and the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxquant.core.qtensor import QTensor
+from jaxquant.export.decoder import DecoderShape
 from jaxquant.export.hf import OperandSpec
+from jaxquant.export.hf.quantization import FUSED
 from jaxquant.export.layouts import is_finite
-from jaxquant.export.llama import LlamaShape, fused_with
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tensors of a checkpoint, without their values.
+
+    Attributes:
+      tensors: shapes of all tensors by name, in the order in which they are written; matrices are [out, in].
+      linears: shapes of the linear layers that a format quantizes, by name without ``.weight``.
+      config: ``config.json`` without dtype, special tokens and quantization.
+      shape: the decoder that has these tensors, or None for another model.
+      has_fused_experts: whether files store the experts of a layer together, as gpt-oss does (``fused``).
+    """
+
+    tensors: Mapping[str, tuple[int, ...]]
+    linears: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, Any]
+    shape: DecoderShape | None = None
+    has_fused_experts: bool = False
+
+    @property
+    def float_linears(self) -> list[str]:
+        """Names of the matrices that stay in float, such as routers and the head; not of the embedding."""
+        found = (name.removesuffix(".weight") for name, shape in self.tensors.items() if len(shape) == 2)
+        return [HEAD, *(name for name in found if name not in {*self.linears, EMBEDDING, HEAD})]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,28 +51,31 @@ class Vocabulary:
         embedding.
       merges: pairs in order, joined by a space.
       kinds: types of the tokens in GGUF files.
-      bos, eos, pad: numbers of the tokens for the beginning and end of a text and for padding, or None.
+      special: numbers of the special tokens ``bos``, ``eos`` and ``pad``. Only ``eos`` can have several numbers; the
+        first one is the tokenizer's own.
+      adds_bos: whether the tokenizer adds ``bos`` before a text.
       tokenizer_json: contents of ``tokenizer.json``, the file of the tokenizers package.
       pre: name of the pre-tokenizer in GGUF files, or "" if GGUF has no name for it.
       scores: scores of the tokens of a SentencePiece tokenizer, in GGUF files; empty for byte-level BPE.
       origin: file or metadata that the tokenizer was read from.
+      files: contents of other files of the tokenizer by name, which are copied to Hugging Face folders and runs.
     """
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
     kinds: tuple[int, ...]
-    bos: int | None
-    eos: int | None
-    pad: int | None
+    special: Mapping[str, tuple[int, ...]]
+    adds_bos: bool
     tokenizer_json: Mapping[str, Any]
     pre: str
     scores: tuple[float, ...]
     origin: str
+    files: Mapping[str, str]
 
     @property
-    def ids(self) -> dict[str, int | None]:
-        """Token numbers in ``config.json`` and ``generation_config.json``."""
-        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+    def ids(self) -> dict[str, Any]:
+        """Token numbers in ``config.json`` and ``generation_config.json``; several end tokens are a list."""
+        return {f"{kind}_token_id": [*ids] if ids[1:] else (ids or (None,))[0] for kind, ids in self.special.items()}
 
 
 class ScaledElements(NamedTuple):
@@ -78,8 +109,8 @@ class Source:
     """A model to export.
 
     Attributes:
-      shape: shape of the model.
-      read: function that returns a tensor of ``LlamaShape.tensors`` by name, as a float32 array.
+      layout: tensors of the model and its ``config.json``.
+      read: function that returns a tensor of ``layout`` by name, as a float32 array.
       vocabulary: tokenizer of the model, or None to write no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
       quantized: function that returns the weight [out, in] of a linear layer by name, as a ``QTensor`` with the stored
@@ -87,7 +118,7 @@ class Source:
         blocks cannot be arranged as [out, in].
     """
 
-    shape: LlamaShape
+    layout: Layout
     read: Callable[[str], np.ndarray]
     vocabulary: Vocabulary | None = None
     input_amax: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -103,7 +134,7 @@ class Source:
         Raises:
           ValueError: the shape is not the model's, or a value is not finite.
         """
-        array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
+        array, shape = np.asarray(self.read(name), np.float32), self.layout.tensors[name]
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, but must have shape {shape}")
         if not is_finite(array):
@@ -145,3 +176,9 @@ class Source:
         if not all(np.isfinite(value) and value > 0 for value in amaxes):
             raise ValueError(f"the input of {module} has the invalid amax {max(amaxes)}; calibrate the model")
         return max(amaxes)
+
+
+def fused_with(module: str) -> tuple[str, ...]:
+    """Return a linear layer and the layers that servers fuse with it; all of them must share per-tensor scales."""
+    stem, _, last = module.rpartition(".")
+    return next((tuple(f"{stem}.{each}" for each in group) for group in FUSED.values() if last in group), (module,))

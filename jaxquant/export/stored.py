@@ -64,7 +64,7 @@ class StoredLayer:
             return decode_scaled(self.elements, self.scale, self.block, self.zero_point)
 
 
-def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> StoredLayer:
+def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, ...]) -> StoredLayer:
     """Read a linear layer, as the checkpoint's config describes it.
 
     Args:
@@ -162,7 +162,7 @@ def _check_array(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...
 
 
 def _make_layer(
-    spec: LayerSpec, shape: tuple[int, int], elements: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None
+    spec: LayerSpec, shape: tuple[int, ...], elements: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None
 ) -> StoredLayer:
     """Return a layer of elements and scales, after checking that there is a scale per tensor, row or block."""
     if scale.dtype not in _SCALE_DTYPES:
@@ -202,7 +202,7 @@ def _take_zero_point(spec: LayerSpec, unused: _UnusedTensors, bits: int, rows: i
     return None if spec.weight.symmetric else zero_point
 
 
-def _read_plain(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_plain(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
     weight = unused.take("weight")
     kind = "int8" if spec.weight.dtype == "int4" else spec.weight.dtype
     _check_array("weight", weight, jnp.dtype(kind), shape)
@@ -236,7 +236,7 @@ def _encode(
     return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
 
 
-def _read_packed(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_packed(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
         raise NotImplementedError(f"{spec.weight.dtype} cannot be packed into int32; choose another format")
@@ -255,7 +255,7 @@ def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarr
     return {".weight_packed": pack_int4(elements), ".weight_scale": scale, ".weight_shape": shape}
 
 
-def _read_nvfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_nvfp4(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
     is_modelopt = spec.packing == "modelopt"
     name = "weight" if is_modelopt else "weight_packed"
     packed, scale = unused.take(name), unused.take("weight_scale")
@@ -282,7 +282,7 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
     return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
 
 
-def _read_mxfp4(spec: LayerSpec, shape: tuple[int, int], unused: _UnusedTensors) -> StoredLayer:
+def _read_mxfp4(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
     packed, scale = unused.take("weight_packed"), unused.take("weight_scale")
     _check_array("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
     if scale.dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
@@ -299,7 +299,7 @@ def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 
 
 class _Packing(NamedTuple):
-    read: Callable[[LayerSpec, tuple[int, int], _UnusedTensors], StoredLayer]
+    read: Callable[[LayerSpec, tuple[int, ...], _UnusedTensors], StoredLayer]
     write: Callable[[LayerSpec, Source, str, np.ndarray], Tensors]
 
 
@@ -309,5 +309,6 @@ _PACKINGS = {
     "nvfp4-pack": _Packing(_read_nvfp4, _write_nvfp4),
     "modelopt": _Packing(_read_nvfp4, _write_nvfp4),
     "mxfp4-pack": _Packing(_read_mxfp4, _write_mxfp4),
+    "gpt-oss": _Packing(_read_mxfp4, _write_mxfp4),
 }
 """Reader and writer of each packing."""

@@ -39,8 +39,8 @@ def require_float(model: Any) -> None:
     """
     if (face := face_of(model)) is not None:
         raise ValueError(
-            f"{type(model).__name__} is already quantized, with {face.engine.config.quantization!r}; pass the "
-            "float model"
+            f"{type(model).__name__} is already quantized with {face.engine.config.quantization!r}; pass the float "
+            "model instead"
         )
 
 
@@ -77,7 +77,8 @@ def describe_model(model: Any) -> str:
     engine, kind = face_of(model).engine, type(model).__name__
     if engine.decisions is None:
         return f"{kind}(quantization={engine.config.quantization!r})  # the first call chooses the layers"
-    recipes = {path: "float" if d.recipe is None else d.recipe.name for path, d in engine.decisions.paths.items()}
+    decided = engine.decisions.paths.items()
+    recipes = {path: "float" if d.recipe is None else d.recipe.name + d.hint for path, d in decided}
     names = {path: re.sub(r"(?<=[_/])\d+(?=/)|(?<=/)\d+$", "*", path) or "the root layer" for path in recipes}
     pairs = collections.Counter((names[path], recipe) for path, recipe in recipes.items()).most_common()
     usual = dict(pair for pair, _ in reversed(pairs))  # layers with another recipe are listed by their own path
@@ -102,8 +103,8 @@ def explain_errors(model: Any, has_inputs: bool, use: str = "") -> Iterator[None
         yield
     except Exception as error:
         if not has_inputs and "required positional" in str(error):
-            raise TypeError(f"{type(model).__name__} requires inputs; pass example inputs{use}") from error
-        error.add_note(f"{type(model).__name__} itself raised this error, in float, called with the example inputs.")
+            raise TypeError(f"{type(model).__name__}.__call__ needs inputs; pass example inputs{use}") from error
+        error.add_note(f"The float model {type(model).__name__} raised this error with the example inputs.")
         raise
 
 

@@ -60,9 +60,9 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
 def missing_state(recipe: str, path: str, field: str) -> str:
     """Return the error message for missing quant state in a call of a Linen model."""
     return (
-        f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', and this "
-        f"call has no {field!r} there: pass the whole collection together with 'params', or create it with "
-        "jaxquant.calibrate; convert stored state and the state of flax's own ops with jaxquant.state.from_flax"
+        f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', but this "
+        f"call has no {field!r} in that collection; pass all variables of model.init, or create the collection with "
+        "jaxquant.calibrate; convert quant state of flax with jaxquant.state.from_flax"
     )
 
 
@@ -185,7 +185,7 @@ class Face:
         path, kernel = next((path, leaf) for path, leaf in leaves_by_path(params, is_tensor).items() if is_tensor(leaf))
         raise ValueError(
             f"{layer_name('/'.join((*use.prefix, path)).rpartition('/')[0])} has a converted kernel "
-            f"({kernel.qvalue.dtype.name}), but checkpoint_is_quantized is false; set it to true to serve"
+            f"({kernel.qvalue.dtype.name}), but checkpoint_is_quantized is false; set checkpoint_is_quantized to true"
         )
 
     def init_state(self, use: ModuleCall) -> Tables:
@@ -279,14 +279,14 @@ def find_kernels(
         shape, or is read in a dtype that cannot be inferred after conversion; quant state is missing.
     """
     if "params" not in variables:
-        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}; pass those of model.init")
+        raise ValueError(f"variables have no collection 'params', got {sorted(variables)}; pass all of model.init")
     if config.resolver() is None:
         return {}
     params, rest = collections_of(variables)
     given = leaves_by_path(params, is_tensor)
     for path, leaf in given.items():
         if is_tensor(leaf):
-            raise ValueError(f"parameter {path!r} is already converted ({leaf.qvalue.dtype.name}); pass the float one")
+            raise ValueError(f"parameter {path!r} is already {leaf.qvalue.dtype.name}; pass the float parameters")
     made = nn.meta.unbox(unfreeze(trace_init(model, *inputs, **kwargs))).get("params", {})
 
     def as_stored(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -327,13 +327,13 @@ def _check_stored(path: str, kernel: LayerKernel, given: Any, made: Any, served_
         )
     if tuple(given.shape) != tuple(made.shape):
         raise ValueError(
-            f"parameter {path!r} of {at_layer(kernel.path)} has shape {tuple(given.shape)}, but its layer reads "
+            f"parameter {path!r} of {at_layer(kernel.path)} has shape {tuple(given.shape)}, but the model needs "
             f"{tuple(made.shape)}; pass the parameters of this model"
         )
     if kernel.dtype != served_dtype:
         raise ValueError(
-            f"{layer_name(kernel.path)} has param_dtype {made.dtype.name}, a {given.dtype.name} kernel and no dtype, "
-            f"so its compute dtype is ambiguous; set dtype or param_dtype to {given.dtype.name} on the layer"
+            f"{layer_name(kernel.path)} has param_dtype {made.dtype.name} and no dtype, but the kernel to convert is "
+            f"{given.dtype.name}; set dtype or param_dtype of the layer to {given.dtype.name}"
         )
 
 

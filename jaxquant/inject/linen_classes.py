@@ -88,8 +88,8 @@ def _initialize(face: Any, module: Any, root: Any, prefix: tuple[str, ...], meth
     is_model = module.scope.parent is None
     if is_model and face.engine.config.checkpoint_is_quantized:
         raise ValueError(
-            f"{type(module).__name__} has checkpoint_is_quantized true, so it has no float kernels to initialize; "
-            "convert the parameters with jaxquant.convert"
+            f"{type(module).__name__}.init does not work with checkpoint_is_quantized true; initialize the float model "
+            "and convert the parameters with jaxquant.convert"
         )
     with traced_face(face):
         out = run_plain(module, method, args, kwargs)

@@ -49,7 +49,7 @@ def maybe_quantize_model(model: Model, config: ConfigLike, *example_inputs: Any,
     """
     if is_program_config(config) and hasattr(config, "micro_batch_size_to_train_on"):
         raise TypeError(
-            "config is MaxText's, which also sets the batch and gradient accumulation; call "
+            "jaxquant.maybe_quantize_model does not accept a MaxText config; call "
             "jaxquant.compat.maxtext.maybe_quantize_model(model, config)"
         )
     program, config = config, QuantConfig.from_any(config)
@@ -69,8 +69,8 @@ def quantize_model(model: Model, config: QuantConfig, *example_inputs: Any, **ex
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
-                "checkpoint_is_quantized true needs a Linen model that runs on converted parameters, and this is an "
-                "NNX model; remove that field, convert a model without arrays and add the saved parameters: "
+                "checkpoint_is_quantized true does not support NNX models; remove checkpoint_is_quantized, convert a "
+                "model without arrays and add the saved parameters: "
                 "served = nnx.eval_shape(lambda: jaxquant.convert(jaxquant.maybe_quantize_model(make(), config, x), "
                 "config, x)); jaxquant.serving.update_nnx(served, jaxquant.serving.load(folder).params)"
             )
@@ -79,10 +79,10 @@ def quantize_model(model: Model, config: QuantConfig, *example_inputs: Any, **ex
 
 
 _NOT_OF_MODELS = {
-    "save_quantized_params_path": "is not written while a model is quantized; convert its parameters with "
-    "jaxquant.convert and save them with jaxquant.serving.save",
-    "quantize_kvcache": "is not a property of linear layers; use a cache of jaxquant.serving.kv_cache in the model's "
-    "attention",
+    "save_quantized_params_path": "has no effect in maybe_quantize_model; remove this field, and save the result of "
+    "jaxquant.convert with jaxquant.serving.save",
+    "quantize_kvcache": "has no effect in maybe_quantize_model; remove this field, and use a cache of "
+    "jaxquant.serving.kv_cache in the attention",
 }
 
 
@@ -144,6 +144,6 @@ def _require_module(what: str, of_functions: str, model: Any) -> None:
     if isinstance(model, (nn.Module, nnx.Module)):
         return
     if isinstance(model, type):
-        raise TypeError(f"{what} takes a Flax module, got the class {model.__name__}; make an instance of it")
+        raise TypeError(f"{what} takes a Flax module, got the class {model.__name__}; pass an instance of the class")
     hint = f"; for a function use {of_functions}" if callable(model) else ""
     raise TypeError(f"{what} takes a Flax module, got {type(model).__name__}{hint}")

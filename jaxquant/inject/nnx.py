@@ -93,18 +93,17 @@ def plain_model(model: nnx.Module) -> nnx.Module:
 
 def _missing(recipe: str, path: str, field: str) -> str:
     return (
-        f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the model has no {field!r} there; give "
-        "maybe_quantize_model example inputs whose call runs that layer, and convert a trained or calibrated model "
-        "(jaxquant.calibrate)"
+        f"recipe {recipe!r} needs quant state, but the model has no {field!r} at {at_layer(path)}; pass example inputs "
+        "that reach this layer to maybe_quantize_model, and before jaxquant.convert train the model or call "
+        "jaxquant.calibrate"
     )
 
 
 def _misfit(path: str, field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     if len(has) == len(wanted) + 1:
         return (
-            f"{layer_name(path)} has quant state of {has[0]} layers in the call of one: nnx.scan and nnx.vmap must map "
-            "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({(nnx.Param, jaxquant.state.QuantState): 0, "
-            "...: None})"
+            f"a call of {layer_name(path)} got the quant state of {has[0]} layers; map quant state along axis 0 in "
+            "nnx.scan or nnx.vmap, with nnx.StateAxes({(nnx.Param, jaxquant.state.QuantState): 0, ...: None})"
         )
     return f"{layer_name(path)} has quant state {field!r} of shape {has}, but this call needs {wanted}"
 
@@ -173,8 +172,8 @@ class Face:
 
     def _example(self, model: nnx.Module, args: Any, kwargs: Any) -> tuple[Call, Any, tuple[Any, Any]]:
         if not callable(model):
-            raise TypeError(f"{type(model).__name__} has no __call__; quantize the module whose call runs its layers")
-        use = f", from which recipe {self.stateful!r} gets its quant state" if self.stateful else ""
+            raise TypeError(f"{type(model).__name__} has no __call__; quantize the module that calls these layers")
+        use = f", because recipe {self.stateful!r} needs quant state" if self.stateful else ""
         example = self._split(model, type(model), "__call__", *jax.tree.map(_as_array, (args, kwargs)))
         with explain_errors(model, has_inputs=bool(args or kwargs), use=use):
             self.engine.trace(*example)

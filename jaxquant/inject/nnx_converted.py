@@ -88,14 +88,14 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
             return None
         made = given.pop(path)
         if tuple(made.shape) != tuple(own.shape):
-            raise ValueError(f"parameter {path!r} has shape {tuple(made.shape)}, but the model has {tuple(own.shape)}")
+            raise ValueError(f"parameter {path!r} must have shape {tuple(own.shape)}, got {tuple(made.shape)}")
         return made.astype(own.dtype) if is_tensor(made) and made.dtype is None else made
 
     new = map_by_path(pick, _stored_variables(model), is_tensor)
     if lacks or given:
         raise ValueError(
-            f"only the model has {', '.join(sorted(lacks)) or 'nothing'}, and only the parameters have "
-            f"{', '.join(sorted(given)) or 'nothing'}; pass the result of nnx_params for this model"
+            f"parameters missing for the model: {', '.join(sorted(lacks)) or 'none'}; parameters unknown to the "
+            f"model: {', '.join(sorted(given)) or 'none'}; pass the result of nnx_params for this model"
         )
     nnx.update(model, new)
     nnx.update(model, jax.tree.map(_initialized, nnx.state(model, nnx.RngState)))

@@ -122,6 +122,6 @@ def device_refusal(capability: tuple[int, int], least: int, most: int, interpret
         return None
     names = {8: "Ampere", 9: "Hopper", 10: "Blackwell"}
     return (
-        f"the kernel is for {' to '.join(dict.fromkeys((names[least], names[most])))} and does not compile for compute "
-        f"capability {capability[0]}.{capability[1]}"
+        f"the kernel needs a GPU of type {' or '.join(dict.fromkeys((names[least], names[most])))}, but the GPU has "
+        f"compute capability {capability[0]}.{capability[1]}"
     )

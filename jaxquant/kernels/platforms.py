@@ -33,10 +33,10 @@ def sharding_refusal(*operands: Array, defers: bool = False) -> str | None:
       defers: whether the caller uses ``unless_sharded``, which decides at lowering about operands without a mesh.
     """
     if any(explicit_sharding(x) is not None for x in operands):
-        return "an operand has a mesh with explicit axes, outside of jax.shard_map"
+        return "an array is on a mesh with explicit axes, outside of jax.shard_map"
     if all(is_whole(x) or (defers and may_shard(x)) for x in operands):
         return None
-    return "an operand may be sharded automatically outside of jax.shard_map, because there are several devices"
+    return "XLA may shard the arrays over several devices, because the call is outside of jax.shard_map"
 
 
 def may_be_sharded(context: Any) -> bool:

@@ -54,8 +54,8 @@ def all_to_all(
         raise ValueError(f"all_to_all dtype {dtype!r} is not supported; use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     if not all(0 <= axis < last for axis in (split_axis, concat_axis)):
         raise ValueError(
-            f"all_to_all got split_axis {split_axis} and concat_axis {concat_axis} for {x.ndim} axes; both must come "
-            f"before the last axis, {last}, along which elements share scales"
+            f"all_to_all got split_axis {split_axis} and concat_axis {concat_axis} for an input of {x.ndim} axes; both "
+            f"must be at least 0 and below {last}, because the elements of the last axis share scales"
         )
     spec = TensorSpec(dtype, "per_tile", tile_size=TILE, scale_rounding=scale_rounding)
     return _exchanged(spec, axis_name, split_axis, concat_axis, varying_axes(x), x)

@@ -26,7 +26,7 @@ from jaxquant.ops.groups import Groups, Rows, Slabs, expand_groups
 from jaxquant.ops.implementation import select_block_matmul
 
 Array = jax.Array
-NO_INSTRUCTION = "no chip multiplies groups of rows in blocks"
+NO_INSTRUCTION = "no chip has a grouped matmul with block scales"
 """Reason why XLA's program dequantizes the operands by default."""
 
 
@@ -48,7 +48,7 @@ def select_matmul(
 
     def refused() -> str | None:
         if isinstance(lhs, Rows) or isinstance(rhs, Rows):
-            return f"the block_matmul kernel supports scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of groups"
+            return f"the block_matmul kernel needs scales per 1×{BLOCK} or {BLOCK}×{BLOCK}, not per group of rows"
         return kernel.refusal(lhs, rhs, *_axes(numbers), out_dtype=out_dtype)
 
     return select_block_matmul(NO_INSTRUCTION, implementation, refused).name

@@ -46,12 +46,12 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     kinds = {(side.qvalue.dtype.name, "" if side.codec else side.scale.dtype.name) for side in (lhs, rhs)}
     size = SIZES.get(next(iter(kinds))) if len(kinds) == 1 else None
     if size is None:
-        return "no chip multiplies these elements with scales of this dtype"
+        return "no chip has a block-scaled matmul for these element and scale dtypes"
     if capability_of(lhs.qvalue, rhs.qvalue)[0] != 10:
         return "the chip has no block-scaled matmul"
     for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
         if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
-            return f"the last contraction axis is not split into blocks of {size}"
+            return f"the last contraction axis is not divided into whole blocks of {size} elements"
     return sharding_refusal(lhs.qvalue, rhs.qvalue, defers=True)
 
 

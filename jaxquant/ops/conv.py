@@ -102,12 +102,12 @@ def unsupported(recipe: Recipe) -> str:
     """Return the reason why a convolution cannot run a recipe, or "" if it can."""
     own = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     if any(spec.granularity != "per_tensor" and spec.calibration.method != "fixed" for spec in own):
-        return "operands that are quantized per channel again for the backward pass"
+        return "separate per-channel or block scales for the backward pass"
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     reasons = {
         f"quantization_local_shard_count {recipe.drhs.shards}": recipe.drhs.shards > 1,
-        "tiles or blocks": any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs),
-        "the blocks of a tensor format": any(spec.codec is not None for spec in specs),
+        "scales per tile or block": any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs),
+        "a GGML block format": any(spec.codec is not None for spec in specs),
         "rounded scales": any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs),
     }
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))

@@ -95,7 +95,7 @@ def check_input_scale(recipe: Recipe, weight: QTensor) -> None:
     if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
         raise ValueError(
             f"recipe {recipe.name!r} needs a static activation scale, but the converted kernel of shape "
-            f"{weight.shape} has no input_scale; convert the model with this recipe"
+            f"{weight.shape} has no input_scale; convert the model again with recipe {recipe.name!r}"
         )
 
 
@@ -115,8 +115,8 @@ def check_scales(op: str, weight: QTensor, axes: tuple[int, ...]) -> None:
     sizes = () if weight.codec is not None else zip(weight.scale.shape, weight.shape, strict=True)
     if not is_plain or any(n not in ((1, size) if axis in axes else (1,)) for axis, (n, size) in enumerate(sizes)):
         raise NotImplementedError(
-            f"{op} supports converted kernels with one scale, or with one for each element of axes {axes}, got "
-            f"{weight.description}; convert the kernel for this op"
+            f"{op} needs a converted kernel with one scale, or with a scale for each element of axes {axes}, got "
+            f"{weight.description}; convert the kernel again for {op}"
         )
 
 

@@ -62,8 +62,8 @@ def contract_einsum(
         if any(reads_weight):
             if is_converted:
                 raise NotImplementedError(
-                    f"einsum {equation!r} applies {eqn.primitive.name} to its kernel, which a converted kernel does "
-                    "not support; leave the layer in float with a rule"
+                    f"einsum {equation!r} applies {eqn.primitive.name} to its weight, but a converted weight "
+                    "supports only the contraction; leave the layer in float with a rule"
                 )
             of_weight.extend(eqn.outvars)
         return eqn.primitive.bind(*values, **eqn.params)
@@ -100,7 +100,7 @@ def einsum(
       TypeError, ValueError, NotImplementedError: an error of ``jnp.einsum`` or ``dot_general``.
     """
     if weight not in (0, 1):
-        raise ValueError(f"einsum weight must be 0 or 1, the index of the weight operand, got {weight!r}")
+        raise ValueError(f"einsum argument weight must be 0 or 1, the position of the weight, got {weight!r}")
     arithmetic = {"precision": precision, "preferred_element_type": preferred_element_type}
     more: dict[str, Any] = {"recipe": recipe, "state": state, "key": key, "implementation": implementation}
 

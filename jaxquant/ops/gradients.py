@@ -82,8 +82,8 @@ first_order_call.defvjp(_first_order_fwd, _first_order_bwd)
 
 def _refuse(*_: Any, recipe: str) -> NoReturn:
     raise NotImplementedError(
-        f"second derivatives through recipe {recipe!r} are not defined: the gradients are rounded; take a gradient "
-        "penalty or a Hessian product in the unquantized model, or leave the affected layers in float with rules"
+        f"second derivatives through recipe {recipe!r} are not defined, because its gradients are rounded; compute "
+        "gradient penalties and Hessians with the unquantized model, or leave the layers in float with rules"
     )
 
 
@@ -95,7 +95,7 @@ def reverse_only(layer: str, x: Array) -> Array:
 def _refuse_forward(*_: Any, layer: str) -> NoReturn:
     raise NotImplementedError(
         f"{layer} is quantized, and a quantized layer has no derivative in forward mode (jax.jvp, jax.linearize, "
-        "jax.jacfwd, jax.hessian); take it in reverse mode (jax.grad, jax.vjp, jax.jacrev), or leave the layer in "
+        "jax.jacfwd, jax.hessian); use reverse mode (jax.grad, jax.vjp, jax.jacrev), or leave the layer in "
         "float with a rule"
     )
 
@@ -113,9 +113,9 @@ def _mark_loop(function, primals, tangents):
 
 def _refuse_reverse(*_: Any, function: str) -> NoReturn:
     raise NotImplementedError(
-        f"{function!r} is registered and quantized, but its program computes its result in a while loop, which has no "
-        "derivative in reverse mode; call it so that it scans (in diffrax: adjoint=diffrax.DirectAdjoint()), or pass "
-        "jaxquant.register_function a function that computes the same with a scan"
+        f"the registered function {function!r} is quantized, but runs a while loop, which has no derivative in reverse "
+        "mode; use a scan instead of the loop (in diffrax: adjoint=diffrax.DirectAdjoint()), or pass a version with a "
+        "scan to jaxquant.register_function as computes"
     )
 
 

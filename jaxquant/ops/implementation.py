@@ -14,15 +14,15 @@ IMPLEMENTATIONS = ("xla", "pallas")
 BLOCKS = "matmul of blocks"
 """Product of two operands in blocks: by ``cudnn`` (the instruction of the chip), by ``pallas`` (our kernel for Hopper,
 which sums exact products in float32, as cuDNN does), or by ``xla`` (a matmul of the rounded, dequantized operands)."""
-BLOCKS_PAY = "on an H200 kernels train fp8_block 1.39 times as fast as XLA: benchmarks/results/gemm-set-nvidia-h200.md"
+BLOCKS_PAY = "on an H200 fp8_block trains 1.39 times as fast as with XLA: benchmarks/results/gemm-set-nvidia-h200.md"
 """Reason why Hopper GPUs multiply blocks with the kernel by default."""
 STORED_CASTS_PAY = "an H200 casts a tensor with its amax 1.85 times as fast: benchmarks/results/kernels-nvidia-h200.md"
 """Reason why Hopper GPUs cast stored tensors with the kernel by default."""
-INT8_PAYS = "on an H200 the kernel takes half the time of XLA's int8 matmul: benchmarks/results/kernels-nvidia-h200.md"
+INT8_PAYS = "on an H200 the kernel takes half the time of XLA for int8: benchmarks/results/kernels-nvidia-h200.md"
 """Reason why Hopper GPUs multiply int8 with the kernel by default."""
 HOPPER_CASTS_PAY = "on an H200 the kernel is 1.2 to 1.6 times as fast as XLA: benchmarks/results/kernels-nvidia-h200.md"
 """Reason why Hopper GPUs cast blocks with the kernel by default, unless they also write values."""
-TPU_CASTS_PAY = "in the compiler's schedules for TPUs the kernel has a fraction of the cycles of XLA's program"
+TPU_CASTS_PAY = "in the TPU compiler's schedules, the kernel takes a fraction of the cycles of XLA's program"
 """Reason why TPUs cast blocks with the kernel by default."""
 
 
@@ -49,7 +49,7 @@ class Choice:
         return self.name == "pallas" or self.reason.startswith(REFUSED)
 
 
-XLA_BY_DEFAULT = "XLA's program, as no kernel is known to be faster here"
+XLA_BY_DEFAULT = "XLA's program, because no kernel is known to be faster here"
 """Reason for XLA if no kernel is known to be faster."""
 
 _choices: dict[tuple[str, Choice], None] = {}
@@ -81,7 +81,7 @@ def check_implementation(op: str, implementation: str | None) -> None:
       ValueError: the implementation is neither None nor one of ``IMPLEMENTATIONS``.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        known = f"use {', '.join(IMPLEMENTATIONS)}, or None to select one automatically"
+        known = f"use {', '.join(map(repr, IMPLEMENTATIONS))}, or None for automatic selection"
         hint = nearest(implementation, IMPLEMENTATIONS, otherwise=known)
         raise ValueError(f"implementation {implementation!r} of {op} is not known; {hint}")
 
@@ -129,7 +129,7 @@ def select_block_matmul(
         return record_choice(BLOCKS, Choice("xla", "requested"))
     if chip_refusal is None:
         prefix = REFUSED if implementation == "pallas" else ""
-        return record_choice(BLOCKS, Choice("cudnn", f"{prefix}the chip multiplies these blocks"))
+        return record_choice(BLOCKS, Choice("cudnn", f"{prefix}the chip has its own matmul for these blocks"))
     if (why := refusal()) is not None:
         return record_choice(
             BLOCKS, Choice("xla", f"{chip_refusal}; {why}" if implementation is None else f"{REFUSED}{why}")

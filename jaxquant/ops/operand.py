@@ -125,12 +125,12 @@ def quantize_operand(
         return _unobserved(cast(x, static_scale)[0])
     if spec.scaling == "static":
         raise ValueError(
-            f"recipe {recipe.name!r} needs a static scale for an operand of shape {x.shape}, but the model has none; "
-            "convert or import the model with its scales"
+            f"recipe {recipe.name!r} needs a static scale for an array of shape {x.shape}, but the model has no scale "
+            "for the array; convert or import the model with its scales"
         )
     if spec.scaling == "dynamic":
         select_implementation(
-            "quantize", implementation, lambda: "a dynamic scale depends on the amax, which XLA computes"
+            "quantize", implementation, lambda: "XLA computes the amax of a dynamic scale together with the cast"
         )
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute}
         more["except_axes"] = recipe.expert_axes
@@ -151,7 +151,7 @@ def quantize_operand(
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
         # Without a history the scale depends on the amax of x. As for dynamic scales, XLA:GPU must not fuse the cast
         # into the producer of x.
-        why = "a scale without history depends on the amax, which XLA computes"
+        why = "without an amax history, XLA computes the amax together with the cast"
         tensor, _, _ = cast(jax.lax.optimization_barrier(x), scale, refusal=why)
     if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
         # Compute the cast and the amax in one read of x: without a barrier, XLA fuses the amax with another consumer
@@ -204,7 +204,7 @@ def _cast(
         if refusal is not None:
             return refusal
         if spec.reciprocal or spec.scale_rounding != "exact" or spec.scale_dtype != "float32":
-            return "the quantize kernel divides by float32 scales, not by rounded scales or reciprocals"
+            return "the quantize kernel supports exact float32 scales, not rounded scales or reciprocals"
         if spec.rounding != "nearest":
             return f"the quantize kernel rounds to nearest, but the recipe's rounding is {spec.rounding!r}"
         return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute, split=split)
@@ -226,8 +226,8 @@ def _cast_tiles(x: Array, spec: TensorSpec, axes: Sequence[int], scale: Array, c
     axis, step = axes[-1], spec.tile_size or 1
     if len(axes) > 1 or scale.size != -(-x.shape[axis] // step):
         raise ValueError(
-            f"{scale.size} static scales are not valid for an operand of shape {x.shape} in tiles of {step} along its "
-            f"contraction axes {tuple(axes)}; pass one scale, or one for each tile of a single axis"
+            f"got {scale.size} static scales for an array of shape {x.shape} in tiles of {step} along contraction axes "
+            f"{tuple(axes)}; pass one scale, or one scale for each tile of a single axis"
         )
     block = tuple(step if i == axis else max(1, size) for i, size in enumerate(x.shape))
     scale = scale.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
@@ -298,8 +298,8 @@ def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
     spec = recipe.resolve("fwd", "lhs")
     if spec is not None and spec.scaling == "static":
         raise ValueError(
-            f"recipe {recipe.name!r} uses a static activation scale, which only an imported checkpoint has; convert "
-            "the float model with a recipe of dynamic or delayed scaling"
+            f"recipe {recipe.name!r} uses a static activation scale, which only an imported checkpoint has; to "
+            "convert a float model, use a recipe with dynamic or delayed scaling"
         )
     if spec is None or spec.scaling != "delayed":
         return None

@@ -46,7 +46,7 @@ def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "in
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
         raise ValueError(
-            f"recipe {recipe.name!r} needs state of {wanted or 'no tensor'}, got {given or 'none'}; pass {make}"
+            f"recipe {recipe.name!r} needs state for {wanted or 'no tensor'}, got {given or 'none'}; pass state={make}"
         )
 
 
@@ -62,7 +62,7 @@ def check_float(op: str, **operands: Array | QTensor) -> None:
     """
     for name, operand in operands.items():
         if not isinstance(operand, QTensor) and not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise TypeError(f"{op} {name} has dtype {operand.dtype.name}; cast it to a float dtype")
+            raise TypeError(f"{op} argument {name} has dtype {operand.dtype.name}; cast {name} to a float dtype")
 
 
 def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, reason: str) -> None:
@@ -82,11 +82,11 @@ def check_operands(op: str, lhs: Array, rhs: Array | QTensor, recipe: Recipe, re
     for name, operand in (("lhs", lhs), ("rhs", rhs.qvalue if isinstance(rhs, QTensor) else rhs)):
         if explicit_sharding(operand) is not None:
             raise NotImplementedError(
-                f"{op} {name} is sharded by an explicit mesh, which the quantized op does not support; use a mesh with "
-                "AxisType.Auto axes"
+                f"{op} argument {name} is sharded on a mesh with explicit axes, but a quantized {op} supports only "
+                "AxisType.Auto axes; create the mesh with AxisType.Auto"
             )
     if reason:
-        raise NotImplementedError(f"recipe {recipe.name!r} has {reason}, which {op} does not run")
+        raise NotImplementedError(f"{op} does not support recipe {recipe.name!r} ({reason}); use another recipe")
 
 
 def hashable_precision(precision: Any) -> Any:
@@ -127,12 +127,12 @@ def unsupported(recipe: Recipe) -> str:
     grad = recipe.spec_of("output_grad")
     is_delayed = grad is not None and grad.scaling == "delayed"
     reasons = {
-        "an asymmetric range": any(not spec.calibration.is_symmetric for spec in specs),
+        "asymmetric quantization": any(not spec.calibration.is_symmetric for spec in specs),
         "static scales": any(spec.scaling == "static" for spec in specs),
-        "shards outside the weight gradient": recipe.dlhs.shards > 1,
+        "quantization_local_shard_count above 1 for the input gradient": recipe.dlhs.shards > 1,
         "weight sparsity": recipe.sparsity is not None,
-        "delayed scaling of only the backward operand": any(spec.scaling == "delayed" for spec in backward),
-        "a delayed gradient together with operands that are not per tensor": is_delayed
+        "delayed scaling for the backward pass only": any(spec.scaling == "delayed" for spec in backward),
+        "delayed scaling of gradients with forward scales that are not per tensor": is_delayed
         and any(spec.granularity != "per_tensor" for spec in forward),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

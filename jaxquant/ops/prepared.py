@@ -213,7 +213,7 @@ def cast_all(
 
     def refused() -> str | None:
         if cast_dtype(recipe, x.dtype.name) != "float32":
-            return "the block cast supports only division in float32"
+            return "the block_quantize kernel divides only in float32"
         return kernel.refusal(x, casts)
 
     arrays = jax.tree.leaves((x, others))

@@ -151,11 +151,11 @@ def unsupported(recipe: Recipe) -> str:
     rows = [spec for name in names if isinstance(spec := recipe.specs[name], TensorSpec)]
     along_tokens = [recipe.resolve("drhs", "lhs"), recipe.resolve("drhs", "rhs")]
     reasons = {
-        "blocks across several rows of activations or gradients": any(spec.free_size for spec in rows),
-        "an outer scale of activations or gradients without micro": any(s.outer_scale and not s.micro for s in rows),
-        "shards of a weight gradient that has tiles": recipe.drhs.shards > 1
+        "activations or gradients in blocks of several rows": any(spec.free_size for spec in rows),
+        "a second, per-tensor scale of activations or gradients": any(s.outer_scale and not s.micro for s in rows),
+        "quantization_local_shard_count above 1 with a weight gradient in tiles": recipe.drhs.shards > 1
         and any(spec is not None and spec.tile_size for spec in along_tokens),
-        "an average over tiles along the rows, which are padded with zeros": any(
+        "average calibration of tiles along the rows": any(
             spec is not None and spec.tile_size and spec.calibration.average for spec in along_tokens
         ),
     }
@@ -165,8 +165,8 @@ def unsupported(recipe: Recipe) -> str:
 def _check(lhs: Array, rhs: Array | QTensor, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
-            f"ragged_dot requires lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
-            f"{group_sizes.shape}"
+            f"ragged_dot requires lhs [M, K], rhs [G, K, N] and group_sizes [G], got shapes {lhs.shape}, "
+            f"{rhs.shape} and {group_sizes.shape}"
         )
     spec = recipe.fwd.rhs
     if isinstance(rhs, QTensor) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
@@ -257,7 +257,7 @@ class _Ragged(Operation):
         if grad.shape[0] % count:
             raise ValueError(
                 f"quantization_local_shard_count {count} of recipe {self.recipe.name!r} does not divide the "
-                f"{grad.shape[0]} rows of its ragged matmul; use a divisor, or 1"
+                f"{grad.shape[0]} rows of a ragged matmul; use a divisor of {grad.shape[0]}"
             )
         total, step = jnp.zeros(()), grad.shape[0] // count
         for start in range(0, grad.shape[0], step):

@@ -99,13 +99,13 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
     def compressed(*arguments: Any, **named: Any) -> Any:
         if named:
             raise TypeError(
-                f"compress_residuals: {name} was called with {', '.join(named)} by name; pass arguments by position, "
-                "and bind arguments that are not arrays with functools.partial"
+                f"compress_residuals: {name} got {', '.join(named)} as keyword arguments; pass arrays by position, "
+                "and bind other arguments with functools.partial"
             )
         for place in places:
             if not -len(arguments) <= place < len(arguments):
                 raise ValueError(
-                    f"compress_residuals: argnums has {place}, but {name} got {len(arguments)} arguments; use positions"
+                    f"compress_residuals: argnums has {place}, but {name} got {len(arguments)} arguments; count from 0"
                 )
         return run(*arguments)
 

@@ -59,8 +59,8 @@ def check_groups(spec: SparsitySpec, shape: Sequence[int], axes: Sequence[int]) 
     size = math.prod(shape[axis] for axis in axes)
     if size % spec.m:
         raise ValueError(
-            f"weight_sparsity_m {spec.m} does not divide the contraction of size {size} (shape {tuple(shape)}); use "
-            f"a divisor of {size}, or keep the layer dense with a rule"
+            f"weight_sparsity_m {spec.m} does not divide the contraction size {size} of the weight {tuple(shape)}; use "
+            f"a divisor of {size}, or leave the layer in float with a rule"
         )
 
 

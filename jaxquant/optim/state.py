@@ -162,10 +162,10 @@ def quantize_state(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *, changes: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
         if apply and params is None:
-            raise ValueError("quantize_state(…, apply=True) writes new weights; call update(gradients, state, params)")
+            raise ValueError("quantize_state(…, apply=True) needs the weights; call update(gradients, state, params)")
 
         if not isinstance(state, QuantizedState):
-            raise TypeError(f"update of quantize_state needs the state from its init, got {type(state).__name__}")
+            raise TypeError(f"quantize_state needs the state from quantize_state(…).init, got {type(state).__name__}")
 
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             codec = row.codec(signed)
@@ -176,8 +176,8 @@ def quantize_state(
                 path = _join(name, path)
                 if codes.dtype.name != codec.dtype:
                     raise ValueError(
-                        f"the moment {path!r} has codes of {codes.dtype.name}, but scheme {scheme!r} uses "
-                        f"{codec.dtype}: another scheme created them, or they were cast; create a new state with init"
+                        f"the moment {path!r} has dtype {codes.dtype.name}, but scheme {scheme!r} needs {codec.dtype}; "
+                        "use the scheme that created the optimizer state, or create a new state with init"
                     )
                 return Moment(path, codec, signed, Coded(codes, *rest))
 
@@ -239,9 +239,9 @@ def update_where(
     is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
     if counted.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
         raise ValueError(
-            "update_where: the transformation that wraps quantize_state does not pass extra arguments to it; use an "
-            "update that accepts and forwards **extra. For a MultiSteps m: "
-            "optax.GradientTransformationExtraArgs(m.init, m.update) instead of m.gradient_transformation()"
+            "update_where: a transformation around quantize_state drops the argument changes of update; accept and "
+            "forward **extra in that transformation (for a MultiSteps m, use "
+            "optax.GradientTransformationExtraArgs(m.init, m.update) instead of m.gradient_transformation())"
         )
 
     def choose(new: Any, old: Any) -> Any:
@@ -332,18 +332,18 @@ def _check_state(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         raise ValueError("quantize_state(tx, …): tx already contains a quantize_state; remove one of the two")
     if found:
         raise ValueError(
-            "quantize_state(tx, …): tx contains stochastic_round or compensated_round, but its parameters are float32; "
-            "move the rounding after quantize_state: optax.chain(quantize_state(…), stochastic_round())"
+            "quantize_state(tx, …): tx must not contain stochastic_round or compensated_round; move the rounding after "
+            "quantize_state, as in optax.chain(quantize_state(…), stochastic_round())"
         )
     parts = {part for path in leaves_by_path(state) for part in path.split("/")}
     for name in names:
         if name not in parts:
-            raise ValueError(f"float32 lists {name!r}, which is not in any path of the state; {nearest(name, parts)}")
+            raise ValueError(f"float32 lists {name!r}, which is in no path of the state; {nearest(name, parts)}")
     for path, leaf in leaves_by_path(state, is_leaf=lambda node: type(node) in moments).items():
         if type(leaf) not in moments and _is_large(leaf) and not set(names) & set(path.split("/")):
             raise ValueError(
-                f"the optimizer's state has {path!r} of shape {leaf.shape}, in a class whose moments are unknown; put "
-                "quantize_state inside its transformation, add the class to moments, or list the path in float32"
+                f"quantize_state does not know the array {path!r} of shape {leaf.shape} in the optimizer state; list "
+                "the path in float32, add the class of the state to moments, or wrap only the inner transformation"
             )
 
 

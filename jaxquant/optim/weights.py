@@ -92,7 +92,7 @@ def compensated_round() -> optax.GradientTransformation:
             if error is None:
                 if p.dtype == jnp.bfloat16:
                     raise ValueError(
-                        "compensated_round has no rounding error for a bfloat16 weight; call init with bfloat16 weights"
+                        "compensated_round has a state for weights of another dtype; call init with bfloat16 weights"
                     )
                 return None
             return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))

@@ -57,7 +57,7 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     config = QuantConfig.from_any(config)
     if hasattr(batches, "shape") or isinstance(batches, str | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"batches is {type(batches).__name__}, not a list or generator of inputs; pass [x] for one input x"
+            f"batches must be a list or generator of inputs, got {type(batches).__name__}; pass [x] for one input x"
         )
     each = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
     first = next(iter(each), None)
@@ -67,8 +67,8 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
-                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, whose mask needs training; set "
-                "weight_sparsity_n and weight_sparsity_m to null"
+                f"calibrate does not support the weight sparsity of recipe {recipe.name!r} at {at_layer(path)}; set "
+                "weight_sparsity_n and weight_sparsity_m to null, or train the model"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):
         return model if variables is None else variables
@@ -77,7 +77,7 @@ def calibrate(model: Any, /, *arguments: Any, **unknown: Any) -> Any:
     if isinstance(quantized, nnx.Module):
         return _observe_nnx(quantized, _limit_batches(limit, first, each))
     if "params" not in variables:
-        raise ValueError("the variables to calibrate have no collection 'params'; pass all of model.init's result")
+        raise ValueError("the variables to calibrate have no collection 'params'; pass all variables of model.init")
     return _observe_linen(quantized, variables, _limit_batches(limit, first, each))
 
 

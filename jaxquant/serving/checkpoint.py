@@ -97,9 +97,9 @@ def save(
     """
     directory = Path(directory).resolve()
     if taken := sorted({NAME, ARRAYS, SUMS} & set(files or {})):
-        raise ValueError(f"files has {taken[0]!r}, which the checkpoint writes itself; choose another name")
+        raise ValueError(f"files has {taken[0]!r}, which is a file of every checkpoint; choose another name")
     if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
-        raise ValueError("params is the whole variables dict (it has a collection 'params'); save variables['params']")
+        raise ValueError("params must be the parameters, got a dict with 'params'; pass variables['params']")
     leaves = flatten(params)
     _check_produced_by(leaves, config)
     rows = [describe(path, leaf) for path, leaf in leaves.items()]
@@ -107,7 +107,7 @@ def save(
     contents |= {"config": _to_json_values("config", config), "extra": _to_json_values("extra", extra or {})}
     contents |= {"leaves": [row.as_row() for row in rows]}
     if directory.exists():
-        raise FileExistsError(f"{directory} exists; choose a folder that does not exist, or remove this one")
+        raise FileExistsError(f"{directory} already exists; choose another folder, or remove {directory}")
     partial, is_main = directory.with_name(directory.name + ".jaxquant-partial"), jax.process_index() == 0
     try:
         writer = None
@@ -139,7 +139,7 @@ def save(
 def _to_json_values(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping as ``json.loads`` will return it, or raise if it cannot be written."""
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"{name} is {type(mapping).__name__}, not a mapping; pass a dict of plain values")
+        raise TypeError(f"{name} must be a dict of plain values, got {type(mapping).__name__}")
     try:
         return json.loads(json.dumps(dict(mapping), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -153,7 +153,7 @@ def _check_produced_by(leaves: Mapping[str, Any], config: Any) -> None:
     recipes = resolver.recipes if (resolver := QuantConfig.from_any(config).resolver()) else ()
     produced = [spec.codec or spec.dtype for each in recipes if isinstance(spec := each.fwd.rhs, TensorSpec)]
     if produced and not any(isinstance(leaf, QTensor) for leaf in leaves.values()):
-        warnings.warn("params has no converted kernel; save what jaxquant.convert returns", stacklevel=3)
+        warnings.warn("params has no converted kernel; pass the result of jaxquant.convert", stacklevel=3)
     for path, leaf in leaves.items():
         if isinstance(leaf, QTensor) and (kind := leaf.codec or leaf.qvalue.dtype.name) not in produced:
             raise ValueError(
@@ -174,7 +174,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     if not directory.exists():
         raise FileNotFoundError(f"checkpoint {directory} does not exist; pass a folder that `jaxquant convert` wrote")
     if not path.is_file():
-        raise ValueError(f"{directory} is not a quantized checkpoint: it has no {NAME}; pass a folder with {NAME}")
+        raise ValueError(f"{directory} is not a quantized checkpoint; pass a folder with the file {NAME}")
     try:
         contents = convert(dict[str, Any], json.loads(path.read_bytes()), "the file")
     except (ValueError, TypeError, RecursionError) as error:
@@ -183,16 +183,16 @@ def read_manifest(directory: str | Path) -> Manifest:
     if contents.get("format") == FORMAT and version == 1:
         raise ValueError(
             f"checkpoint {directory} has format version 1, which only commit a87bb9a of jaxquant reads; convert "
-            f"the run again, or load the checkpoint with that commit and save it as {ARRAYS}"
+            f"the run again, or load the checkpoint with that commit and save the arrays as {ARRAYS}"
         )
     if contents.get("format") == FORMAT and type(version) is int and version > VERSION:
         raise ValueError(
             f"checkpoint {directory} has format version {version}, but this jaxquant reads version {VERSION}; "
-            "install a newer jaxquant, or convert the run again with this one"
+            "install a newer jaxquant, or convert the run again with this jaxquant"
         )
     check_sums(directory, [NAME])
     if contents.get("format") != FORMAT or version != VERSION:
-        problem = f"its format is {show(contents.get('format'))}, version {show(version)}"
+        problem = f"got format {show(contents.get('format'))}, version {show(version)}"
         raise ValueError(f"{path} is not from a quantized checkpoint: {problem}; choose another folder, or {_REPLACE}")
     try:
         parts = {name: convert(dict[str, Any], contents.get(name), name) for name in ("config", "extra")}
@@ -200,7 +200,7 @@ def read_manifest(directory: str | Path) -> Manifest:
         leaves = tuple(_read_leaf(row, f"leaves[{index}]") for index, row in enumerate(rows))
         paths = [leaf.path for leaf in leaves]
         if paths != sorted(set(paths)):
-            raise ValueError("leaves must be sorted by path, without duplicates")
+            raise ValueError("leaves must be sorted by path, each path once")
         unflatten(dict.fromkeys(paths, ()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}; {_REPLACE}") from None
@@ -217,7 +217,7 @@ def _read_leaf(row: Any, place: str) -> Leaf:
     arrays = leaf.arrays().items()
     like = {path: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for path, array in arrays}
     if describe(leaf.path, leaf.assemble(like)) != leaf or any(n < 1 for array in like.values() for n in array.shape):
-        raise ValueError(f"{place} is not a valid leaf: {show(row)}")
+        raise ValueError(f"{place} does not describe valid arrays: {show(row)}")
     return leaf
 
 
@@ -257,7 +257,7 @@ def load(
     if verify:
         check_sums(directory)
     if not (directory / ARRAYS).is_file():
-        raise ValueError(f"{directory / ARRAYS} does not exist or is not a file; {_REPLACE}")
+        raise ValueError(f"there is no file {directory / ARRAYS}; {_REPLACE}")
     file = SafetensorsFile(directory / ARRAYS)
     actual = {name: (entry.array_shape, file[name].dtype.name) for name, entry in file.entries.items()}
     expected = {path: (array.stored_shape, array.stored_dtype) for path, array in wanted.items()}

@@ -73,7 +73,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     if isinstance(model, nnx.Module):
         return convert_nnx(model, config, *example_inputs, **example_kwargs)
     if face_of(model) is not None:
-        raise ValueError(f"{type(model).__name__} is quantized; pass the float model to convert")
+        raise ValueError(f"{type(model).__name__} is already quantized; pass the float model to convert")
     variables = meta.unbox(dict(variables))
     kernels_by_path = linen.find_kernels(model, variables, config, *example_inputs, **example_kwargs)
     leaves: dict[Any, Any] = flatten_dict(variables["params"])
@@ -85,7 +85,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
 
 def _parse_config(config_like: Any) -> QuantConfig:
     config = QuantConfig.from_any(config_like)
-    reason = "is not written by convert; leave it empty and save the result of convert with jaxquant.serving.save"
+    reason = "has no effect in convert; remove this field, and save the result with jaxquant.serving.save"
     refuse_fields(config, {"save_quantized_params_path": reason}, ValueError)
     return config
 

@@ -95,13 +95,13 @@ def empty(
       ValueError: the quantization is unknown, or a size is below 1.
     """
     if kv_quant_dtype and kv_quant_dtype not in SPECS:
-        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use '' for none, {either(SPECS)}")
+        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use {either(SPECS)}, or '' for float")
     if kv_quant_axis not in SHARED_AXES:
         raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {either(SHARED_AXES)}")
     sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "layers": layers}
     for name, size in sizes.items():
         if size is not None and size < 1:
-            raise ValueError(f"{name} {size} of a KV cache must be at least 1")
+            raise ValueError(f"{name} of a KV cache must be at least 1, got {size}")
     lead = (batch,) if layers is None else (batch, layers)
     width = -(-head_dim // 2) if kv_quant_dtype in PACKED else head_dim
     stored = jnp.zeros((*lead, length, heads, width), _stored_dtype(kv_quant_dtype, dtype))
@@ -151,11 +151,11 @@ def append(
     expected = (rows, key.shape[1] if key.ndim == 4 else 0, heads, cache.head_dim)
     if key.shape != expected or value.shape != expected:
         raise ValueError(
-            f"key of shape {key.shape} and value of shape {value.shape} do not match a KV cache of {rows} rows, "
-            f"{heads} heads and head_dim {cache.head_dim}; both must be [batch, tokens, heads, head_dim]"
+            f"key and value must have shape ({rows}, tokens, {heads}, {cache.head_dim}) for this KV cache, got "
+            f"{key.shape} and {value.shape}"
         )
     if valid is None and key.shape[1] > length:
-        raise ValueError(f"{key.shape[1]} tokens exceed a KV cache of length {length}; create a longer cache")
+        raise ValueError(f"{key.shape[1]} tokens do not fit in a KV cache of length {length}; create a longer cache")
     places = _expand_positions(positions, rows, key.shape[1])
     _check_positions(places, valid, length)
     places = jnp.asarray(places)
@@ -219,10 +219,10 @@ def _expand_positions(positions: int | jax.Array, rows: int, tokens: int) -> Any
     known: Any = positions if isinstance(positions, Tracer) else np.asarray(positions)
     if known.ndim == 2:
         if known.shape != (rows, tokens):
-            raise ValueError(f"positions of shape {known.shape} do not match {rows} rows of {tokens} tokens")
+            raise ValueError(f"positions must have shape (rows, tokens), {(rows, tokens)}, got {known.shape}")
         return known
     if known.ndim == 1 and known.shape != (rows,):
-        raise ValueError(f"positions of shape {known.shape} do not match {rows} rows; pass one position per row")
+        raise ValueError(f"positions must have one entry for each of the {rows} rows, got shape {known.shape}")
     first = known[:, None] if known.ndim == 1 else known
     steps = np.arange(tokens)[None]
     return (first + steps) + np.zeros((rows, 1), np.int32)
@@ -236,8 +236,8 @@ def _check_positions(places: Any, valid: jax.Array | None, length: int) -> None:
     outside = used[(used < 0) | (used >= length)]
     if outside.size:
         raise ValueError(
-            f"position {outside.flat[0]} is outside of a KV cache of length {length}; create a longer cache or stop "
-            "before its end"
+            f"position {outside.flat[0]} is outside of a KV cache of length {length}; create a longer cache, or stop "
+            "generating earlier"
         )
 
 
@@ -245,7 +245,7 @@ def _check_layer(cache: KVCache, layer: int | jax.Array | None) -> None:
     if (cache.layers is None) != (layer is None):
         has = "no layers" if cache.layers is None else f"{cache.layers} layers"
         raise ValueError(
-            f"layer {layer!r} is invalid for a KV cache with {has}; pass layer only if the cache has layers"
+            f"a KV cache with {has} got layer {layer!r}; pass a number if the cache has layers, otherwise None"
         )
     if cache.layers is not None and isinstance(layer, int) and not 0 <= layer < cache.layers:
-        raise ValueError(f"layer {layer} of a KV cache must be from 0 to {cache.layers - 1}")
+        raise ValueError(f"layer of this KV cache must be from 0 to {cache.layers - 1}, got {layer}")

@@ -123,7 +123,7 @@ def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
       ValueError: a key is empty or contains "/", a mapping is empty, or there is no leaf.
     """
     if not isinstance(params, Mapping):
-        raise TypeError(f"params are {type(params).__name__}, not a nested dict; pass params from jaxquant.convert")
+        raise TypeError(f"params must be a nested dict, got {type(params).__name__}; pass the parameters")
     leaves = dict(sorted(_walk(params, (), empty)))
     if not leaves:
         raise ValueError("params are an empty dict; pass the parameters of a model")
@@ -134,7 +134,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
     path = "/".join(keys)
     if isinstance(node, Mapping):
         if keys and not node and not empty:
-            raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; remove it")
+            raise ValueError(f"{path} is an empty dict, which a checkpoint cannot store; remove {path}")
         for key, child in node.items():
             if not isinstance(key, str):
                 raise TypeError(f"{path or 'params'} has the key {key!r} of type {type(key).__name__}; use string keys")
@@ -144,7 +144,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
     elif isinstance(node, QTensor) or (hasattr(node, "shape") and hasattr(node, "dtype")):
         yield path, node
     else:
-        raise TypeError(f"{path} is {type(node).__name__}, not an array or a QTensor; pass nested dicts of arrays")
+        raise TypeError(f"{path} must be an array or a QTensor, got {type(node).__name__}")
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,16 +171,16 @@ def describe(path: str, leaf: Any) -> Leaf:
         described = dataclasses.replace(described, role="quantized", zero_point="zero_point" in leaf.parts, **fields)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
-            raise ValueError(f"{array.path} is a scalar {array.dtype}, which cannot be packed; reshape it to (1,)")
+            raise ValueError(f"{array.path} is a scalar {array.dtype}, which cannot be stored; reshape to (1,)")
         if 0 in array.shape:
-            raise ValueError(f"{array.path} has shape {array.shape}, so it is empty; remove it")
+            raise ValueError(f"{array.path} has shape {array.shape} and no elements; remove {array.path}")
     return dataclasses.replace(described, bytes=sum(array.bytes for array in described.arrays().values()))
 
 
 def _dtype_name(path: str, array: Any) -> str:
     name = array.dtype.name
     if name in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(f"{path} is {name}, which JAX would load in 32 bits; cast it or set jax_enable_x64")
+        raise ValueError(f"{path} is {name}, which JAX would load in 32 bits; cast {path}, or set jax_enable_x64")
     if name not in PACKED_DTYPES and array.dtype not in TYPE_NAMES:
         supported = ", ".join((*PACKED_DTYPES, *(dtype.name for dtype in TYPE_NAMES)))
         raise ValueError(f"{path} has dtype {name}, which a checkpoint cannot store; supported dtypes: {supported}")
@@ -205,8 +205,8 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
         lines += [f"{path}: {'; '.join(differences)}"] if differences else []
     if lines:
         raise ValueError(
-            f"checkpoint {directory} does not match the model; load it into the model that it was converted from, with "
-            "the same config:" + "".join(f"\n  {line}" for line in lines)
+            f"checkpoint {directory} does not match the model; use the model and the config that the checkpoint "
+            "was converted from:" + "".join(f"\n  {line}" for line in lines)
         )
 
 

@@ -26,7 +26,7 @@ def to_stored(stored: StoredArray, array: Any) -> np.ndarray:
       TypeError: the array is abstract.
     """
     if not isinstance(array, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{stored.path} is {type(array).__name__}, which holds no data; pass an array")
+        raise TypeError(f"{stored.path} must be an array with data, got {type(array).__name__}; pass a jax.Array")
     array = np.asarray(array)
     if not stored.is_packed:
         return array.view(stored.stored_dtype)
@@ -72,7 +72,7 @@ def choose_sharding(array: StoredArray, requested: Sharding | ChooseSharding | N
         return jnp.zeros(()).sharding
     sharding = requested if isinstance(requested, Sharding) else requested(array.path, array.shape, array.dtype)
     if not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding returned {type(sharding).__name__} for {array.path}; return a jax.sharding.Sharding")
+        raise TypeError(f"sharding must return a jax.sharding.Sharding, got {type(sharding).__name__} for {array.path}")
     try:
         shape = sharding.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
@@ -83,7 +83,7 @@ def choose_sharding(array: StoredArray, requested: Sharding | ChooseSharding | N
     if array.is_packed and _splits_bytes(array, sharding):
         raise ValueError(
             f"the sharding of {array.path} splits axis {len(array.shape) - 1} of size {array.shape[-1]} into shards of "
-            f"{shape[-1]} elements of {array.dtype}, but a byte holds two; use shards of an even size, or another axis"
+            f"{shape[-1]} elements of {array.dtype}, but one byte holds two elements; use even shards, or another axis"
         )
     return sharding
 

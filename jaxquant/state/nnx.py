@@ -137,12 +137,12 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
       NotImplementedError: ``MultiSteps`` is used with weight sparsity or ``amax_init: flax``.
     """
     if not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError(f"optimizer is {type(optimizer).__name__}; call apply_gradients(model, optimizer, grads)")
+        raise TypeError(f"apply_gradients needs (model, optimizer, grads), got optimizer {type(optimizer).__name__}")
     old, observation = _quant_states(model, grads)
     if both := nnx.to_pure_dict(nnx.state(model, nnx.All(optimizer.wrt, QuantState))):
         raise ValueError(
-            f"the optimizer updates quant state, such as {_first_path(both)!r}, which is not a parameter; create it "
-            "with wrt=nnx.Param"
+            f"the optimizer updates quant state, such as {_first_path(both)!r}, which is not a parameter; create the "
+            "optimizer with wrt=nnx.Param"
         )
     before = [count[...] for count in multi_steps(optimizer.opt_state)]
     pending = store_observation(old, observation) if before else old
@@ -184,7 +184,7 @@ def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[s
     old, observation = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in trees)
     if old and not observation:
         raise ValueError(
-            f"the gradients have no quant state, but the model does, such as {_first_path(old)!r}; "
+            f"the model has quant state, such as {_first_path(old)!r}, but the gradients have no quant state; "
             "differentiate with jaxquant.state.value_and_grad"
         )
     return old, add_stored_observation(observation, old)

@@ -92,24 +92,24 @@ class Optimizer:
         if not isinstance(state, OptimizerState):
             raise TypeError(
                 f"the state of jaxquant.state.Optimizer must be an OptimizerState, got {type(state).__name__}; create "
-                "it with Optimizer.init, from all variables that model.init returned"
+                "the state with Optimizer.init, from all variables that model.init returned"
             )
         (params, quant_state), (param_grads, observation) = split(variables), split(grads)
         if quant_state and not observation:
             raise ValueError(
-                f"the gradient has no collection {OVERWRITE_WITH_GRADIENT!r}, but the variables do; differentiate with "
-                "respect to all variables that model.init returned"
+                f"the variables have the collection {OVERWRITE_WITH_GRADIENT!r}, but the gradient does not; "
+                "differentiate with respect to all variables that model.init returned"
             )
         if observation and not quant_state:
             raise ValueError(
-                f"the variables have no collection {OVERWRITE_WITH_GRADIENT!r}, but the gradient does (was a float "
-                "checkpoint restored?); add the state of model.init with jaxquant.state.merge(params, quant_state)"
+                f"the gradient has the collection {OVERWRITE_WITH_GRADIENT!r}, but the variables do not; add the quant "
+                "state that model.init returned, with jaxquant.state.merge(params, quant_state)"
             )
         if quant_state and state.observation is None and multi_steps(state.inner):
             raise ValueError(
-                "the optax.MultiSteps state was created for a model without quant state; create one with "
-                "Optimizer.init (TrainState.create) from all variables that model.init returned, and copy inner from "
-                "the old state"
+                "the optax.MultiSteps state was created for a model without quant state; create a new state with "
+                "Optimizer.init or TrainState.create, from all variables that model.init returned, and copy the field "
+                "inner from the old state"
             )
         updates, inner = _of_params(self._tx.update, param_grads, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)
@@ -130,9 +130,9 @@ def _of_params(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
         if not re.search(r"tree.*\bparams\b", str(error), re.DOTALL):
             raise
         raise ValueError(
-            "the optimizer has a mask, labels or a state made from all variables that model.init returned, but it gets "
-            "only the parameters; make them from variables['params'], which is jaxquant.state.split(variables)[0], or "
-            "make the mask a function of the parameters"
+            "the optimizer gets only the parameters, but the mask, labels or state of the optimizer were made from all "
+            "variables that model.init returned; make the mask, labels and state from variables['params'], which is "
+            "jaxquant.state.split(variables)[0]"
         ) from error
 
 
@@ -181,7 +181,7 @@ class TrainState(train_state.TrainState):
         if not isinstance(self.opt_state, OptimizerState):
             raise TypeError(
                 f"opt_state of this TrainState must be an OptimizerState, got {type(self.opt_state).__name__}; "
-                "create the state with TrainState.create, whose params are all variables that model.init returned"
+                "create the state with TrainState.create(params=variables, …), from all variables of model.init"
             )
         params, opt_state = Optimizer(self.tx).step(grads, self.opt_state, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)

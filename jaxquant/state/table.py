@@ -125,9 +125,9 @@ def named_tables(tree: Any) -> Iterator[tuple[str, Tables]]:
     for path, each in jax.tree.leaves_with_path(tree, is_leaf=is_tables):
         if not is_tables(each):
             raise TypeError(
-                f"quant state has {type(each).__name__} at {join_path(path)!r}, not tables; pass the result of init or "
-                "jaxquant.state.split, restore with such a state as template, and convert nested state of flax or of "
-                "an earlier version with jaxquant.state.from_flax"
+                f"quant state must have the structure that init returns, got {type(each).__name__} at "
+                f"{join_path(path)!r}; restore checkpoints with the quant state of init as template, and convert quant "
+                "state of flax or of an earlier jaxquant with jaxquant.state.from_flax"
             )
         # Drop the attribute in which a variable of NNX holds its value.
         keys = [key for key in path if not isinstance(key, GetAttrKey)]
@@ -163,13 +163,14 @@ def layers_of(quant_state: Any, *, fits_bins: bool = True) -> dict[str, LayerSta
         for table in state.tables:
             if table.axis < 0:
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} has {-table.axis} axes fewer than when it was created"
+                    f"quant state {prefix + table.rows[0]!r} has {-table.axis} axes fewer than after init; "
+                    "pass quant state of the shape that init returned"
                 )
             shape = table.fields[min(table.fields)].shape
             if shape[table.axis] != len(table.rows):
                 raise ValueError(
-                    f"quant state {prefix + table.rows[0]!r} has shape {shape}, but {len(table.rows)} rows on axis "
-                    f"{table.axis}; a scan or vmap over states must map axis 0"
+                    f"quant state {prefix + table.rows[0]!r} has shape {shape}, but needs size {len(table.rows)} on "
+                    f"axis {table.axis}; if a scan or vmap maps quant state, map axis 0"
                 )
             marks = (each and fits_bins for each in table.warm)
             rows = [(*name.rpartition("/"), is_warm) for name, is_warm in zip(table.rows, marks, strict=True)]
@@ -273,7 +274,7 @@ def _restore(like: Tables, rows: Mapping[str, Fields]) -> Tables:
     """Return tables with the layout of ``like`` and fields from ``flax.serialization``."""
     if different := sorted(rows.keys() ^ {name for table in like.tables for name in table.rows}):
         where = "the checkpoint" if different[0] in rows else "the model"
-        raise ValueError(f"quant state {different[0]!r} is only in {where}; restore it into the model that was saved")
+        raise ValueError(f"quant state {different[0]!r} is only in {where}; use the model that was saved")
 
     def fill(table: Table) -> Table:
         stacks = {field: _stack([rows[name][field] for name in table.rows]) for field in table.fields}
@@ -308,7 +309,7 @@ def from_flax(quant_state: Mapping[Any, Any], like: Any) -> Any:
 
     new = [take(prefix, own) for prefix, own in named_tables(like)]
     if rows:
-        raise ValueError(f"quant state has {next(iter(rows))!r}, but the model does not; restore it into its own model")
+        raise ValueError(f"the model has no quant state {next(iter(rows))!r}; use the model that was saved")
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_tables), new)
 
 
@@ -320,7 +321,7 @@ def _nested_rows(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Fiel
             continue
         field = next((each for each in (*FIELDS, *SPARSITY_FIELDS) if str(name).endswith(f"_{each}")), None)
         if field is None:
-            raise ValueError(f"quant state has {path + str(name)!r}, which is not one of its fields")
+            raise ValueError(f"quant state has the unknown entry {path + str(name)!r}; pass only quant state")
         rows.setdefault(path + str(name).removesuffix(f"_{field}"), {})[field] = value
     yield from rows.items()
 
@@ -332,15 +333,15 @@ def _pop(rows: dict[str, Fields], name: str) -> Fields:
     for each in (name, *("/".join(filter(None, (owner, op, tensor))) for op in ("dot_general", "einsum_op"))):
         if each in rows:
             return rows.pop(each)
-    raise ValueError(f"the model has quant state {name!r}, but the checkpoint does not; restore it into its own model")
+    raise ValueError(f"the checkpoint has no quant state {name!r}; use the model that was saved")
 
 
 def _filled(table: Table, rows: Sequence[Fields]) -> Table:
     for name, row in zip(table.rows, rows, strict=True):
         if any_of(row.get(BINS), np.any):
             raise ValueError(
-                f"quant state {name!r} holds observations of micro-batches since the optimizer's last step; save it "
-                "right after an optimizer step"
+                f"quant state {name!r} was saved between two optimizer steps, after a part of the micro-batches; "
+                "save quant state right after an optimizer step"
             )
     fields: Fields = {}
     for field, own in table.fields.items():
@@ -353,7 +354,7 @@ def _filled(table: Table, rows: Sequence[Fields]) -> Table:
         for name, value in zip(table.rows, arrays, strict=True):
             if value is None or tuple(value.shape) != row_shape:
                 has = f"no {field}" if value is None else f"{field} of shape {tuple(value.shape)}"
-                raise ValueError(f"quant state {name!r} has {has}; the model needs shape {row_shape}")
+                raise ValueError(f"quant state {name!r} has {has}, but the model needs shape {row_shape}")
         new: Any = _moved(_stack(arrays), 0, table.axis)
         if isinstance(new, jax.ShapeDtypeStruct):
             fields[field] = jax.ShapeDtypeStruct(new.shape, own.dtype, sharding=new.sharding)

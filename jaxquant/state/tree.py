@@ -50,16 +50,16 @@ def split(variables: Tree) -> tuple[Any, Any]:
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"variables are {type(variables).__name__}, not the dict of collections that model.init returns"
+            f"variables must be the dict of collections that model.init returns, got {type(variables).__name__}"
         )
     if "params" not in variables:
         raise ValueError(
-            f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, not "
-            "only variables['params'], to jaxquant.state.split, TrainState and Optimizer"
+            f"variables have no collection 'params', only {sorted(variables)}; pass everything that model.init "
+            "returned, not only variables['params'], to jaxquant.state.split, TrainState and Optimizer"
         )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
-        raise ValueError(f"variables have collections {others} besides parameters and quant state; split those off")
+        raise ValueError(f"variables have the collections {others}; pass only the parameters and quant state")
     return variables["params"], variables.get(OVERWRITE_WITH_GRADIENT, {})
 
 
@@ -80,9 +80,8 @@ def merge(params: Any, quant_state: Any) -> dict[str, Any]:
     if tables_of(params) or not all(map(is_tables, leaves)) or (leaves and names == ["params"] and not of_function):
         has = list(quant_state) if isinstance(quant_state, Mapping) else type(quant_state).__name__
         raise ValueError(
-            f"params has {names} and quant_state has {has}: they are swapped, or one of them is the complete "
-            "variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns, and "
-            "convert nested state with jaxquant.state.from_flax"
+            f"merge(params, quant_state) needs the two parts that jaxquant.state.split returns, got params {names} and "
+            f"quant_state {has}; convert quant state of flax with jaxquant.state.from_flax"
         )
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if leaves else {})
 
@@ -102,7 +101,7 @@ def refuse_optimized(params: Any) -> None:
     for table in tables_of(params):
         raise ValueError(
             f"the optimizer updates quant state, such as {table.rows[0]!r}, which is not a parameter: the next loss "
-            "would be NaN; pass only the parameters to the optimizer (jaxquant.state.split), or use "
+            "would be NaN; pass only jaxquant.state.split(variables)[0] to the optimizer, or use "
             "jaxquant.state.TrainState or Optimizer"
         )
 
@@ -158,9 +157,9 @@ def refuse_trained(quant_state: Any) -> None:
         elif any_of(leaf, lambda part: part < 0):
             rows = [name for n, name in enumerate(table.rows) if bool(jnp.any(jnp.take(leaf, n, table.axis) < 0))]
             raise ValueError(
-                f"quant state {rows[0]!r} has negative numbers, so an optimizer has updated it like a weight; start "
-                "with the quant state of a new model.init, and pass only the parameters to the optimizer "
-                "(jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
+                f"quant state {rows[0]!r} has negative numbers, because an optimizer updated quant state; get new "
+                "quant state from model.init, and pass only jaxquant.state.split(variables)[0] to the optimizer, or "
+                "use jaxquant.state.TrainState or Optimizer"
             )
 
 
@@ -271,8 +270,8 @@ def _with_history(table: Table) -> tuple[bool, ...]:
     history = table.fields.get(HISTORY)
     if isinstance(history, Tracer):
         raise TypeError(
-            "state.warm reads which tensors have a history, but was called while tracing; call state.warm(quant_state) "
-            "between two steps, outside of jax.jit and jax.lax.scan, and pass the result to the step"
+            "jaxquant.state.warm reads values and cannot run in jax.jit or jax.lax.scan; call "
+            "jaxquant.state.warm(quant_state) between two steps, and pass the result to the step"
         )
     if BINS not in table.fields or history is None:
         return table.warm
@@ -291,8 +290,8 @@ def match_warm_layout(observation: Any, quant_state: Any) -> Any:
 def _require_state(tree: Any) -> None:
     if not isinstance(tree, Mapping | Tables):
         raise TypeError(
-            f"quant state is {type(tree).__name__}; pass the result of init, jaxquant.state.split or a gradient with "
-            "respect to it, or nnx.to_pure_dict of the QuantState of a model"
+            f"quant state must come from init, jaxquant.state.split or a gradient, got {type(tree).__name__}; for an "
+            "NNX model, pass nnx.to_pure_dict(nnx.state(model, jaxquant.state.QuantState))"
         )
 
 
@@ -311,14 +310,14 @@ def _in_pairs(first: Any, second: Any, combine: Callable[[Fields, Fields], Field
     first_tables, second_tables = (_named_tables(tree) for tree in (first, second))
     if (tensor := _difference(first_tables, second_tables)) is not None:
         raise ValueError(
-            f"quant state and its gradient have different structures at {tensor!r}; differentiate with respect to the "
-            "complete quant state, or pass only the part that both contain"
+            f"quant state and gradient have different structures at {tensor!r}; differentiate with respect to the "
+            "complete quant state, or pass the same part of quant state and gradient"
         )
 
     def pair(one: Table, other: Table) -> Table:
         if one.rows != other.rows:
             raise ValueError(
-                "quant state and observation have different layers; take the gradient with respect to this quant state"
+                "quant state and gradient have different layers; take the gradient with respect to this quant state"
             )
         return dataclasses.replace(one, fields=combine(one.fields, other.fields))
 
@@ -371,8 +370,8 @@ def _combine(total: Fields, observation: Fields) -> Fields:
 def _store_bins(fields: Fields, source: Fields) -> Fields:
     if BINS not in fields:
         raise NotImplementedError(
-            "optax.MultiSteps on an NNX model does not support weight sparsity or amax_init 'flax', because their "
-            "state cannot store observations of micro-batches; sum the gradients with jaxquant.state.accumulate"
+            "optax.MultiSteps on an NNX model does not support weight sparsity or amax_init 'flax'; remove "
+            "optax.MultiSteps and sum the gradients with jaxquant.state.accumulate"
         )
     return fields | {BINS: source[BINS]}
 

@@ -83,22 +83,22 @@ class Watch:
 
 
 FUNCTION = Watch(
-    "differentiate with respect to the quant state too, as jax.grad(loss, argnums=(0, 1)) of (params, quant_state) "
-    "does, and pass the observation to jaxquant.state.update"
+    "differentiate with respect to params and quant_state, for example with jax.grad(loss, argnums=(0, 1)), and pass "
+    "the gradient of quant_state to jaxquant.state.update"
 )
 LINEN = Watch(
-    "differentiate with respect to all that model.init returned and pass the gradient to jaxquant.state.TrainState or "
-    "Optimizer, or differentiate both parts of jaxquant.state.split and pass the observation to jaxquant.state.update"
+    "differentiate with respect to all variables that model.init returned, and pass the gradient to "
+    "jaxquant.state.TrainState or Optimizer"
 )
 STATELESS = (
     "if your loop differentiates only the parameters, as MaxText's SFT, GRPO, distillation and training engine do, "
-    "use a string without state, such as 'int8' or 'fp8_current' (in MaxText: 'te_fp8_currentscaling')"
+    "use a config string without quant state, such as 'int8' or 'fp8_current' (in MaxText: 'te_fp8_currentscaling')"
 )
 NNX = Watch(
     f"differentiate with jaxquant.state.value_and_grad and call jaxquant.state.apply_gradients; {STATELESS}",
-    "its gradient is taken outside jaxquant.state.value_and_grad, where an optimizer would silently drop it; use "
-    "that and jaxquant.state.apply_gradients, or enter jaxquant.state.by_hand() and pass the gradient of the "
-    "state to jaxquant.state.update or advance (MaxText's pre-training does this itself since version 0.2.5)",
+    "the gradient is taken without jaxquant.state.value_and_grad, so an optimizer would drop the quant state; use "
+    "jaxquant.state.value_and_grad and jaxquant.state.apply_gradients, or call the step under jaxquant.state.by_hand() "
+    "and pass the gradient of the quant state to jaxquant.state.update or advance (MaxText 0.2.5 and newer do this)",
 )
 
 
@@ -126,12 +126,12 @@ def _watched_jvp(watch: Watch, path: str, mode: StateMode, primals: Any, tangent
     state_perturbed = list(map(_is_perturbed, jax.tree.leaves(tangents[1])))
     if (any(others) or weight) and not all(state_perturbed):
         if weight:
-            which, fix = "is taken with respect to the kernel but not the state", f"{watch.train}; to keep the state "
-            fix += "unchanged, call the model under jaxquant.state.frozen()"
+            which, fix = "is taken with respect to the kernel but not the quant state", f"{watch.train}; to keep the "
+            fix += "quant state unchanged, call the model under jaxquant.state.frozen()"
         else:
             # A teacher or the gradient of an input; the base layers of LoRA look the same.
-            which, fix = "passes through the layer but is not taken with respect to the state", "if the model is not "
-            fix += f"trained, call it under jaxquant.state.frozen(); otherwise {watch.train}"
+            which, fix = "passes through the layer but leaves out the quant state", "if the model is not trained, "
+            fix += f"call the model under jaxquant.state.frozen(); otherwise {watch.train}"
         raise ValueError(f"the quant state of {layer_name(path)} would never be updated: the gradient {which}; {fix}")
     if watch.by_hand and any(state_perturbed) and mode is None and not _is_overwritten():
         raise ValueError(f"{layer_name(path)} has quant state, but {watch.by_hand}")

@@ -36,8 +36,10 @@ _MIXING = frozenset({"mul", "div", "select_n"})
 """Primitives that turn a matrix into data if another input is data. Not additions, which also add a bias."""
 _ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice"})
 """Additive primitives; the report names a parameter only if it has the shape of the result."""
-_OF_PARAMETERS = "both operands are computed only from parameters"
-_WITH_PRODUCT = "one operand is a product of parameters (such as learned queries), which is not a weight"
+_MIN_VOCABULARY = 16
+"""Minimum number of rows of an embedding table that can belong to a vocabulary."""
+_OF_PARAMETERS = "both inputs are computed only from parameters"
+_WITH_PRODUCT = "one input is a product of parameters (such as learned queries), and a product is not a weight"
 
 
 class OtherUse(NamedTuple):
@@ -108,7 +110,7 @@ class Analysis:
             elif reader.recipe is None:
                 yield OtherUse(leaf, reader.operation, reader)
             elif isinstance(reader.route, Route) and reader.route.obstacle:
-                yield OtherUse(leaf, f"{reader.operation} after it {reader.route.obstacle}", reader)
+                yield OtherUse(leaf, f"{reader.operation} after the weight {reader.route.obstacle}", reader)
 
     def path(self, leaves: Sequence[int]) -> str:
         """Return the layer path of a weight that is computed from these leaves."""
@@ -120,11 +122,18 @@ class Analysis:
         module = self._names[leaf.index][:-1]
         return {name[-1]: shape[len(leaf.stack) :] for name, shape in shapes if name and name[:-1] == module}
 
-    def is_as_wide_as_a_table(self, sites: Sequence[Contraction]) -> bool:
-        """Whether no layer follows these contractions, and they have an output for each row of an embedding table."""
-        tables = {self._shapes[index] for index in self.looked_up}
-        wide = {shape[0] for shape in tables if len(shape) == 2 and shape[0] != shape[1]}
-        return all(site.out_features in wide and not site.is_followed for site in sites)
+    def is_probably_head(self, sites: Sequence[Contraction]) -> bool:
+        """Whether a layer is the last layer and has an output for each row of an embedding table.
+
+        A small table, such as a table of token types, does not count, because a classifier can have as many classes. A
+        size that is also the width of a table does not count, because most layers of a model have this size.
+
+        Args:
+          sites: all contractions of the layer.
+        """
+        tables = [self._shapes[index] for index in self.looked_up if len(self._shapes[index]) == 2]
+        sizes = {rows for rows, _ in tables if rows >= _MIN_VOCABULARY} - {width for _, width in tables}
+        return all(site.out_features in sizes and not site.is_followed for site in sites)
 
     def weight_path(self, leaves: Sequence[int], size: int) -> str:
         """Return the layer path of a weight, where ``size`` includes the lengths of its scans.
@@ -228,7 +237,7 @@ class Analysis:
         within = dataclasses.replace(place, level=level)
         slices = [flows.enter_scan(each, level, eqn.params["length"]) for each in ins[consts + carries :]]
         body, outs = self._loop(eqn.params["jaxpr"], ins[:consts], ins[consts : consts + carries], slices, within)
-        made = [flows.obstruct(each, "was stacked by a scan") for each in outs[carries:]]
+        made = [flows.obstruct(each, "is stacked by a scan") for each in outs[carries:]]
         return [body], [flows.leave_scan(each, level) for each in (*outs[:carries], *made)]
 
     def _while(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
@@ -250,12 +259,12 @@ class Analysis:
             self.looked_up, self.mixed = set(noted[1]), set(noted[2])
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
             new = [
-                each if self._is_trained(each, var.aval) else flows.either((each, out), "is carried by a loop")
+                each if self._is_trained(each, var.aval) else flows.either((each, out), "a loop")
                 for each, out, var in zip(carry, outs, open_jaxpr(jaxpr).invars[len(consts) :], strict=False)
             ]
             if new == carry:
                 for ways in zip(first, outs, carry, strict=False):
-                    self._record_unlike(ways, "a loop that changes it")
+                    self._record_unlike(ways, "a loop that changes the weight")
                 return body, [*carry, *outs[len(carry) :]]
             carry = new
 
@@ -279,8 +288,8 @@ class Analysis:
         runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
         outs = []
         for ways in zip(*(outs for _, outs in runs), strict=True):
-            outs.append(flows.either(ways, "is chosen by a cond"))
-            self._record_unlike([*ways, outs[-1]], "a cond that chooses it")
+            outs.append(flows.either(ways, "a cond"))
+            self._record_unlike([*ways, outs[-1]], "a cond that selects the weight")
         if ins[0].is_data:
             outs = [self._data_flow(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
@@ -319,7 +328,7 @@ class Analysis:
         if name == "pallas_call":
             site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
         elif kernel := _kernel_name(eqn):
-            site.reason = f"inside the kernel {kernel!r} of Mosaic GPU"
+            site.reason = f"inside the Mosaic GPU kernel {kernel!r}"
         plan.sites[index] = site
 
     # -- equations ---------------------------------------------------------------------------------------------------
@@ -407,10 +416,10 @@ class Analysis:
             if other.is_product:
                 site.reason = _OF_PARAMETERS
                 return self._float_result(site, ins, dataclasses.replace(result, leaves=frozenset()))
-            site.reason = "its other operand is constant"
+            site.reason = "the other input of the matmul is a constant"
             if other.is_closure:
                 site.is_out_of_reach = True
-                site.reason = "its other operand is an array that the function closes over; pass it as an argument"
+                site.reason = "the other input is an array that the function closes over; pass the array as an argument"
             return self._float_result(site, ins, result)
         site.side, site.route = side, weight.route
         if isinstance(weight.route, Route):
@@ -436,15 +445,15 @@ class Analysis:
             site.names = tuple(sorted({"/".join(self._names[index]) for index in met}))
             site.path = self.path(sorted(set(met)))
             site.is_out_of_reach = True
-            site.reason = "its parameter was combined with data, or selected by it, before the contraction"
+            site.reason = "the parameter is combined with data, or selected by data, before the contraction"
         else:
             site.path = site.scope
             is_product = any(each.is_product for each in operands)
-            site.reason = _WITH_PRODUCT if is_product else "no operand is computed only from parameters"
+            site.reason = _WITH_PRODUCT if is_product else "neither input is computed only from parameters"
             if any(each.is_closure and not each.is_data for each in operands):
-                site.reason = "an operand is an array that the function closes over; pass it as a parameter"
+                site.reason = "one input is an array that the function closes over; pass the array as a parameter"
             if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
-                site.reason += f" (computed from {', '.join(map(repr, sorted(added)))} and data)"
+                site.reason += f" (one input is computed from {', '.join(map(repr, sorted(added)))} and data)"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
         """Set the axes and batch sizes of the weight and its number of output features."""

@@ -64,7 +64,7 @@ def mark_static(tree: Any, numbers: bool = True, what: str = "") -> Any:
         if (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_tensor(leaf) or (numbers and is_number):
             return leaf
         if what and type(leaf).__hash__ is None:
-            raise TypeError(f"{what} {leaf!r} is neither an array nor hashable, got {type(leaf).__name__}")
+            raise TypeError(f"{what} {leaf!r} must be an array or a hashable value, got {type(leaf).__name__}")
         return Static.of(leaf)
 
     return jax.tree.map(mark, tree, is_leaf=is_tensor)

@@ -84,12 +84,12 @@ def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
     """Return the route from a leaf to its weight, for the first sparsity mask."""
     what, route = f"weight_sparsity_start_step 0 at {site.path!r}", site.route
     if not isinstance(route, Route) or route.obstacle:
-        why = route.obstacle if isinstance(route, Route) else route.why if route else "a sum"
+        why = route.obstacle if isinstance(route, Route) else f"is the result of {route.why if route else 'a sum'}"
         raise NotImplementedError(
-            f"{what} needs the weight as a single parameter, but it is not ({why}); set the step to 1"
+            f"{what} needs the weight as a single parameter, but the weight {why}; set weight_sparsity_start_step to 1"
         )
     if isinstance(leaves[route.leaf], jax.ShapeDtypeStruct):
-        raise TypeError(f"{what} computes the first mask from the weight, but init got a shape; pass the parameters")
+        raise TypeError(f"{what} computes the first mask from the weight, but init got a shape; pass the parameter")
     return route
 
 
@@ -156,7 +156,7 @@ def check_layout(site: Contraction, kernel: QTensor) -> None:
         has = "a scale for each expert" if shares else "one scale for all experts"
         raise ValueError(
             f"{layer_name(site.path)} has a converted kernel with {has}, but quantization_share_expert_scales is "
-            f"{str(shares).lower()}; serve with the config that it was converted with"
+            f"{str(shares).lower()}; serve with the config of the conversion"
         )
 
 

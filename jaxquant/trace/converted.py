@@ -74,14 +74,15 @@ def check_served(
         if use.leaf in converted and site is not None and site.recipe is None:
             dtype = leaves[use.leaf].qvalue.dtype.name
             raise ValueError(
-                f"{layer_name(site.path)} has a converted kernel ({dtype}), but it stays in float ({site.reason})"
+                f"{layer_name(site.path)} has a converted kernel ({dtype}), but stays in float ({site.reason}); use "
+                "the config of the conversion"
             )
         if use.leaf in converted and site is None:
             layer = layer_name(analysis.path([use.leaf]))
             raise NotImplementedError(
-                f"{layer} has a converted kernel, which {use.operation} reads: it supports only casts, transposes, "
-                "reshapes that keep its blocks and slices of a scan before its quantized contraction; leave the kernel "
-                "in float"
+                f"{layer} uses a converted kernel in {use.operation}, but a converted kernel supports only casts, "
+                "transposes, reshapes that keep the blocks and slices of a scan before the quantized contraction; "
+                "leave the layer in float with a rule"
             )
     served, read_otherwise = set[Key](), {use.leaf for use in other_uses}
     routes = {site: site.route for site in analysis.plan.chosen if isinstance(site.route, Route)}
@@ -94,8 +95,8 @@ def check_served(
         assert site.recipe is not None
         if route.leaf not in read_otherwise and site.key not in served and site.recipe.fwd.rhs is not None:
             raise ValueError(
-                f"{layer_name(site.path)} has a float kernel, but checkpoint_is_quantized true needs one converted to "
-                f"{site.recipe.name!r}; convert the parameters with jaxquant.convert"
+                f"{layer_name(site.path)} has a float kernel, but checkpoint_is_quantized is true; convert the "
+                f"parameters to {site.recipe.name!r} with jaxquant.convert"
             )
     return frozenset(served)
 
@@ -123,7 +124,7 @@ def _check_recipe(site: Contraction, kernel: QTensor, backend: Backend) -> None:
 
 def _scales(kernel: QTensor) -> str:
     scale, outer = kernel.scale, kernel.outer_scale
-    return f"{scale.dtype.name} scales {tuple(scale.shape)}{'' if outer is None else f' and outer ones {outer.shape}'}"
+    return f"{scale.dtype.name} scales {tuple(scale.shape)}{'' if outer is None else f', outer scales {outer.shape}'}"
 
 
 def _check_dtype(site: Contraction, weight: Route, kernel: QTensor) -> None:
@@ -153,12 +154,12 @@ def replay(eqn: Any, kernel: QTensor, evaluate: Any) -> QTensor:
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         return dataclasses.replace(kernel, qvalue=evaluate(eqn, [kernel.qvalue])[0])
     if (steps := steps_of(eqn)) is None:
-        raise NotImplementedError(f"{name} of a converted kernel of shape {shape}; leave the kernel in float")
+        raise NotImplementedError(f"a converted kernel of shape {shape} does not support {name}; use a float kernel")
     for step in steps:
         try:
             kernel = step(kernel)
         except BlocksError as error:
-            raise NotImplementedError(f"{name} of a converted kernel of shape {shape}: {error}") from None
+            raise NotImplementedError(f"a converted kernel of shape {shape} does not support {name}: {error}") from None
     return kernel
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,12 @@ class FaceHooks:
     operation: Callable[[Contraction], str] = lambda _: ""
     owner: Callable[[Contraction], str] | None = None
     missing: Callable[[str, str, str], str] = lambda recipe, path, field: (
-        f"recipe {recipe!r} at {path!r} keeps state, and quant_state has no {field!r} there; make it with the "
-        "quantized function's init(params, *args)"
+        f"recipe {recipe!r} of layer {path!r} needs quant state, but quant_state has no {field!r} for the layer; "
+        "create quant_state with the quantized function's init(params, *args)"
     )
     misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str] = lambda path, field, has, wanted: (
-        f"quant_state {path!r} has {field!r} of shape {has}, and this call needs {wanted}; make it with init on the "
-        "same model and config"
+        f"quant_state has {field!r} of shape {has} for layer {path!r}, but this call needs shape {wanted}; create "
+        "quant_state with init for this model and config"
     )
     has_scopes: bool = False
     watch: watch.Watch = watch.FUNCTION
@@ -80,11 +81,11 @@ class Decisions:
             decision = self.layers.get(site.names)
             if decision is None:
                 raise ValueError(
-                    f"layer {site.path!r} ({', '.join(site.names)}) did not run in the first call, in which "
-                    "jaxquant.quantize chooses recipes; first call init with arguments that run the whole model, or "
-                    "call jaxquant.quantize again"
+                    f"layer {site.path!r} (parameter {', '.join(site.names)}) did not run in the first call, which "
+                    "selects the recipes of all layers; call init first, with arguments that run all layers, or call "
+                    "jaxquant.quantize again"
                 )
-            site.recipe, site.reason = decision.recipe, decision.reason
+            site.recipe, site.reason = decision.recipe, decision.reason + decision.hint
             site.implementation = decision.implementation
             site.is_out_of_reach = site.is_unsupported = site.names in self.unsupported
 
@@ -118,9 +119,9 @@ class Decisions:
             name = self.states.get(site.key)
             if name is None:
                 raise ValueError(
-                    f"layer {site.path!r} is used here {_layout(site.key)}, and its quant state was made for "
+                    f"layer {site.path!r} runs {_layout(site.key)} here, but its quant state is for a layer that runs "
                     f"{' and '.join(_layout(key) for key in self.states if key[0] == site.names)}; quantize this "
-                    "function separately and create its own quant state with init"
+                    "function separately and create new quant state with init"
                 )
             given = {tensor: layers.get(name, {}).get(tensor, {}) for tensor in wanted}
             for tensor, fields in wanted.items():
@@ -148,11 +149,11 @@ def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: 
     rest = wanted[len(scans) + (0 if shares else len(site.batch)) :]
     other = (*scans, *(site.batch if shares else ()), *rest)
     if site.batch and has != wanted and _has_shape(field, has, other):
-        what = "for each expert" if shares else "for all experts"
+        what = "separate for each expert" if shares else "shared by all experts"
         raise ValueError(
-            f"layer {site.path!r} has quant state {field!r} of shape {has}, one {what}, but "
-            f"quantization_share_expert_scales is {str(shares).lower()}, which needs {wanted}; use the config that the "
-            "state was created with"
+            f"layer {site.path!r} has quant state {field!r} of shape {has}, {what}, but "
+            f"quantization_share_expert_scales is {str(shares).lower()}, which needs shape {wanted}; use the config "
+            "that created the quant state"
         )
 
 
@@ -166,10 +167,10 @@ def _layout(key: Key) -> str:
     _, stack, batch = key
     parts = [
         f"{what} {'x'.join(map(str, sizes))}"
-        for what, sizes in (("in scans of", stack), ("in batches of", batch))
+        for what, sizes in (("in a scan of length", stack), ("with batch axes", batch))
         if sizes
     ]
-    return " and ".join(parts) or "as a whole"
+    return " and ".join(parts) or "outside of scans"
 
 
 def _layers(plan: Plan) -> list[Contraction]:
@@ -216,7 +217,7 @@ def decide(
             continue
         if text := unsupported_reason(groups[names], decision.recipe, backend):
             if decision.rule is not None:
-                raise NotImplementedError(f"rule {decision.rule!r} at {path!r}: {text}")
+                raise NotImplementedError(f"rule {decision.rule!r} for layer {path!r}: {text}")
             layers[names] = Decision(None, text)
             unsupported.add(names)
     if check:
@@ -265,12 +266,12 @@ def _check_sparsity(analysis: Analysis) -> None:
     for site in sparse:
         layout, why = (site.route, site.weight_axes), ""
         if isinstance(site.route, Derived) and (count[site.key] > 1 or analysis.is_part(site)):
-            why = f"is not one parameter ({site.route.why}) and is read in parts or more than once"
+            why = f"is the result of {site.route.why} and is used in parts or more than once"
         elif site.route is not None and layouts.setdefault(site.key, layout) != layout:
-            why = "is read in two layouts"
+            why = "is used in two layouts"
         if why:
             raise NotImplementedError(
-                f"weight_sparsity at {site.path!r} needs one mask, but the weight {why}; leave it dense with a rule"
+                f"weight_sparsity at {site.path!r} needs one mask, but the weight {why}; use a rule with recipe null"
             )
 
 
@@ -287,8 +288,8 @@ def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], r
         decision = resolver(site.path, site.out_features)
         if decision.rule is not None and decision.rule not in deciding and decision.recipe is not None:
             raise NotImplementedError(
-                f"rule {decision.rule!r} selects {decision.recipe.name!r} at {site.path!r}, which stays in float: "
-                f"{site.reason}"
+                f"rule {decision.rule!r} selects {decision.recipe.name!r} for layer {site.path!r}, but the layer stays "
+                f"in float ({site.reason}); set the recipe of the rule to null"
             )
 
 
@@ -299,7 +300,21 @@ def _decide_one(
     if decision.recipe is None or decision.rule is not None:
         return decision
     excluded = floats.get(sites[0].path) or structural_exclusion(analysis, sites, resolver.switches)
-    return Decision(None, excluded) if excluded else decision
+    if excluded:
+        return Decision(None, excluded)
+    return dataclasses.replace(decision, hint=head_hint(analysis, sites, resolver.switches))
+
+
+def head_hint(analysis: Analysis, sites: Sequence[Contraction], switches: Sequence[str]) -> str:
+    """Return the rule for a quantized layer that is probably the output head, as a suffix of its reason, or "".
+
+    Args:
+      analysis, sites, switches: see ``structural_exclusion``.
+    """
+    if "quantize_logits_proj" in switches or not analysis.is_probably_head(sites):
+        return ""
+    rule = f"{{path: '{re.escape(sites[0].path)}', recipe: null}}"
+    return f"; probably the head: add the rule {rule} to keep it in float"
 
 
 def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switches: Sequence[str] = ()) -> str:
@@ -311,9 +326,9 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switc
       switches: fields of ``SWITCHES`` that are on, which quantize heads and routers.
     """
     if any(leaf.index in analysis.looked_up for site in sites for leaf in site.leaves):
-        return "tied embedding (its rows are looked up elsewhere), left in float by default"
+        return "tied embedding (also used as a lookup table), left in float by default"
     if any(leaf.index in analysis.mixed for site in sites for leaf in site.leaves):
-        return "its parameter is combined with data before another contraction, left in float by default"
+        return "the parameter is combined with data before another contraction, left in float by default"
     is_ranked = any(site.is_ranked for site in sites)
     is_last = not any(site.is_followed for site in sites)
     if is_last and (is_ranked or any(site.is_normalized for site in sites)):

@@ -182,11 +182,11 @@ class Engine:
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
         self._left_float = reasons
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
-        text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
+        text = f"convert leaves the weights of {len(reasons)} layers in float ({what})"
         if reasons and self.config.strict:
-            raise NotImplementedError(f"strict true does not allow that {text}")
+            raise NotImplementedError(f"strict true does not allow that {text}; set strict to false")
         if reasons:
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(f"{text}; when you serve, pass the quant state of these layers, if any", stacklevel=3)
         return found, reasons
 
     def trace(self, fn: Function, params: Any, args: tuple[Any, ...], prefix: paths.Name = ()) -> Traced:
@@ -242,7 +242,7 @@ class Engine:
         if is_first and not analysis.plan.chosen:
             kind, whole = ("no layer", "this model") if self.hooks.is_model else ("no matmul", "this function")
             reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
-            what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
+            what = "; ".join(dict.fromkeys(reasons)) or f"there is {kind}"
             raise ValueError(f"quantization {self.config.quantization!r} quantizes {kind} of {whole} ({what})")
         selected = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
         lost = [each for each in sites if each.is_out_of_reach and each.reason != NO_CONTRACTION]
@@ -290,7 +290,7 @@ class Engine:
             return self.hooks.missing(recipe, path, field)
         why = f" ({self._left_float[path]})" if path in self._left_float else ""
         return (
-            f"convert left the weight at {path!r} in float{why}, so recipe {recipe!r} needs its quant state there, "
+            f"convert left the weight of {path!r} in float{why}, so recipe {recipe!r} needs quant state for the layer, "
             f"but this call has no {field!r}; pass the quant state that convert received"
         )
 

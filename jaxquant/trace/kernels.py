@@ -186,8 +186,8 @@ class LayerKernel:
         found = _is_finite(kernel)
         if not isinstance(found, Tracer) and not found:
             raise ValueError(
-                f"{layer_name(self.path)} has NaN or infinity in its kernel {'/'.join(self.name)!r}, which "
-                f"{self.recipe.name!r} cannot hold; convert parameters of an earlier step, or leave the layer in float"
+                f"{layer_name(self.path)} has NaN or infinity in its kernel {'/'.join(self.name)!r}, which recipe "
+                f"{self.recipe.name!r} cannot represent; use parameters of an earlier step, or leave the layer in float"
             )
 
 
@@ -206,8 +206,7 @@ def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Ke
             if seen and np.ptp(example) and not seen / _FAR <= amax <= seen * _FAR:
                 yield (
                     f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, but its static "
-                    f"scale comes from quant state that observed {seen:.3g}; calibrate with inputs like those that the "
-                    "model will serve"
+                    f"scale was calibrated for {seen:.3g}; calibrate the model with inputs like those in serving"
                 )
 
 
@@ -252,8 +251,8 @@ def find_kernels(
         if site.split and site.recipe.shares_experts:
             reasons[site.path] = "its experts are split over devices by a shard_map and share one scale"
         elif isinstance(weight, Derived):
-            whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
-            reasons[site.path] = f"its weight {whole}: {weight.why}"
+            source = "several parameters" if len(weight.leaves) > 1 else "a parameter"
+            reasons[site.path] = f"its weight is computed from {source} by {weight.why}"
         elif weight.obstacle:
             reasons[site.path] = f"its weight {weight.obstacle}"
         else:
@@ -265,10 +264,10 @@ def find_kernels(
         if isinstance(leaves[index], QTensor):
             continue
         if other_uses:
-            reasons[path] = f"{other_uses[0]} also reads its weight"
+            reasons[path] = f"its weight is also used in {other_uses[0]}"
             continue
         if len(ways) > 1:
-            reasons[path] = f"its weight is read in {len(ways)} ways, but a converted kernel supports only one"
+            reasons[path] = f"its weight is quantized in {len(ways)} different ways, but can be converted only once"
             continue
         ((job, site),) = ways.items()
         shared = [] if site.shared_activation is None or not states[site.key] else site.shared_activation.keys

@@ -68,10 +68,10 @@ def quantize(fn: Callable[..., Any], config: ConfigLike, *, like: QuantizedFunct
 
 
 _NOT_OF_FUNCTIONS = {
-    "save_quantized_params_path": "does not run in jaxquant.quantize; save converted parameters with "
+    "save_quantized_params_path": "is not supported by jaxquant.quantize; save converted parameters with "
     "jaxquant.serving.save",
-    "quantize_kvcache": "does not run in jaxquant.quantize; use a cache of jaxquant.serving.kv_cache in the model's "
-    "attention",
+    "quantize_kvcache": "is not supported by jaxquant.quantize; use a cache of jaxquant.serving.kv_cache in the "
+    "model's attention",
 }
 
 
@@ -93,8 +93,8 @@ class QuantizedFunction:
         self.convert = _signed(self.convert, self._stateful)
         if like is not None and config != like.config:
             raise ValueError(
-                f"jaxquant.quantize(like=...) needs the same config for both functions: the other one has quantization "
-                f"{like.config.quantization!r}, this one {config.quantization!r} (or other options)"
+                f"jaxquant.quantize got a config with quantization {config.quantization!r} that differs from the "
+                f"config of like, with quantization {like.config.quantization!r}; pass the config of like"
             )
         self.config = config
         self.hashable, self._like = _hashable(fn), like
@@ -117,8 +117,8 @@ class QuantizedFunction:
         """
         if key is not None and "key" in self._plain.parameters:
             raise TypeError(
-                "key= is the random key of stochastic rounding, and the quantized function has an argument named "
-                "'key'; rename that argument, or pass it by position without key="
+                "the quantized function has an argument named 'key', but key= is the random key of stochastic "
+                "rounding; rename the argument of the function, or pass its value by position"
             )
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         return self.engine.run(fn, params, tuple(rest), _checked(quant_state), key)
@@ -175,13 +175,13 @@ class QuantizedFunction:
           ValueError: the function is part of a whole model that has no decisions yet.
         """
         if self._like is not None and self.engine.resolver is not None and self.engine.decisions is None:
-            raise ValueError("jaxquant.quantize like: the whole model has no decisions yet; call its init first")
+            raise ValueError("jaxquant.quantize: the function passed as like has no recipes yet; call like.init first")
         if not kwargs and len(args) > (signature is self._stateful):
             return self.hashable, list(args)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"the quantized function is called as {signature}: {error}") from None
+            raise TypeError(f"the quantized function must be called as {signature}: {error}") from None
         named = bound.kwargs
         fn = _Named(self.hashable, tuple(named)) if named else self.hashable
         return fn, [*bound.args, *named.values()]
@@ -223,12 +223,12 @@ def _with_state(signature: inspect.Signature) -> inspect.Signature:
       ValueError: the function has an argument named ``quant_state``, or no positional argument.
     """
     if "quant_state" in signature.parameters:
-        raise ValueError("the function to quantize has an argument named 'quant_state'; rename it")
+        raise ValueError("the function to quantize has an argument named 'quant_state'; rename the argument")
     first, *rest = signature.parameters.values() or [inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)]
     if first.kind is first.VAR_POSITIONAL:
         first, rest = inspect.Parameter("params", first.POSITIONAL_ONLY), [first, *rest]
     if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise ValueError("the function to quantize has no positional argument; the parameters must be its first")
+        raise ValueError("the function to quantize has no positional argument; make the parameters its first argument")
     first = first.replace(default=first.empty)
     return signature.replace(parameters=[first, first.replace(name="quant_state", annotation=first.empty), *rest])
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxquant.trace.plan import CONTRACTIONS, Contraction
 
-NOT_FLOAT = "its operands are not float"
+NOT_FLOAT = "its inputs are not float"
 NO_CONTRACTION = "contracts no axis"
 """Reason for an outer or elementwise product, such as a norm's scale in an einsum, which has no matmul to quantize."""
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
@@ -77,7 +77,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return "its weight has batch axes and is split over devices by a shard_map"
     precision = eqn.params["precision"]
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-        return f"requests the algorithm {precision}"
+        return f"requests the precision algorithm {precision}"
     return ""
 
 
@@ -95,7 +95,7 @@ def _unusual_ragged(site: Contraction, eqn: Any) -> str:
 
 def _unusual_convolution(site: Contraction, eqn: Any) -> str:
     if site.side != 1:
-        return "a convolution whose first operand is the parameter"
+        return "a convolution whose first input is the parameter"
     if eqn.params["batch_group_count"] != 1:
         return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
     return ""

@@ -43,8 +43,8 @@ def register_function(function: str | Callable[..., Any], computes: Callable[...
     name = _name(function)
     if computes is not None and not isinstance(function, str) and _plain(function).__closure__:
         raise ValueError(
-            f"{name!r} is a closure, which register_function cannot distinguish from others of the same source line: "
-            "register it without a function that computes it, or make the values that it closes over arguments"
+            f"{name!r} is a closure, and register_function cannot distinguish closures of the same source line; omit "
+            "computes, or pass the values that the function closes over as arguments"
         )
     if name in _registered:
         raise ValueError(f"{name!r} is already registered; call jaxquant.trace.unregister_function first")
@@ -62,7 +62,7 @@ def unregister_function(function: str | Callable[..., Any]) -> None:
     """
     name = _name(function)
     if name not in _registered:
-        raise ValueError(f"{name!r} is not registered")
+        raise ValueError(f"{name!r} is not registered; call jaxquant.register_function first")
     del _registered[name]
 
 
@@ -89,7 +89,7 @@ def _plain(function: Any) -> Any:
     while isinstance(plain, functools.partial):
         plain = inspect.unwrap(plain.func)
     if not inspect.isfunction(plain):
-        raise TypeError(f"register_function needs derivatives of a Python function, but {function!r} wraps {plain!r}")
+        raise TypeError(f"register_function needs a Python function, but {function!r} wraps {plain!r}; pass a name")
     return plain
 
 
@@ -106,7 +106,7 @@ def function_name(eqn: Any) -> str:
 def how_to_register() -> str:
     """Return the hint that ends the message about a function that is not analyzed, with the registered names."""
     taken = f" (registered so far: {', '.join(map(repr, _registered))})" if _registered else ""
-    return f"register it with jaxquant.register_function{taken}"
+    return f"register this function with jaxquant.register_function{taken}"
 
 
 def registered_program(eqn: Any) -> Any:
@@ -127,19 +127,19 @@ def registered_program(eqn: Any) -> Any:
         if eqn.primitive.name in CUSTOM:
             return own_program(eqn)
         raise ValueError(
-            f"{name!r} is registered without a function that computes it, and {eqn.primitive.name} has no program to "
-            "read; pass computes to register_function"
+            f"{name!r} is registered without computes, but {eqn.primitive.name} has no JAX program to quantize; pass "
+            "computes to register_function"
         )
     given, wanted = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     try:
         with eqn.ctx.manager:
             program = jax.make_jaxpr(computes)(*map(_typed, given))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the function registered for {name!r} does not take {_texts(given)}: {error}") from error
+        raise ValueError(f"computes of the registered {name!r} does not accept {_texts(given)}: {error}") from error
     if _texts(program.out_avals) != _texts(wanted):
         raise ValueError(
-            f"the function registered for {name!r} returns {_texts(program.out_avals)} for {_texts(given)}, but "
-            f"{name!r} returns {_texts(wanted)}"
+            f"computes of the registered {name!r} returns {_texts(program.out_avals)} for {_texts(given)}, but must "
+            f"return {_texts(wanted)} like {name!r}"
         )
     return program
 

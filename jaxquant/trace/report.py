@@ -17,9 +17,6 @@ from jaxquant.trace.plan import Contraction
 from jaxquant.trace.reach import NOT_FLOAT
 
 Shape = tuple[int, ...]
-_HEADS = "quantize_logits_proj"
-_MAYBE_HEAD = "; last layer: if it is the output head, name it in a rule"
-"""Added to the reason of the last layer if it has an output for each row of an embedding table and no rule names it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +193,9 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
             row = dataclasses.replace(row, reason="quantization is off")
         elif _is_lost_kernel(site) and path not in mixed:
             decision = resolver(path, site.out_features)
-            why = f"{decision.reason}; out of reach: {site.reason}"
+            why = f"{decision.reason}; not quantized: {site.reason}"
             decided = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
             row = dataclasses.replace(row, **decided)
-        elif row.recipe and _HEADS not in resolver.switches and analysis.is_as_wide_as_a_table(sites):
-            row = dataclasses.replace(row, reason=row.reason + _MAYBE_HEAD * (resolver.base.reason == row.reason))
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
         siblings = analysis.module_shapes(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
         rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(siblings.items())))

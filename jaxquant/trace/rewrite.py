@@ -151,9 +151,9 @@ class Rewriter:
             if not any(atom.aval.manual_axis_type.varying for atom in eqn.invars) or "varying" not in str(error):
                 raise
             raise NotImplementedError(
-                f"the function registered for {function_name(eqn)!r} combines values that differ between the devices "
-                "of a shard_map with values that do not, such as initial zeros of a loop; register the function "
-                "without a function that computes it, or pass check_vma=False to jax.shard_map"
+                f"computes of the registered {function_name(eqn)!r} combines values that differ between the devices of "
+                "a shard_map with values that are equal on all devices, such as initial zeros of a loop; omit computes "
+                "in register_function, or pass check_vma=False to jax.shard_map"
             ) from error
 
     def _prepared(self, site: Contraction, ins: list[Any], states: States, shared: dict[SharedActivation, Any]) -> Any:

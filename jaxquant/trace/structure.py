@@ -60,7 +60,7 @@ class Step(NamedTuple):
         """
         source, *others = self.sources(axis) or (-1, -1)
         if others:
-            raise BlocksError(f"axis {axis} is not one axis before it was reshaped to {self.argument}")
+            raise BlocksError(f"axis {axis} of shape {self.argument} was merged from several axes by a reshape")
         if self.method == "transpose":
             order = tuple(each - (each > source) for each in self.argument if each != source)
             return Step("transpose", order), source

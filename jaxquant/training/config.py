@@ -8,6 +8,7 @@ from typing import Literal
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.typed import show
+from jaxquant.export import DecoderShape
 
 RUN_CONTROL = frozenset(
     (
@@ -29,25 +30,13 @@ ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_thre
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderOptions:
+class DecoderOptions(DecoderShape):
     """Shape and numerics of the decoder; ``TrainConfig`` documents the fields."""
 
-    vocab_size: int = 0
-    emb_dim: int = 512
-    mlp_dim: int = 1536
-    num_layers: int = 8
-    num_query_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 64
-    num_experts: int = 0
-    num_experts_per_tok: int = 2
     shared_experts: int = 0
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     rope_head_dim: int = 0
-    rope_theta: float = 500000.0
-    norm_epsilon: float = 1e-5
-    logits_via_embedding: bool = True
     scan_layers: bool = True
     remat_policy: Literal["none", "full", "dots", "matmuls", "quantized"] = "none"
     saved_activations: Literal["full", "fp8"] = "full"
@@ -76,6 +65,7 @@ class TrainConfig(DecoderOptions, QuantConfig):
       head_dim: number of features in each head.
       num_experts: number of experts in each layer; each has the width ``mlp_dim``. 0 means a single MLP for all tokens.
       num_experts_per_tok: number of experts that each token uses.
+      norm_topk_prob: whether the probabilities of a token's experts are divided by their sum.
       shared_experts: number of further experts that every token uses. All shared experts together are one MLP of width
         ``shared_experts * mlp_dim``.
       kv_lora_rank: size of the latent of keys and values in latent attention. 0 means grouped-query attention without
@@ -83,6 +73,33 @@ class TrainConfig(DecoderOptions, QuantConfig):
       q_lora_rank: size of the latent of queries in latent attention. 0 means queries without a latent.
       rope_head_dim: number of features in each head that are rotated in latent attention.
       rope_theta: base of the rotary embedding's wavelengths.
+      rope_local_theta: base of the wavelengths in layers with a sliding window, without scaling, as in Gemma 3. 0 means
+        ``rope_theta`` with its scaling.
+      rope_type: scaling of the rotary embedding for longer texts, with the names of Hugging Face: ``default`` (none),
+        ``linear``, ``llama3`` or ``yarn``.
+      rope_factor: factor by which the scaling stretches wavelengths.
+      rope_low_freq_factor, rope_high_freq_factor: for ``llama3``, wavelengths above and below
+        ``original_max_position_embeddings`` divided by these numbers are stretched by the whole factor and not at all.
+      rope_beta_fast, rope_beta_slow: for ``yarn``, numbers of turns in ``original_max_position_embeddings`` positions
+        from which a wavelength is not stretched, and below which it is stretched by the whole factor.
+      rope_truncate: for ``yarn``, whether the bounds of the stretched features are rounded to whole features.
+      original_max_position_embeddings: number of positions before the scaling, for ``llama3`` and ``yarn``.
+      max_position_embeddings: number of positions that an exported model declares. 0 means ``sequence_length``.
+      attention_bias: projections in attention that add a bias: ``none``, ``qkv`` as in Qwen2, or ``all``.
+      attention_sinks: whether each head has a learned score that takes part in the softmax without a value, as in
+        gpt-oss.
+      use_qk_norm: whether the queries and keys of each head are normalized before the rotary embedding.
+      query_pre_attn_scalar: attention scores are divided by the square root of this number. 0 means ``head_dim``.
+      sliding_window_size: number of positions that a token attends to, including its own. 0 means all earlier ones.
+      global_attention_every: every layer whose number is a multiple of this attends to all earlier positions, and only
+        the others have the sliding window. 0 means that all layers have the window.
+      attn_logits_soft_cap: bound c of attention scores s, ``c · tanh(s / c)``. 0 means no bound.
+      final_logits_soft_cap: bound of the logits, computed in the same way. 0 means no bound.
+      mlp_activation: function of the MLP's two inputs: ``silu`` (SwiGLU), ``gelu_tanh`` (GeGLU) or ``clipped_swiglu``
+        of gpt-oss.
+      mlp_bias: whether the matrices of the MLP or of the experts, and the router, add a bias.
+      use_post_norms: whether the results of attention and MLP are normalized before they are added, as in Gemma.
+      scale_embedding: whether embeddings are multiplied by the square root of ``emb_dim``, as in Gemma.
       norm_epsilon: value that RMSNorm adds to the mean square.
       logits_via_embedding: whether the output head is the transposed embedding (tied).
       scan_layers: whether the layers are traced once and scanned. If false, every layer has its own path, such as
@@ -245,6 +262,17 @@ class TrainConfig(DecoderOptions, QuantConfig):
                 f"num_experts_per_tok must lie between 1 and num_experts {self.num_experts}, got "
                 f"{self.num_experts_per_tok}"
             )
+        if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
+            raise ValueError(f"rope_type {self.rope_type!r} requires original_max_position_embeddings; set it")
+        if self.rope_type == "yarn" and self.rope_local_theta:
+            raise ValueError("rope_local_theta is not supported with rope_type 'yarn'; leave one of them out")
+        if self.rope_type == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ValueError(
+                f"rope_high_freq_factor {self.rope_high_freq_factor} must be larger than rope_low_freq_factor "
+                f"{self.rope_low_freq_factor}"
+            )
+        if rank and (name := next((x for x in _GROUPED if getattr(self, x) != getattr(DecoderShape, x)), None)):
+            raise ValueError(f"{name} is not supported with latent attention; leave it out, or set kv_lora_rank to 0")
         if not rank and (self.q_lora_rank or rotated):
             raise ValueError(
                 f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} require latent attention, but "
@@ -266,6 +294,11 @@ def _check_range(name: str, value: float, least: float, most: float, other: str 
         raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
 
 
+_GROUPED = (
+    *("attention_sinks", "attention_bias", "use_qk_norm", "query_pre_attn_scalar", "attn_logits_soft_cap"),
+    *("sliding_window_size", "rope_local_theta", "rope_type"),
+)
+"""Fields that only grouped-query attention supports, not latent attention."""
 _SIZE = 2**24  # maximum size of an axis, larger than any model
 _STEPS = 2**31 - 1  # steps are counted in int32
 _TINY, _HUGE = 1.2e-38, 3.4e38  # normal float32 numbers; the optimizer runs in float32
@@ -275,6 +308,8 @@ _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, _SIZE): (
         *("vocab_size", "head_chunks", "health_sequences"),
         *("num_experts", "num_experts_per_tok", "shared_experts", "q_lora_rank", "kv_lora_rank", "rope_head_dim"),
+        *("max_position_embeddings", "original_max_position_embeddings", "sliding_window_size"),
+        *("global_attention_every", "query_pre_attn_scalar"),
     ),
     (1, _SIZE): (
         *("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim"),
@@ -283,8 +318,12 @@ _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (1, 10_000): ("num_layers",),
     (0, _STEPS): ("eval_every", "checkpoint_every", "health_every"),
     (1, _STEPS): ("steps", "log_every", "eval_batches", "checkpoint_keep"),
-    (1, 1e30): ("rope_theta",),
-    (_TINY, 1e30): ("norm_epsilon", "adam_eps"),
+    (1, 1e30): ("rope_theta", "rope_factor"),
+    (0, 1e30): ("rope_local_theta", "attn_logits_soft_cap", "final_logits_soft_cap"),
+    (_TINY, 1e30): (
+        *("norm_epsilon", "adam_eps"),
+        *("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow"),
+    ),
     (0, _HUGE): ("learning_rate", "weight_decay", "gradient_clipping_threshold"),
     (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
     (0, 0.9999999): ("adam_b1", "adam_b2"),

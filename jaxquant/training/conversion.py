@@ -27,6 +27,7 @@ from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
 from jaxquant.core.paths import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.qtensor import QTensor, is_tensor
 from jaxquant.core.typed import build, to_mapping
+from jaxquant.export.vocabulary import read_files
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.leaves import unflatten
 from jaxquant.serving.placement import first_line
@@ -274,8 +275,15 @@ def require_new(path: str | Path) -> Path:
 def save_served(
     out: Path, tree: Any, config: TrainConfig, step: int, files: Mapping[str, str] | None = None
 ) -> TrainConfig:
-    """Write converted parameters as a checkpoint with their step and configuration; returns the configuration."""
+    """Write converted parameters as a checkpoint with their step and configuration; returns the configuration.
+
+    The tokenizer is copied: ``files``, or the file ``tokenizer_path`` and the files next to it.
+    """
     config = dataclasses.replace(config, checkpoint_is_quantized=True)
+    if config.tokenizer_path:
+        path = Path(config.tokenizer_path)
+        files = files or {"tokenizer.json": path.read_text("utf-8"), **read_files(path)}
+        config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
     serving.save(out, tree, quant_fields(config), extra=extra, files=files)
     return config

@@ -1,15 +1,13 @@
-"""Export of runs and converted checkpoints to Llama checkpoints of other frameworks, and the mapping of their tensors.
+"""Export of runs and converted checkpoints to checkpoints of other frameworks, and the mapping of their tensors.
 
-The decoder's kernels are [in…, out…]; a Llama checkpoint has them as [out, in], with heads concatenated. Norms and the
-embedding have the same layout in both.
-Both models use the half-split rotary embedding and compute ``silu(gate) · up``.
+The decoder's kernels are [in…, out…]; a checkpoint has them as [out, in], with heads concatenated. Norms and the
+embedding have the same layout in both, but Gemma stores the weight of a norm minus 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +21,8 @@ from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.core.quant_state import HISTORY
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
+from jaxquant.export import STATIC_INPUTS, DecoderShape, Row, Source, export, layout_of
+from jaxquant.export.families import Tensor, family_of, tensors_of
 from jaxquant.export.vocabulary import byte_vocabulary, read_tokenizer
 from jaxquant.state import rows_of
 from jaxquant.training.config import TrainConfig
@@ -31,63 +30,57 @@ from jaxquant.training.conversion import calibrate_run, open_parameters, quant_f
 from jaxquant.training.serving import open_served
 from jaxquant.training.step import decoder_of
 
-_LAYER_TENSORS = {
-    "pre_self_attention_layer_norm/scale": "input_layernorm",
-    "self_attention/query/kernel": "self_attn.q_proj",
-    "self_attention/key/kernel": "self_attn.k_proj",
-    "self_attention/value/kernel": "self_attn.v_proj",
-    "self_attention/out/kernel": "self_attn.o_proj",
-    "post_self_attention_layer_norm/scale": "post_attention_layernorm",
-    "mlp/wi_0/kernel": "mlp.gate_proj",
-    "mlp/wi_1/kernel": "mlp.up_proj",
-    "mlp/wo/kernel": "mlp.down_proj",
-}
-_OTHER_TENSORS = {
-    "token_embedder/embedding": "model.embed_tokens",
-    "decoder_norm/scale": "model.norm",
-    "logits_dense/kernel": "lm_head",
-}
-FIELDS = {
-    **{"vocab_size": "vocab_size", "emb_dim": "hidden", "mlp_dim": "intermediate", "num_layers": "layers"},
-    **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
-    **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
-}
-"""Field of ``TrainConfig`` -> field of ``LlamaShape``."""
-
 
 class Location(NamedTuple):
-    """Position of a tensor in the parameters: path of its array, and index of its layer if layers are stacked."""
+    """Position of a tensor in the parameters.
+
+    Attributes:
+      path: path of the array.
+      index: index of the layer if layers are stacked, and of the expert if the array has all experts.
+      tensor: the tensor in the checkpoint.
+      offset: number that the parameter has in addition to the checkpoint's tensor.
+    """
 
     path: str
-    index: tuple[int, ...] = ()
+    index: tuple[int, ...]
+    tensor: Tensor
+    offset: float
+
+    def to_hf(self, array: np.ndarray) -> np.ndarray:
+        """Return a parameter in the layout of the checkpoint: kernels are transposed to [out, in]."""
+        shape = self.tensor.shape
+        if len(shape) == 1 or self.path == "token_embedder/embedding":
+            return array.reshape(shape) - np.float32(self.offset)
+        return np.ascontiguousarray(array.reshape(shape[1], shape[0]).T)
+
+    def from_hf(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a checkpoint's array in the layout of the parameter, which has ``shape``; the inverse of ``to_hf``."""
+        if len(array.shape) == 1 or self.path == "token_embedder/embedding":
+            return array.reshape(shape) + np.float32(self.offset)
+        return np.ascontiguousarray(array.T).reshape(shape)
 
 
 Read = Callable[[str, tuple[int, ...]], Any]
-"""Function (path of a parameter, index of a layer) -> its array, or a ``QTensor``, or None."""
+"""Function (path of a parameter, index of a layer and of an expert) -> its array, or a ``QTensor``, or None."""
 
 
-def locate_tensors(config: TrainConfig, shape: LlamaShape) -> dict[str, Location]:
-    """Return, for each module of a Llama, the position of its tensor in the parameters."""
-    found = {name: Location(path) for path, name in _OTHER_TENSORS.items() if name != "lm_head" or not shape.tied}
-    for index in range(shape.layers):
-        for path, name in _LAYER_TENSORS.items():
-            place = Location(f"layers/{path}", (index,)) if config.scan_layers else Location(f"layers_{index}/{path}")
-            found[f"model.layers.{index}.{name}"] = place
+def decoder_shape(config: TrainConfig) -> DecoderShape:
+    """Return the shape of a run's decoder, as in the checkpoints of other frameworks."""
+    decoder = decoder_of(config)[1]
+    shape = DecoderShape(**{field.name: getattr(decoder, field.name) for field in dataclasses.fields(DecoderShape)})
+    return dataclasses.replace(shape, max_position_embeddings=shape.max_position_embeddings or config.sequence_length)
+
+
+def locate_tensors(config: TrainConfig, shape: DecoderShape) -> dict[str, Location]:
+    """Return, for each tensor of a checkpoint, its position in the parameters."""
+    found, norm_offset = {}, family_of(shape).norm_offset
+    for name, tensor in tensors_of(shape).items():
+        path, index = tensor.path, () if tensor.expert is None else (tensor.expert,)
+        if tensor.layer is not None:
+            path = f"layers/{path}" if config.scan_layers else f"layers_{tensor.layer}/{path}"
+            index = (tensor.layer, *index) if config.scan_layers else index
+        found[name] = Location(path, index, tensor, norm_offset if path.endswith("/scale") else 0.0)
     return found
-
-
-def to_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a parameter in the layout of a checkpoint, with ``shape``: kernels are transposed to [out, in]."""
-    if len(shape) == 1 or module == "model.embed_tokens":
-        return array.reshape(shape)
-    return np.ascontiguousarray(array.reshape(shape[1], shape[0]).T)
-
-
-def from_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a checkpoint's array in the layout of the parameter, which has ``shape``; the inverse of ``to_hf``."""
-    if len(array.shape) == 1 or module == "model.embed_tokens":
-        return array.reshape(shape)
-    return np.ascontiguousarray(array.T).reshape(shape)
 
 
 def _quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
@@ -136,7 +129,7 @@ def export_run(
 def open_source(
     directory: str | Path, step: int | None = None, measures: bool = False, say: Callable[[str], None] = print
 ) -> Source:
-    """Open a run or a converted checkpoint as a Llama with Hugging Face's names, read tensor by tensor.
+    """Open a run or a converted checkpoint with Hugging Face's names of its family, read tensor by tensor.
 
     Args:
       directory, step, say: same as for ``export_run``.
@@ -155,13 +148,19 @@ def open_source(
 def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str], None]) -> Source:
     stored = open_parameters(folder, step, say)
     kernels = functools.cache(lambda: trained_kernels(stored, decoder_of(stored.config)[1]))
+    depth = stored.config.scan_layers  # number of axes of stacked layers
 
-    def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
+    @functools.lru_cache(3)  # all experts of a layer are converted together, and read one after another
+    def converted(path: str, index: tuple[int, ...]) -> QTensor | None:
         convert = kernels().get(path.removesuffix("/kernel"))
         return None if convert is None else convert(index)
 
+    def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
+        tensor, rest = converted(path, index[:depth]), index[depth:]
+        return tensor if tensor is None or not rest else jax.tree.map(lambda part: part[rest], tensor)
+
     read = lambda path, index: stored.read(f"params/{path}", *index)  # noqa: E731
-    source = _as_llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
+    source = _as_source(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
     if not measures:
         return source
     # Measure the amax of each linear layer's input on held-out text, with the parameters in float.
@@ -171,9 +170,10 @@ def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str
     state = rows_of(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], say))
     inputs = {row.rsplit("/", 2)[0]: fields[HISTORY] for row, fields in state.items() if row.endswith("/input")}
     amax = {}
-    for module, place in locate_tensors(stored.config, source.shape).items():
+    for name, place in locate_tensors(stored.config, decoder_shape(stored.config)).items():
         if (history := inputs.get(place.path.removesuffix("/kernel"))) is not None:
-            amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
+            index = place.index[: history.ndim - 1]
+            amax[name.removesuffix(".weight")] = float(np.max(history[index]))
     return dataclasses.replace(source, input_amax=amax)
 
 
@@ -193,33 +193,30 @@ def _open_converted(folder: Path) -> Source:
         leaf = at(path, index)
         return leaf if isinstance(leaf, QTensor) else None
 
-    return _as_llama(found.config, leaves, read, quantized)
+    return _as_source(found.config, leaves, read, quantized)
 
 
-def _as_llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
-    """Return a decoder as a ``Source`` whose tensors have the names of a Llama.
+def _as_source(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
+    """Return a decoder as a ``Source`` whose tensors have the names of its family.
 
     Raises:
-      NotImplementedError: the decoder and a Llama do not have the same parameters.
+      NotImplementedError: no supported family of checkpoints has these parameters.
     """
-    tokenizer, decoder, _ = decoder_of(config)
-    sizes = {theirs: getattr(decoder, ours) for ours, theirs in FIELDS.items()}
-    shape = LlamaShape(**sizes, max_length=config.sequence_length)
-    found, tensors = locate_tensors(config, shape), shape.tensors()
+    shape, tokenizer = decoder_shape(config), decoder_of(config)[0]
+    found = locate_tensors(config, shape)
     if others := sorted(leaves.keys() ^ {place.path for place in found.values()}):
-        why = f"parameter {others[0]}, which {'no Llama has' if others[0] in leaves else 'is missing'}"
-        raise NotImplementedError(f"the model is not a Llama: {why}; serve it with `jaxquant serve`")
-
-    def tensor(name: str) -> np.ndarray:
-        module = name.removesuffix(".weight")
-        return to_hf(read(*found[module]), module, tensors[name])
+        why = f"has the parameter {others[0]}" if others[0] in leaves else f"has no parameter {others[0]}"
+        raise NotImplementedError(f"no supported checkpoint stores this model, which {why}; use `jaxquant serve`")
 
     def kernel(module: str) -> QTensor | None:
-        value = quantized(*found[module])
-        return None if value is None else _quantized_to_hf(value, tensors[f"{module}.weight"])
+        place = found[f"{module}.weight"]
+        value = quantized(place.path, place.index)
+        return None if value is None else _quantized_to_hf(value, place.tensor.shape)
 
     vocabulary = byte_vocabulary(shape.vocab_size)
     if config.tokenizer_path:
-        data = json.loads(Path(config.tokenizer_path).read_bytes())
-        vocabulary = read_tokenizer(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
-    return Source(shape, tensor, vocabulary, quantized=kernel)
+        ids = {"bos_token_id": tokenizer.bos, "eos_token_id": [*tokenizer.ends], "pad_token_id": tokenizer.pad or None}
+        vocabulary = read_tokenizer(Path(config.tokenizer_path), ids | {"vocab_size": shape.vocab_size})
+        vocabulary = dataclasses.replace(vocabulary, adds_bos=tokenizer.bos is not None)
+    tensor = lambda name: found[name].to_hf(read(found[name].path, found[name].index))  # noqa: E731
+    return Source(layout_of(shape), tensor, vocabulary, quantized=kernel)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -124,7 +124,7 @@ class Engine:
       slots: number of texts that are decoded together.
       prefill_chunk: number of tokens of a prompt per prefill call.
       sampling: method of choosing tokens.
-      end_token: token that ends a text, or None.
+      end_tokens: tokens that end a text.
       quantization: ``kv_quant_dtype`` and ``kv_quant_axis`` of the cache, see ``jaxquant.serving.kv_cache``.
 
     Raises:
@@ -142,7 +142,7 @@ class Engine:
         slots: int = 8,
         prefill_chunk: int = 64,
         sampling: Sampling | None = None,
-        end_token: int | None = None,
+        end_tokens: Collection[int] = (),
         **quantization: Any,
     ):
         sizes = (("max_length", max_length, 2), ("slots", slots, 1), ("prefill_chunk", prefill_chunk, 1))
@@ -151,7 +151,7 @@ class Engine:
                 raise ValueError(f"{name} {value} must be at least {least}")
         self.max_length, self.slots, self.prefill_chunk = max_length, slots, prefill_chunk
         self._model, self._variables = model, (params, quant_state)
-        self._sampling, self._end, self._has_experts = sampling or Sampling(), end_token, shape.num_experts > 0
+        self._sampling, self._ends, self._has_experts = sampling or Sampling(), end_tokens, shape.num_experts > 0
         self._empty = lambda rows: empty_cache(shape, rows, max_length, **quantization)
         jax.eval_shape(lambda: self._empty(1))  # raises for an unknown quantization
         self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
@@ -262,7 +262,7 @@ class Engine:
 
         def is_finished(place: int, token: int) -> bool:
             """Record a new token; returns whether the text ends with this token."""
-            if token == self._end:
+            if token in self._ends:
                 finish(place, "document_end")
                 return True
             texts[place].append(token)

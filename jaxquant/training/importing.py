@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, mark_stacked_axes
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
-from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_export, open_gguf
+from jaxquant.export import DecoderShape, HfFolder, Row, Source, check_export, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.hf import to_recipe
 from jaxquant.export.layouts import check_finite
@@ -34,7 +33,7 @@ from jaxquant.training.checkpoint import Checkpoints, write_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import cast_as_read, initial_variables, layer_config, require_new, save_served
 from jaxquant.training.data import make_iterators
-from jaxquant.training.exporting import FIELDS, from_hf, locate_tensors
+from jaxquant.training.exporting import Location, locate_tensors
 from jaxquant.training.model import Decoder
 from jaxquant.training.step import build, decoder_of
 from jaxquant.training.tokenizer import open_tokenizer
@@ -50,14 +49,15 @@ equal.
 
 
 def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
-    """Open a GGUF file or a Hugging Face folder as a Llama. If jaxquant exported it, check its checksums.
+    """Open a GGUF file or a Hugging Face folder. If jaxquant exported it, check its checksums.
 
     Args:
       path: file or folder.
       has_tokenizer: whether to read the tokenizer.
 
     Raises:
-      FileNotFoundError, ValueError, NotImplementedError: the checkpoint does not exist, is damaged, or is not a Llama.
+      FileNotFoundError, ValueError, NotImplementedError: the checkpoint does not exist, is damaged, or is of an
+        unsupported family.
     """
     path = Path(path)
     check_export(path)
@@ -70,19 +70,19 @@ def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[S
 
 
 def imported_config(
-    shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
+    shape: DecoderShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
 ) -> TrainConfig:
     """Return the configuration of a run with an imported model, from its shape, tokenizer and requested changes.
 
     Raises:
       ValueError, TypeError: a requested field contradicts the shape, or a value is invalid.
     """
-    fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
+    fields = dataclasses.asdict(shape)
     if fixed := sorted(set(fields) & set(changes)):
         raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint} and cannot be changed; leave it out")
-    for name in ("num_experts", "shared_experts", "kv_lora_rank"):
+    for name in ("shared_experts", "kv_lora_rank"):
         if changes.get(name):
-            raise ValueError(f"{name} is {changes[name]}, but {checkpoint} is a Llama without it; leave it out")
+            raise ValueError(f"{name} is {changes[name]}, but {checkpoint} is a model without it; leave it out")
     if tokenizer:
         fields["tokenizer_path"] = str(tokenizer)
     config = build_dataclass(TrainConfig, fields | changes)
@@ -110,17 +110,20 @@ def import_to_run(
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or the run exists.
-      ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
+      ValueError, NotImplementedError: the checkpoint is damaged or of an unsupported family, or the
+        configuration is invalid.
     """
     checkpoint, run_dir, changes = Path(checkpoint), require_new(run_dir), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
-    is_quantized = any(map(source.quantized, source.shape.linears())) if folder is None else folder.quantization
+    shape = source.layout.shape
+    assert shape is not None
+    is_quantized = any(map(source.quantized, source.layout.linears)) if folder is None else folder.quantization
     if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
         changes.setdefault("quant_backend", "native")
     try:
         run_dir.mkdir(parents=True)
         tokenizer = _write_tokenizer(files, run_dir)
-        config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
+        config = imported_config(shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         params = float_parameters(source, program.config, program.abstract_state.params, progress)
@@ -147,10 +150,7 @@ def _open_with_tokenizer(
     if is_own and source.vocabulary is None:
         fix = "set tokenizer_path=FILE to a tokenizer.json, or tokenizer_path= for bytes"
         raise ValueError(f"{checkpoint} has no tokenizer; {fix}")
-    files = {name: json.dumps(contents) for name, contents in tokenizer_files(source.vocabulary).items()}
-    if is_own and (checkpoint / "tokenizer.json").is_file():
-        paths = [path for name in files if (path := checkpoint / name).is_file()]
-        files = {path.name: path.read_text("utf-8") for path in paths}
+    files = tokenizer_files(source.vocabulary)
     origin = source.vocabulary.origin if source.vocabulary else changes["tokenizer_path"] or "bytes"
     progress(Row("tokenizer", origin, (), sum(map(len, files.values())), math.nan))
     return source, folder, files
@@ -163,13 +163,21 @@ def _write_tokenizer(files: Mapping[str, str], folder: str | Path) -> Path | Non
     return Path(folder).absolute() / "tokenizer.json" if files else None
 
 
-def _each_parameter(source: Source, config: TrainConfig, make: Callable[[str, str], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each parameter: the result of ``make(path, module)``, stacked if layers are stacked."""
-    modules: dict[str, list[str]] = {}
-    for module, place in locate_tensors(config, source.shape).items():
-        modules.setdefault(place.path, []).append(module)
-    for path, names in modules.items():
-        parts = [make(path, module) for module in names]
+def _each_parameter(
+    source: Source, config: TrainConfig, make: Callable[[str, list[tuple[str, Location]]], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each parameter, stacked if layers are stacked.
+
+    ``make(path, places)`` returns the parameter of one layer. ``places`` are its tensors in the checkpoint: one, or one
+    for each expert.
+    """
+    shape = source.layout.shape
+    assert shape is not None
+    layers: dict[str, dict[int | None, list[tuple[str, Location]]]] = {}
+    for name, place in locate_tensors(config, shape).items():
+        layers.setdefault(place.path, {}).setdefault(place.tensor.layer, []).append((name, place))
+    for path, places in layers.items():
+        parts = [make(path, each) for each in places.values()]
         yield path, jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if _is_stacked(path) else parts[0]
 
 
@@ -177,9 +185,13 @@ def _is_stacked(path: str) -> bool:
     return path.startswith("layers/")
 
 
-def _read_parameter(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
-    """Return the float weight of a module in the layout of the parameter; ``leaf`` has the parameter's shape."""
-    return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
+def _read_parameter(source: Source, places: list[tuple[str, Location]], leaf: Any, path: str) -> np.ndarray:
+    """Return a float parameter of one layer; ``leaf`` has the parameter's shape."""
+    shape = leaf.shape[_is_stacked(path) :]
+    if places[0][1].tensor.expert is None:
+        name, place = places[0]
+        return place.from_hf(source.read(name), shape)
+    return np.stack([place.from_hf(source.read(name), shape[1:]) for name, place in places])
 
 
 def float_parameters(
@@ -195,10 +207,13 @@ def float_parameters(
     """
     wanted = leaves_by_path(shapes)
 
-    def make(path: str, module: str) -> np.ndarray:
-        value, name = _read_parameter(source, module, wanted[path], path), f"{module}.weight"
+    def make(path: str, places: list[tuple[str, Location]]) -> np.ndarray:
+        value = _read_parameter(source, places, wanted[path], path)
         made = value.astype(wanted[path].dtype, copy=False)
-        progress(Row(name, made.dtype.name, source.shape.tensors()[name], made.nbytes, sqnr(value, made, made.dtype)))
+        for index, (name, place) in enumerate(places):
+            part = ... if place.tensor.expert is None else index
+            ratio = sqnr(value[part], made[part], made.dtype)
+            progress(Row(name, made.dtype.name, place.tensor.shape, made[part].nbytes, ratio))
         return made
 
     made = _each_parameter(source, config, make)
@@ -223,28 +238,27 @@ def import_to_serve(
 
     Raises:
       FileNotFoundError, FileExistsError: the checkpoint does not exist, or ``out`` exists.
-      ValueError, NotImplementedError: the checkpoint is damaged or not a Llama, or the configuration is invalid.
+      ValueError, NotImplementedError: the checkpoint is damaged or of an unsupported family, or the
+        configuration is invalid.
     """
     checkpoint, out, changes = Path(checkpoint), require_new(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
     with tempfile.TemporaryDirectory() as place:
-        config = imported_config(
-            source.shape, checkpoint, _write_tokenizer(files, place), changes | {"remat_policy": "none"}
-        )
+        shape = source.layout.shape
+        assert shape is not None
+        config = imported_config(shape, checkpoint, _write_tokenizer(files, place), changes | {"remat_policy": "none"})
         _, decoder, tokens = decoder_of(config)
-    if files:
-        config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
     sites = serving.find_kernels(Decoder(decoder), shapes, layer_config(config), tokens)
-    leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
+    leaves = leaves_by_path(shapes["params"])
 
-    def make(path: str, module: str) -> Any:
-        layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
-        scale = None if layer is None else _input_scale(source, module, layer)
-        part = None if layer is None else _keep_weight(source, folder, module, layer)
-        array = None if part is not None and part.codec else _read_parameter(source, module, leaves[path], path)
+    def make(path: str, places: list[tuple[str, Location]]) -> Any:
+        layer, modules = sites.get(path.removesuffix("/kernel")), [name.removesuffix(".weight") for name, _ in places]
+        scale = None if layer is None else _input_scale(source, modules, layer)
+        part = None if layer is None else _keep_weights(source, folder, modules, layer)
+        array = None if part is not None and part.codec else _read_parameter(source, places, leaves[path], path)
         if part is not None:
             kind = f"{part.codec or part.qvalue.dtype.name}, kept"
         elif layer is not None:
@@ -256,7 +270,9 @@ def import_to_serve(
         if array is not None:
             back = np.asarray(dequantize(part) if isinstance(part, QTensor) else part)
             ratio = sqnr(array, back, back.dtype)
-        progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), ratio))
+        size = sum(each.nbytes for each in jax.tree.leaves(part)) // len(places)
+        for name, place in places:
+            progress(Row(name, kind, place.tensor.shape, size, ratio))
         if layer is not None:
             part = dataclasses.replace(part, input_scale=scale, dtype=layer.made.dtype, read_as=layer.dtype)
         return part
@@ -274,7 +290,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     Raises:
       ValueError: there is no such config string; the message names the config strings that keep the weights.
     """
-    names, kept = list(source.shape.linears()), []
+    names, kept = list(source.layout.linears), []
     if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
@@ -307,26 +323,52 @@ def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
     return plain(forward.lhs, True), plain(forward.rhs, False)
 
 
-def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
-    """Return the static scale of a layer's input, or None if the recipe has a dynamic scale."""
+def _input_scale(source: Source, modules: list[str], layer: LayerKernel) -> np.ndarray | None:
+    """Return the static scale of a layer's input, or None if the recipe has a dynamic scale; experts share a scale."""
     spec = layer.recipe.resolve("fwd", "lhs")
     if spec is None or spec.scaling == "dynamic":
         return None
-    if module not in source.input_amax:
-        problem = f"{module} has no static scale of its input, but {layer.recipe.name!r} requires this scale"
+    if missing := [module for module in modules if module not in source.input_amax]:
+        problem = f"{missing[0]} has no static scale of its input, but {layer.recipe.name!r} requires this scale"
         fix = "use a string with dynamic scales, such as fp8_current, or import a run and convert that run"
         raise ValueError(f"{problem}; {fix}")
-    scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
-    return np.full((1,) * len(layer.shape), scale)
+    amax = max(source.input_amax[module] for module in modules)
+    return np.full((1,) * len(layer.shape), np.float32(amax / element(spec.dtype).bound))
 
 
-def _keep_weight(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
+def _keep_weights(source: Source, folder: HfFolder | None, modules: list[str], kernel: LayerKernel) -> QTensor | None:
     """Return a layer's weight with the checkpoint's own values, or None if the recipe has another format.
+
+    Args:
+      source, folder: the checkpoint.
+      modules: the layer's name, or the names of its experts.
+      kernel: layer of the decoder.
 
     Raises:
       ValueError: a scale covers parts of several heads, or a value is not finite.
     """
-    spec, shape, axes = kernel.recipe.resolve("fwd", "rhs"), kernel.shape, kernel.axes
+    if len(kernel.shape) < 3 or ".experts." not in modules[0]:
+        return _keep_weight(source, folder, modules[0], kernel, kernel.shape, kernel.axes)
+    if kernel.recipe.shares_experts:
+        return None
+    axes = tuple(axis - 1 for axis in kernel.axes)
+    parts = [_keep_weight(source, folder, module, kernel, kernel.shape[1:], axes) for module in modules]
+    if any(part is None for part in parts):
+        return None
+    whole: QTensor = jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
+    return dataclasses.replace(whole, block=kernel.made.block and kernel.made.block[len(kernel.stacked) :])
+
+
+def _keep_weight(
+    source: Source,
+    folder: HfFolder | None,
+    module: str,
+    kernel: LayerKernel,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+) -> QTensor | None:
+    """Return the weight of a layer or of one expert, which has a shape and contraction axes in the decoder."""
+    spec = kernel.recipe.resolve("fwd", "rhs")
     assert spec is not None
     if spec.codec is not None:
         tensor = source.quantized(module)

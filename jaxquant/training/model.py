@@ -1,4 +1,4 @@
-"""Llama-style decoder in plain Linen, with experts and latent attention; contains no quantization code.
+"""Decoder in plain Linen with the options of Llama and related families; contains no quantization code.
 
 Module paths use MaxText's names, so that its mixed-precision files and rules apply:
 ``layers/self_attention/{query,key,value,out}``, ``layers/mlp/{wi_0,wi_1,wo}``, ``token_embedder``, ``decoder_norm``,
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import optax
 from flax.linen.dtypes import promote_dtype
 
+from jaxquant.export.decoder import rope_magnitude, rope_stretch
 from jaxquant.ops.remat import compress_residuals, save_matmuls, save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
-from jaxquant.training.attention import Kind, attend, make_mask, rotate
+from jaxquant.training.attention import Kind, Rope, attend, make_mask, rotate
 from jaxquant.training.config import DecoderOptions
 
 HEAD_ELEMENTS = 2**27
@@ -32,6 +33,13 @@ REMAT_POLICIES = {
     "quantized": save_quantized,
 }
 """Checkpoint policy of each ``remat_policy``; "none" saves everything."""
+
+GATES: dict[str, Any] = {
+    "silu": lambda a, b: nn.silu(a) * b,
+    "gelu_tanh": lambda a, b: nn.gelu(a, approximate=True) * b,
+    "clipped_swiglu": lambda a, b: clipped_swiglu(jnp.minimum(a, 7), jnp.clip(b, -7, 7)),
+}
+"""Gated activation of each ``mlp_activation``."""
 
 SCANNED: Any = {
     "variable_axes": {"params": 0, "_overwrite_with_gradient": 0, "intermediates": 0},
@@ -48,18 +56,40 @@ class DecoderConfig(DecoderOptions):
     attention: Kind = "xla"
     activation_sharding: jax.sharding.Sharding | None = None
 
-    def dense(self, features: int | tuple[int, ...], axis: int | tuple[int, ...] = -1) -> nn.DenseGeneral:
+    def dense(
+        self, features: int | tuple[int, ...], axis: int | tuple[int, ...] = -1, use_bias: bool = False
+    ) -> nn.DenseGeneral:
         dtype = jnp.dtype(self.dtype)
-        return nn.DenseGeneral(features, axis=axis, use_bias=False, dtype=dtype, param_dtype=jnp.float32)
+        return nn.DenseGeneral(features, axis=axis, use_bias=use_bias, dtype=dtype, param_dtype=jnp.float32)
 
     def norm(self) -> nn.RMSNorm:
         kind = CompressedNorm if self.saved_activations == "fp8" else nn.RMSNorm
         return kind(epsilon=self.norm_epsilon, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
 
     def gate(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return ``silu(a) * b``."""
-        gate = lambda a, b: nn.silu(a) * b  # noqa: E731
+        """Return the gated activation of an MLP, ``silu(a) * b`` for ``mlp_activation`` "silu"."""
+        gate = GATES[self.mlp_activation]
         return (compress_residuals(gate, (0, 1)) if self.saved_activations == "fp8" else gate)(a, b)
+
+    def is_global(self, layer: int | jax.Array) -> bool | jax.Array:
+        """Return whether a layer attends to all earlier positions, not only to a sliding window."""
+        every = self.global_attention_every if self.sliding_window_size else 1
+        return every > 0 and (every == 1 or (layer + 1) % every == 0)
+
+    def rope(self, is_global: bool | jax.Array) -> Rope:
+        """Return the rotary embedding of a layer."""
+        everywhere, theta = Rope(self.rope_theta, rope_stretch(self), rope_magnitude(self)), self.rope_local_theta
+        if is_global is True or not theta:
+            return everywhere
+        if is_global is False:
+            return Rope(theta)
+        stretch = 1.0 if everywhere.stretch is None else everywhere.stretch
+        return Rope(jnp.where(is_global, self.rope_theta, theta), jnp.where(is_global, stretch, 1.0))
+
+
+def clipped_swiglu(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return ``a · sigmoid(1.702 a) · (b + 1)``, the activation of gpt-oss after its inputs were clipped."""
+    return a * jax.nn.sigmoid(1.702 * a) * (b + 1)
 
 
 class CompressedNorm(nn.RMSNorm):
@@ -70,6 +100,26 @@ class CompressedNorm(nn.RMSNorm):
         scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
         plain = nn.RMSNorm(epsilon=self.epsilon, dtype=self.dtype, param_dtype=self.param_dtype, parent=None)
         return compress_residuals(lambda x, scale: plain.apply({"params": {"scale": scale}}, x))(x, scale)
+
+
+class Masks(NamedTuple):
+    """What each token attends to (``make_masks``).
+
+    Attributes:
+      all: mask of layers that attend to all earlier positions.
+      window: mask of layers with a sliding window.
+    """
+
+    all: jax.Array | None
+    window: jax.Array | None
+
+    def of_layer(self, is_global: bool | jax.Array) -> jax.Array | None:
+        """Return the mask of a layer."""
+        if isinstance(is_global, bool):
+            return self.all if is_global else self.window
+        if self.all is None or self.window is None:  # the kernel's own causal mask has no array
+            return self.all if self.window is None else jnp.where(is_global, 0, self.window)
+        return jnp.where(is_global, self.all, self.window)
 
 
 class LayerCache(NamedTuple):
@@ -109,8 +159,8 @@ def make_masks(
     segment_ids: jax.Array | None,
     positions: jax.Array | None,
     cache: KVCache | None,
-) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-    """Return the attention mask (``make_mask``), the positions and, with a cache, the mask of tokens to write.
+) -> tuple[Masks, jax.Array, jax.Array | None]:
+    """Return the attention masks (``make_mask``), the positions and, with a cache, the mask of tokens to write.
 
     Slot t of a cache holds the token at position t, and a query attends to its own slot and all earlier slots. Later
     slots may hold stale tokens or padding.
@@ -118,14 +168,18 @@ def make_masks(
     Raises:
       ValueError: a cache is given without positions.
     """
+    window = c.sliding_window_size
     if cache is not None:
         if positions is None:
             raise ValueError("a KV cache requires positions; pass an array [batch, tokens] that counts from 0")
-        mask = positions[:, None, :, None] >= jnp.arange(cache.length)[None, None, None, :]
-        return mask, positions, None if segment_ids is None else segment_ids != 0
+        distance = positions[:, None, :, None] - jnp.arange(cache.length)[None, None, None, :]
+        mask = distance >= 0
+        masks = Masks(mask, mask & (distance < window) if window else None)
+        return masks, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return make_mask(c.attention, tokens, segment_ids), positions, None
+    windowed = make_mask(c.attention, tokens, segment_ids, window) if window else None
+    return Masks(make_mask(c.attention, tokens, segment_ids), windowed), positions, None
 
 
 def head_chunks(c: DecoderConfig, length: int) -> int:
@@ -146,28 +200,43 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; ``mask`` selects the keys that a query attends to (``make_masks``)."""
+    """Grouped-query attention over the keys that ``masks`` selects for the layer."""
 
     config: DecoderConfig
 
     def setup(self) -> None:
         c = self.config
-        self.query = c.dense((c.num_query_heads, c.head_dim))
-        self.key = c.dense((c.num_kv_heads, c.head_dim))
-        self.value = c.dense((c.num_kv_heads, c.head_dim))
-        self.out = c.dense(c.emb_dim, axis=(-2, -1))
+        has_bias = c.attention_bias != "none"
+        self.query = c.dense((c.num_query_heads, c.head_dim), use_bias=has_bias)
+        self.key = c.dense((c.num_kv_heads, c.head_dim), use_bias=has_bias)
+        self.value = c.dense((c.num_kv_heads, c.head_dim), use_bias=has_bias)
+        self.out = c.dense(c.emb_dim, axis=(-2, -1), use_bias=c.attention_bias == "all")
+        self.query_norm, self.key_norm = (c.norm(), c.norm()) if c.use_qk_norm else (None, None)
+        zeros = nn.initializers.zeros
+        self.sinks = self.param("sinks", zeros, (c.num_query_heads,)) if c.attention_sinks else None
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: LayerCache | None = None
+        self,
+        x: jax.Array,
+        masks: Masks,
+        positions: jax.Array,
+        layer: int | jax.Array,
+        cached: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
+        is_global = c.is_global(layer)
         query, key, value = self.query(x), self.key(x), self.value(x)
-        query, key = rotate(query, positions, c.rope_theta), rotate(key, positions, c.rope_theta)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = (rotate(each, positions, c.rope(is_global)) for each in (query, key))
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
         # Only XLA's attention supports the mask of a cache.
         kind = c.attention if cached is None else "xla"
-        return self.out(attend(query, key, value, mask, kind, c.activation_sharding)), cached
+        scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
+        options: Any = {"scale": scale, "soft_cap": c.attn_logits_soft_cap, "sinks": self.sinks}
+        mixed = attend(query, key, value, masks.of_layer(is_global), kind, c.activation_sharding, **options)
+        return self.out(mixed), cached
 
 
 class LatentAttention(nn.Module):
@@ -191,75 +260,86 @@ class LatentAttention(nn.Module):
         self.out = c.dense(c.emb_dim, axis=(-2, -1))
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: LayerCache | None = None
+        self,
+        x: jax.Array,
+        masks: Masks,
+        positions: jax.Array,
+        layer: int | jax.Array,
+        cached: LayerCache | None = None,
     ) -> tuple[jax.Array, Any]:
         c = self.config
         num_unrotated = c.head_dim - c.rope_head_dim
         query = self.wq_b(self.q_norm(self.wq_a(x))) if c.q_lora_rank else self.query(x)
         latent, rope_key = jnp.split(self.wkv_a(x), [c.kv_lora_rank], axis=-1)
         key, value = jnp.split(self.wkv_b(self.kv_norm(latent)), [num_unrotated], axis=-1)
-        rotated = rotate(rope_key[:, :, None], positions, c.rope_theta)
+        rotated = rotate(rope_key[:, :, None], positions, Rope(c.rope_theta))
         rotated = jnp.broadcast_to(rotated, (*key.shape[:-1], c.rope_head_dim))
         key = jnp.concatenate([key, rotated], axis=-1)
-        rotated = rotate(query[..., num_unrotated:], positions, c.rope_theta)
+        rotated = rotate(query[..., num_unrotated:], positions, Rope(c.rope_theta))
         query = jnp.concatenate([query[..., :num_unrotated], rotated], axis=-1)
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
         kind = c.attention if cached is None else "xla"
-        return self.out(attend(query, key, value, mask, kind, c.activation_sharding)), cached
+        return self.out(attend(query, key, value, masks.all, kind, c.activation_sharding)), cached
 
 
 class Mlp(nn.Module):
-    """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``, with a width of ``copies * mlp_dim``."""
+    """Gated MLP, ``wo(silu(wi_0(x)) * wi_1(x))`` for SwiGLU, with a width of ``copies * mlp_dim``."""
 
     config: DecoderConfig
     copies: int = 1
 
     def setup(self) -> None:
         c, size = self.config, self.copies * self.config.mlp_dim
-        self.wi_0, self.wi_1, self.wo = c.dense(size), c.dense(size), c.dense(c.emb_dim)
+        self.wi_0, self.wi_1, self.wo = (c.dense(each, use_bias=c.mlp_bias) for each in (size, size, c.emb_dim))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.wo(self.config.gate(self.wi_0(x), self.wi_1(x)))
 
 
 class Experts(nn.Module):
-    """SwiGLU layer of the ``num_experts_per_tok`` experts that a router selects for each token; no token is dropped.
+    """MLP of the ``num_experts_per_tok`` experts that a router selects for each token; no token is dropped.
 
     ``y = Σ_e p_e · wo_e(silu(wi_0_e(x)) * wi_1_e(x))`` over the largest probabilities of ``softmax(gate(x))``; p are
-    these probabilities divided by their sum. The router and the sum run in float32. Rows are sorted by expert, and each
-    matrix is one ``jax.lax.ragged_dot``. There is no load-balancing loss.
+    these probabilities, divided by their sum if ``norm_topk_prob``. The router and the sum run in float32. Rows are
+    sorted by expert, and each matrix is one ``jax.lax.ragged_dot``. There is no load-balancing loss.
     """
 
     config: DecoderConfig
 
     def setup(self) -> None:
         c = self.config
-        self.gate = nn.Dense(c.num_experts, use_bias=False, dtype=jnp.float32, param_dtype=jnp.float32)
+        self.gate = nn.Dense(c.num_experts, use_bias=c.mlp_bias, dtype=jnp.float32, param_dtype=jnp.float32)
         make = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
         inner, outer = (c.num_experts, c.emb_dim, c.mlp_dim), (c.num_experts, c.mlp_dim, c.emb_dim)
         self.wi_0, self.wi_1 = self.param("wi_0", make, inner), self.param("wi_1", make, inner)
         self.wo = self.param("wo", make, outer)
+        sizes = {"wi_0_bias": c.mlp_dim, "wi_1_bias": c.mlp_dim, "wo_bias": c.emb_dim} if c.mlp_bias else {}
+        zeros = nn.initializers.zeros
+        self.biases = [self.param(name, zeros, (c.num_experts, size)) for name, size in sizes.items()] or [None] * 3
 
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
         tokens = x.reshape(-1, c.emb_dim)
         share, chosen = jax.lax.top_k(jax.nn.softmax(self.gate(tokens)), c.num_experts_per_tok)
-        share /= share.sum(axis=-1, keepdims=True)
+        if c.norm_topk_prob:
+            share /= share.sum(axis=-1, keepdims=True)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
 
-        def experts(rows: jax.Array, weights: jax.Array) -> jax.Array:
-            return jax.lax.ragged_dot(rows, weights.astype(x.dtype), sizes)
+        def experts(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
+            result = jax.lax.ragged_dot(rows, weights.astype(x.dtype), sizes)
+            return result if bias is None else result + bias.astype(x.dtype)[chosen.reshape(-1)[order]]
 
-        rows = tokens[order // c.num_experts_per_tok]
-        rows = experts(c.gate(experts(rows, self.wi_0), experts(rows, self.wi_1)), self.wo)
+        rows, (inner, other, outer) = tokens[order // c.num_experts_per_tok], self.biases
+        gated = c.gate(experts(rows, self.wi_0, inner), experts(rows, self.wi_1, other))
+        rows = experts(gated, self.wo, outer)
         rows = rows[jnp.argsort(order)].reshape(*chosen.shape, c.emb_dim).astype(jnp.float32)
         return (rows * share[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer with the signature of a scan body."""
+    """One pre-norm layer; ``layer`` is its index."""
 
     config: DecoderConfig
 
@@ -270,14 +350,23 @@ class DecoderLayer(nn.Module):
         self.post_self_attention_layer_norm = c.norm()
         self.mlp = Experts(c) if c.num_experts else Mlp(c)
         self.shared_experts = Mlp(c, c.shared_experts) if c.shared_experts else None
+        if c.use_post_norms:
+            self.self_attention_output_norm, self.mlp_output_norm = c.norm(), c.norm()
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: LayerCache | None = None
+        self,
+        x: jax.Array,
+        masks: Masks,
+        positions: jax.Array,
+        layer: int | jax.Array,
+        cached: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions, cached)
-        x = x + mixed
+        c = self.config
+        mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), masks, positions, layer, cached)
+        x = x + (self.self_attention_output_norm(mixed) if c.use_post_norms else mixed)
         normal = self.post_self_attention_layer_norm(x)
-        x = x + self.mlp(normal)
+        result = self.mlp(normal)
+        x = x + (self.mlp_output_norm(result) if c.use_post_norms else result)
         if self.shared_experts is not None:
             x = x + self.shared_experts(normal)
         return constrain(x, self.config), cached
@@ -318,19 +407,23 @@ class Decoder(nn.Module):
         targets: jax.Array | None = None,
     ) -> Any:
         c = self.config
-        mask, positions, valid = make_masks(c, tokens, segment_ids, positions, cache)
+        masks, positions, valid = make_masks(c, tokens, segment_ids, positions, cache)
 
         def layer(module: Any, carry: tuple[jax.Array, KVCache | None], index: Any) -> Any:
             x, cache = carry
-            x, cached = module(x, mask, positions, None if cache is None else LayerCache(cache, valid, index))
+            x, cached = module(x, masks, positions, index, None if cache is None else LayerCache(cache, valid, index))
             return x, None if cached is None else cached.cache
 
-        x, cache = self.run_layers(layer, (constrain(self.token_embedder(tokens), c), cache))
+        x = self.token_embedder(tokens)
+        if c.scale_embedding:
+            x = x * jnp.asarray(c.emb_dim**0.5, x.dtype)
+        x, cache = self.run_layers(layer, (constrain(x, c), cache))
         x = self.decoder_norm(x)
         head = self.token_embedder if c.logits_via_embedding else self.logits_dense
 
         def logits(head: Any, x: jax.Array) -> jax.Array:
-            return head.attend(x) if c.logits_via_embedding else head(x)
+            found, cap = head.attend(x) if c.logits_via_embedding else head(x), c.final_logits_soft_cap
+            return cap * jnp.tanh(found.astype(jnp.float32) / cap) if cap else found
 
         if targets is None:
             found = logits(head, x).astype(jnp.float32)

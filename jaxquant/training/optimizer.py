@@ -74,7 +74,9 @@ def _decay_mask(params: optax.Params) -> optax.Params:
 
 def _muon_dimensions(params: optax.Params) -> optax.Params:
     def axes_of(path: tuple[Any, ...], _: Any) -> contrib.MuonDimensionNumbers | None:
-        names = {getattr(key, "key", None) for key in path[-2:]}
+        names = [getattr(key, "key", None) for key in path[-2:]]
+        if names[-1] not in DECAYED:
+            return None
         return next((axes for name, axes in MUON_DIMENSIONS.items() if name in names), None)
 
     return jax.tree_util.tree_map_with_path(axes_of, params)

@@ -54,7 +54,7 @@ class Served:
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
         """Create an engine with the config's KV cache; ``max_length`` 0 selects the sequence length of training."""
         length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
-        options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
+        options |= {"sampling": sampling, "end_tokens": self.tokenizer.ends}
         return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
 
     def prompts(self, texts: Sequence[str], names: Sequence[str]) -> list[Prompt]:

@@ -133,7 +133,7 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
     attention: Kind = "xla"
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
-        attention = choose_attention(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
+        attention = choose_attention(config.attention, platform, config, config.sequence_length, config.dtype)
     return DecoderConfig(**values | {"vocab_size": rows, "attention": attention}, activation_sharding=sharding)
 
 

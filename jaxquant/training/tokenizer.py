@@ -23,6 +23,7 @@ class Tokenizer:
       label: name in messages.
       vocab_size: size of the vocabulary; all token ids are below it.
       bos, eos: tokens at the beginning and the end of a text, or None.
+      ends: tokens that end a generated text.
       pad: padding token.
       dtype: dtype of the arrays.
     """
@@ -31,6 +32,7 @@ class Tokenizer:
     vocab_size: int
     bos: int | None
     eos: int | None
+    ends: tuple[int, ...]
     pad: int
     dtype: type[np.uint16] | type[np.uint32]
 
@@ -59,7 +61,7 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes 0..255, then bos 256, eos 257, pad 258; the vocabulary is padded to 320."""
 
     label = "byte"
-    bos, eos, pad = 256, 257, 258
+    bos, eos, pad, ends = 256, 257, 258, (257,)
     vocab_size = 320
     dtype = np.uint16
 
@@ -75,8 +77,9 @@ class FileTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
     ``bos`` and ``eos`` come from a ``tokenizer_config.json`` next to the file; otherwise they are the first tokens of
-    ``BOS_NAMES`` and ``EOS_NAMES`` in the vocabulary. Truncation and padding in the file are turned off, because
-    truncation would drop text.
+    ``BOS_NAMES`` and ``EOS_NAMES`` in the vocabulary. ``bos`` is None if the config or the file does not add it to a
+    text. A ``generation_config.json`` next to the file can have more tokens that end a text. Truncation and padding in
+    the file are turned off, because truncation would drop text.
 
     Args:
       path: path of the file.
@@ -95,20 +98,23 @@ class FileTokenizer(Tokenizer):
             raise ValueError(f"tokenizer_path {path!r} is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if highest < 0:
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.vocab_size:
             raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; use a trained tokenizer")
         self.label = Path(path).name
-        self.vocab_size = highest + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        config_path = Path(path).with_name("tokenizer_config.json")
-        marks = read_json(config_path) if config_path.is_file() else {}
-        self.bos = None if marks.get("add_bos_token") is False else self._find(marks, "bos", BOS_NAMES)
-        self.eos, pad = self._find(marks, "eos", EOS_NAMES), self._find(marks, "pad", PAD_NAMES)
+        files = (Path(path).with_name(f"{name}_config.json") for name in ("tokenizer", "generation"))
+        marks, generation = (read_json(file) if file.is_file() else {} for file in files)
+        names = {"bos": BOS_NAMES, "eos": EOS_NAMES, "pad": PAD_NAMES}
+        bos, self.eos, pad = (self._find(marks, kind, each) for kind, each in names.items())
+        adds_bos = marks.get("add_bos_token", not marks or self._tokenizer.encode("").ids[:1] == [bos])
+        self.bos, ends = bos if adds_bos else None, generation.get("eos_token_id")
+        ends = [self.eos, *(ends if isinstance(ends, list) else [ends])]
+        self.ends = tuple(end for end in dict.fromkeys(ends) if end is not None)
         self.pad = 0 if pad is None else pad  # any token works as padding, because segment 0 masks padding
 
     def _find(self, marks: Mapping[str, Any], kind: str, names: Sequence[str]) -> int | None:
-        marked = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
+        marked = marks.get(f"{kind}_token")
         marked = marked.get("content") if isinstance(marked, Mapping) else marked  # a mapping with options
         numbers = (self._tokenizer.token_to_id(name) for name in (marked, *names) if isinstance(name, str))
         return next((number for number in numbers if number is not None), None)

@@ -66,7 +66,7 @@ def test_the_largest_batch_is_the_last_that_fits(capacity: int, curve: Any, caps
 
 
 def test_a_step_that_has_no_batch_size_and_a_unit_that_is_none_are_errors(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ValueError, match="the step ignores batch_size 16; read batch_size in --program"):
+    with pytest.raises(ValueError, match="the step ignores batch_size 16; use batch_size in --program"):
         memory.largest_batch(lambda size: audit(5, 10), 8)
     assert main(["audit", "configs/quickstart.yml", "--largest-batch", "0"]) == 2
     assert "'--largest-batch': 0 is not in the range x>=1" in capsys.readouterr().err

@@ -306,7 +306,7 @@ def audit_of(asked, emitted, size=8):
 
 def test_a_fallback_that_lost_its_path_is_not_taken_for_removed():
     found = audit_of(TRACED, FELL_BACK.replace(PATH, ""))
-    assert found.outcome == Outcome({PATH: 1}, [f"{PATH}: fell back or unexplained, f16"], [], [])
+    assert found.outcome == Outcome({PATH: 1}, [f"{PATH}: probably fell back to f16"], [], [])
     assert report.verdict(found).startswith("FELL BACK: 1 of 1")
 
 

@@ -212,8 +212,8 @@ def test_complex_operands_stay_float_in_every_report():
     step = jax.value_and_grad(lambda params, x: square(model.apply({"params": params}, x)))
     found = jaxquant.coverage(step, params, x, config=CURRENT)
     found.check()
-    assert {row.reason for row in found.rows if row.path in ("dense", "own")} == {"its operands are not float"}
-    with pytest.raises(NotImplementedError, match="selects 'int8w' at 'own', which stays in float: its operands are"):
+    assert {row.reason for row in found.rows if row.path in ("dense", "own")} == {"its inputs are not float"}
+    with pytest.raises(NotImplementedError, match=r"selects 'int8w' for layer 'own', but the layer stays in float .it"):
         jaxquant.maybe_quantize_model(Spectral(), CURRENT | {"rules": [{"path": "own", "recipe": "int8w"}]}, x)
 
 

@@ -193,7 +193,7 @@ def test_quant_state_that_is_missing_is_named():
     model = maybe_quantize_model(PAIR, native("fp8"), X)
     params = jax.eval_shape(model.init, jax.random.key(3), X)["params"]
     monitor = health(model, lambda params: square(model.apply({"params": params}, X)), X)
-    with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_\w+' there: pass"):
+    with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' .* no 'input_\w+' in that collection; pass"):
         jax.eval_shape(monitor, params)
 
 

@@ -51,7 +51,7 @@ def test_a_backend_that_was_asked_for_is_not_left(backend):
     assert [row.recipe for row in rows] == [None, None, "int8"]
     assert all("use quant_backend 'native'" in row.reason for row in rows[:2])
     rules = [{"path": "experts", "recipe": "int8"}]
-    with pytest.raises(NotImplementedError, match=r"rule 'experts' at 'experts': .*ragged_dot"):
+    with pytest.raises(NotImplementedError, match=r"rule 'experts' for layer 'experts': .*ragged_dot"):
         jaxquant.quantize(model, config | {"rules": rules}).init(PARAMS, X)
 
 

@@ -189,11 +189,11 @@ def test_what_convert_and_serve_lack_is_named():
     params = {"params": variables["params"]}
     for model, given, mutable, message in (
         (serve, params, False, "layer 'block/query' is in serve mode, but the collection 'aqt' has no con"),
-        (serve, variables | less, False, r"kernel of float8_e4m3fn .*\), but 'fp8' needs .*, with an input_scale;"),
-        (other, params | int8, False, r"layer 'block/query' has a converted kernel of int8 .*, but 'aqt_fp8' needs fl"),
+        (serve, variables | less, False, r"of float8_e4m3fn .*\), but recipe 'fp8' needs .*, with an input_scale; use"),
+        (other, params | int8, False, r"'block/query' has a converted kernel of int8 .*, but recipe 'aqt_fp8' needs f"),
         (convert, variables, False, "layer 'block/query' is in convert mode, but the collection 'aqt' is not mut"),
         (convert, params, ["aqt"], "'fp8' at 'block/query' keeps state in the collection '_overwrite_with_grad"),
-        (convert, fresh, ["aqt"], "layer 'block/query' has no amax history of its input, and 'fp8' needs one for"),
+        (convert, fresh, ["aqt"], "recipe 'fp8' needs the amax history of the input of layer 'block/query' for"),
     ):
         with pytest.raises(ValueError, match=message):
             model.apply(given, X, mutable=mutable)
@@ -206,7 +206,7 @@ def test_an_einsum_that_changes_the_kernel_before_it_contracts_is_refused():
             quant = configure_quantization({"quantization": "int8", "quant_backend": "native"}, "convert")
             return quant.einsum()("bd,dfg->bf", x, self.param("kernel", nn.initializers.normal(1.0), (8, 5, 2)))
 
-    with pytest.raises(NotImplementedError, match="einsum 'bd,dfg->bf' applies reduce_sum to its kernel"):
+    with pytest.raises(NotImplementedError, match="einsum 'bd,dfg->bf' applies reduce_sum to its weight, but a conv"):
         jax.eval_shape(Summing().init, jax.random.key(0), X)
 
 

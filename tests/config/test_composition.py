@@ -62,7 +62,7 @@ REFUSED = [
     ({"fwd": "fp9"}, "quantization.fwd 'fp9' is not a known recipe; did you mean 'fp8'"),
     ({"fwd": "fp8", "drhs": "{fwd: int8}"}, "quantization.drhs must be str, got {'fwd': 'int8'}"),
     ({"fwd": None, "dlhs": ""}, "quantization {fwd: null, dlhs: null, drhs: null} leaves fwd, dlhs and drhs in float"),
-    ({"fwd": "fp8", "dlhs": "intmp"}, "quantization.dlhs 'intmp' has no fixed recipe"),
+    ({"fwd": "fp8", "dlhs": "intmp"}, "quantization.dlhs cannot be 'intmp'; use another config string"),
     ("{fwd: fp8", "quantization line 1: expected ',' or '}'"),
 ]
 

@@ -91,16 +91,16 @@ ERRORS = [
     ({".*/q": {"w_bit": 8}}, "'.*/q' has no field 'w_bit'; did you mean 'w_bits'?"),
     ({"__default__": {"w_bits": 5}}, "'__default__'.w_bits must be 4, 8 or null, got 5"),
     ({".*": {"w_bits": 8, "w_scale": 0}}, "'.*'.w_scale must be above 0 and finite, got 0"),
-    ({".*": {"a_scale": 0.5}}, "'.*'.a_scale 0.5 has no effect while a_bits is null"),
-    ({".*": {"tile_size": 0}}, "'.*'.tile_size must be -1 (untiled) or at least 1, got 0"),
+    ({".*": {"a_scale": 0.5}}, "'.*'.a_scale 0.5 has no effect, because a_bits is null; set a_bits"),
+    ({".*": {"tile_size": 0}}, "'.*'.tile_size must be -1 (no tiles) or at least 1, got 0"),
     ({"(": {}}, "entry '(' is not a regular expression: "),
-    ([], "m.json: top level must be a mapping, got list"),
-    ('{"a": {}, "a": {}}', "m.json line 1: key 'a' occurs twice"),
+    ([], "m.json must be a mapping of names to values, got list"),
+    ('{"a": {}, "a": {}}', "m.json line 1: key 'a' is already on line 1; remove one of the two"),
     ('{"a": \n]', "m.json line 2: expected the node content"),
 ]
 PLACES = {
-    "nowhere.json": "quant_cfg_path 'nowhere.json' cannot be read: No such file or directory",
-    "": "quantization 'intmp' requires quant_cfg_path, but it is empty",
+    "nowhere.json": "quant_cfg_path 'nowhere.json' cannot be read: No such file or directory; check the path",
+    "": "quantization 'intmp' needs a file; set quant_cfg_path to the path of a JSON or YAML file",
     "x.txt": "quant_cfg_path 'x.txt' must end in .json, .yml or .yaml",
 }
 

@@ -76,16 +76,16 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 TEXTS = {
-    "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' occurs twice, first on line 1",
-    "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' occurs twice, first on line 2",
+    "a: 1\nb: 2\na: 3\n": "c.yml line 3: key 'a' is already on line 1; remove one of the two",
+    "x:\n  a: 1\n  a: 3\n": "c.yml line 3: key 'a' is already on line 2; remove one of the two",
     "a: [1\n": "c.yml line 2: ",
     "a: 1\n---\nb: 2\n": "c.yml line 2: ",
-    "- 1\n": "c.yml: top level must be a mapping, got list",
-    "steps: &a [3]\nseed: *a": "line 2: alias *a is not supported; write its value out",
-    "steps: " + "[" * 10_000: "is nested too deep; remove levels",
-    "seed: 0\nsteps: " + "9" * 5000: "line 2: integer '99999999999999999999'... of 5000 digits",
-    "a: b\n" * MAX_BYTES: "is larger than 100,000 bytes, the limit for a config",
-    "steps: 3\nseed: \x07": "line 2: character 7 is not allowed",
+    "- 1\n": "c.yml must be a mapping of names to values, got list",
+    "steps: &a [3]\nseed: *a": "line 2: YAML alias *a is not supported; replace the alias with the value",
+    "steps: " + "[" * 10_000: "is nested too deep; use fewer levels",
+    "seed: 0\nsteps: " + "9" * 5000: "line 2: integer 99999999999999999999... of 5000 digits",
+    "a: b\n" * MAX_BYTES: "is larger than the limit of 100,000 bytes; check the path",
+    "steps: 3\nseed: \x07": "line 2: character 7 is not allowed in YAML",
 }
 
 
@@ -98,11 +98,11 @@ def test_a_text_that_is_no_config_is_refused_with_its_line_at_once(tmp_path):
 def test_what_is_no_file_of_text_is_refused(tmp_path):
     (tmp_path / "latin.yml").write_bytes(b"a: \xff\n")
     for path, message in (
-        (tmp_path / "absent.yml", "absent.yml cannot be read: No such file or directory"),
+        (tmp_path / "absent.yml", "absent.yml cannot be read: No such file or directory; check the path"),
         (tmp_path, "cannot be read: Is a directory"),
-        (tmp_path / "latin.yml", "latin.yml is not UTF-8 text: invalid start byte at byte 3"),
-        ("/dev/zero", "'/dev/zero' is a device, not a file"),
-        ("a\0b.yml", "null character"),
+        (tmp_path / "latin.yml", "latin.yml is not UTF-8 (byte 3: invalid start byte); save the file as UTF-8"),
+        ("/dev/zero", "'/dev/zero' is a device; pass the path of a regular file"),
+        ("a\0b.yml", "null character, which no path may contain; remove the character"),
     ):
         assert message in refused(lambda path=path: load_yaml(path))
 
@@ -111,7 +111,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("learning_rate", 10**400, "TrainConfig.learning_rate is too large for a float, got an integer of 1329 bits"),
     ("steps", 10**5000, "steps must be at most 2147483647, got an integer of 16610 bits"),
     ("run_dir", "a\0b", "run_dir 'a\\x00b' contains a null character"),
-    ("constant_bound_config", [1e-300] * 6, "constant_bound_config fwd_lhs must lie between 1e-30 and 1e30"),
+    ("constant_bound_config", [1e-300] * 6, "constant_bound_config: bound fwd_lhs must be between 1e-30 and 1e30"),
 ]
 
 
@@ -171,8 +171,8 @@ def test_overrides():
         "steps": 20, "quantization": "", "a": {"b": 3, "c": 4e-4}, "eq": "x=y", "l": [1, "no"], "n": None,
     }  # fmt: skip
     for words, message in (
-        (["steps"], "override 'steps' is not of the form key=value"),
-        (["=3"], "override '=3' is not of the form key=value"),
-        (["a=3", "a.b=4"], "override 'a.b=4' sets a key below 'a', which already has a value"),
+        (["steps"], "override 'steps' must have the form key=value, such as steps=20"),
+        (["=3"], "override '=3' must have the form key=value, such as steps=20"),
+        (["a=3", "a.b=4"], "override 'a.b=4' sets a field of 'a', which already has a value"),
     ):
         assert message in refused(lambda words=words: parse_overrides(words))

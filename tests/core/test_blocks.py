@@ -95,11 +95,11 @@ GOOD = jnp.zeros((256, 200), jnp.int8)
 @pytest.mark.parametrize(
     ("scale", "rest", "message"),
     [
-        ((2,), {}, "make their ranks equal"),
-        ((2, 3), {}, "which do not split every axis into equal blocks"),
-        ((2, 2), {"block": (128, 64)}, r"in blocks of \(128, 64\) has scales of shape \(2, 2\), not \(2, 4\)"),
-        ((1, 200), {"zero_point": jnp.zeros((1, 1), jnp.int8)}, r"a zero_point of int8\(1, 1\)"),
-        ((1, 200), {"outer_scale": jnp.ones((1, 2))}, r"an outer_scale of shape \(1, 2\), not \(1, 1\)"),
+        ((2,), {}, "make both ranks equal"),
+        ((2, 3), {}, "which does not split every axis into equal blocks"),
+        ((2, 2), {"block": (128, 64)}, r"in blocks of \(128, 64\) needs scale of shape \(2, 4\), got \(2, 2\)"),
+        ((1, 200), {"zero_point": jnp.zeros((1, 1), jnp.int8)}, r"zero_point int8\(1, 1\), but needs int8\(1, 200\)"),
+        ((1, 200), {"outer_scale": jnp.ones((1, 2))}, r"needs outer_scale of shape \(1, 1\), got \(1, 2\)"),
     ],
 )
 def test_a_qtensor_made_by_hand_is_checked(scale, rest, message):

@@ -179,5 +179,5 @@ def test_quartet_ii_keeps_the_forward_s_codes_alone():
 
 
 def test_what_draws_needs_a_key():
-    with pytest.raises(ValueError, match="needs a random key"):
+    with pytest.raises(ValueError, match="random key; pass the argument key"):
         quantize(normal((16, 16)), spec("tetrajet_v2", "dlhs_lhs"), (1,))

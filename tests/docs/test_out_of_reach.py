@@ -134,9 +134,9 @@ _OUT = CASES["custom_vjp"][0]
 ERRORS = {
     "of this function .w: inside custom_vjp_call of 'own_dense'": _init(lambda p, x: _OUT(p["w"], x), _config("fp8")),
     "strict true does not allow that 1 matmul": _init(_with_layer(_OUT), _config("fp8", strict=True)),
-    "rule 'w' .* at 'w'": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
+    "rule 'w' .* for layer 'w', but": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
     "'own_dense' returns float32.8,8., float32.8,8.": _registered_wrong,
-    "layer 'w' .w. did not run": _new_layer,
+    "layer 'w' .parameter w. did not run": _new_layer,
     "'mine' keeps quant state": _call_what_no_example_ran,
 }
 """Part of the message -> function that raises the error."""

@@ -12,13 +12,14 @@ import pytest
 
 from jaxquant.compat.max_parse import parse_quant_config
 from jaxquant.config.loader import load_yaml
-from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export import HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.export.gguf_file import OWN, TYPES, GgufFile
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
 from jaxquant.export.stored import read_layer
+from tests.export.models import shape_of
 
-SMALL = LlamaShape(320, 128, 256, 1, 2, 1, 64, max_length=16)
+SMALL = layout_of(shape_of(320, 128, 256, 1, 2, 1, 64))
 Q = "model.layers.0.self_attn.q_proj"
 ROWS, COLUMNS = 24, 256
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -159,8 +160,8 @@ def test_what_changes_values_and_is_not_read_is_refused_by_name():
 @pytest.fixture
 def write(tmp_path):
     rng = np.random.default_rng(0)
-    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SMALL.tensors().items()}
-    source = Source(SMALL, tensors.__getitem__, None, dict.fromkeys(SMALL.linears(), 2.0))
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SMALL.tensors.items()}
+    source = Source(SMALL, tensors.__getitem__, None, dict.fromkeys(SMALL.linears, 2.0))
 
     def write(format, more=None, quantization=None, folder="m"):
         """Export a folder, and replace tensors and fields of its config."""
@@ -184,7 +185,7 @@ def write(tmp_path):
 
 def read_all(folder):
     found = HfFolder(folder)
-    return {name: found.read(name) for name in found.shape.tensors()}
+    return {name: found.read(name) for name in found.layout.tensors}
 
 
 ONE = np.ones(1, np.float32)
@@ -215,7 +216,7 @@ def test_what_a_folder_has_beside_its_model_is_equal_or_an_error(write):
         tied = write("hf", {"lm_head.weight": head}, folder=f"tied{number}")
         (tied / "config.json").write_text(json.dumps(about))
         if head is embedding:
-            assert HfFolder(tied).shape.tied
+            assert HfFolder(tied).layout.shape.logits_via_embedding
             continue
         with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different values"):
             HfFolder(tied)
@@ -302,13 +303,13 @@ def test_a_gguf_with_more_than_a_llama_is_refused(write, tmp_path):
         written(writer)
         return tmp_path / "copy.gguf"
 
-    assert open_gguf(copy({}, ())).shape.hidden == SMALL.hidden
+    assert open_gguf(copy({}, ())).layout.tensors == SMALL.tensors
     for keys, names, message in (
         ({"llama.logit_scale": 2.0}, (), r"has llama\.logit_scale 2\.0, which is not supported"),
         ({"llama.attention.head_count": 0}, (), "has 0 attention heads"),
-        ({"llama.rope.dimension_count": 32}, (), "rotates only 32 elements of a head"),
-        ({}, ("blk.0.attn_q_norm.weight",), r"has the tensor 'blk\.0\.attn_q_norm\.weight', which is not part"),
-        ({}, ("blk.0.attn_q.bias",), r"has the tensor '?blk\.0\.attn_q\.bias"),
+        ({"llama.rope.dimension_count": 32}, (), "llama.rope.dimension_count 32, but keys of size 64"),
+        ({}, ("blk.0.attn_q_norm.weight",), r"'blk\.0\.attn_q_norm\.weight', which no llama of its metadata has"),
+        ({}, ("blk.0.attn_q.bias",), r"tensor blk\.0\.attn_q\.bias must have shape \(128,\)"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             open_gguf(copy(keys, names))
@@ -319,11 +320,11 @@ def test_pipes_are_refused_wherever_a_path_is_opened(write, tmp_path):
     os.mkfifo(tmp_path / "hf_quant_config.json")
     readers = (load_yaml, open_gguf, SafetensorsFile)
     for read in (*readers, lambda path: parse_quant_config({"_name_or_path": str(path.parent)}, {}, "uint8")):
-        with pytest.raises(ValueError, match="is a pipe, not a file; copy its contents to a file"):
+        with pytest.raises(ValueError, match="is a pipe; pass the path of a regular file"):
             read(tmp_path / "pipe")
     folder = write("ct_fp8_dynamic")
     for name in ("model.safetensors.index.json", "config.json"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is a pipe, not a file"):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}' is a pipe; pass the path of a regular file"):
             HfFolder(folder)

@@ -17,19 +17,18 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keep_grid
-from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, open_gguf
-from jaxquant.export.gguf import gguf_name, rows_to_gguf, rows_to_hf
+from jaxquant.export import FORMATS, SCHEMES, HfFolder, Source, export, layout_of, open_gguf
+from jaxquant.export.gguf import rows_to_gguf, rows_to_hf, stored_tensors
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
 from jaxquant.export.layouts import decode_blocks, encode_blocks
-from jaxquant.export.llama import fused_with
-from jaxquant.export.source import ScaledElements
+from jaxquant.export.source import ScaledElements, fused_with
 from jaxquant.formats import codec
-from tests.export.models import SHAPE, source, tensors
+from tests.export.models import LAYOUT, SHAPE, shape_of, source, tensors
 from tests.numerics import LAST_BITS, SCALE_AGAIN
 
-FOLDERS = tuple(SCHEMES)
+FOLDERS = tuple(name for name in SCHEMES if name != "mxfp4")  # only for gpt-oss
 # SQNR in dB of normal weights in each format, from the relative RMSE of the format, less 0.7 dB because several layers
 # share a scale: e4m3 0.0265, int8 with 256 neighbours 0.0073, int4 with 128 0.11, MXFP4 0.1154, NVFP4 0.0950.
 FLOORS = {
@@ -54,16 +53,16 @@ def sqnr(x, back):
 def test_a_folder_reads_as_it_was_written(written, name):
     folder, rows = written[0] / name, {row.tensor: row for row in written[1][name]}
     read = HfFolder(folder)
-    assert read.shape == SHAPE
+    assert read.layout.shape == SHAPE
     back = read.source()
     assert (back.vocabulary.tokens[256], back.vocabulary.ids) == (
         "<|begin_of_text|>",
         {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258},
     )
-    assert list(rows) == list(SHAPE.tensors())
+    assert list(rows) == list(LAYOUT.tensors)
     for tensor, weight in tensors().items():
         found = read.read(tensor)
-        if tensor.removesuffix(".weight") in SHAPE.linears():
+        if tensor.removesuffix(".weight") in LAYOUT.linears:
             assert sqnr(weight, found) >= FLOORS[name]
             assert sqnr(weight, found) == pytest.approx(rows[tensor].sqnr, abs=1e-4)
         else:
@@ -83,13 +82,13 @@ SHARED = {
 def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(written, name):
     folder = written[0] / name
     rules, read = read_quantization(json.loads((folder / "config.json").read_text())), HfFolder(folder)
-    assert all(rules.spec(module) for module in SHAPE.linears())
+    assert all(rules.spec(module) for module in LAYOUT.linears)
     assert rules.spec("lm_head") is None
     assert rules == read.quantization
     if name.startswith("modelopt"):
         sidecar = read_quantization({}, None, json.loads((folder / "hf_quant_config.json").read_text()))
-        assert all(sidecar.spec(module) == rules.spec(module) for module in SHAPE.linears())
-    layers = {module: read.tensors(module) for module in SHAPE.linears()}
+        assert all(sidecar.spec(module) == rules.spec(module) for module in LAYOUT.linears)
+    layers = {module: read.tensors(module) for module in LAYOUT.linears}
     for end in SHARED.get(name, ()):
         scales = {module: float(found[end].reshape(())) for module, found in layers.items()}
         for module in layers:
@@ -104,7 +103,7 @@ def test_a_config_says_what_was_written_and_fused_layers_have_equal_scales(writt
 def test_strings_of_weights_are_what_is_written_and_read(written, string, format, is_alone):
     """An exported float model has the string's numbers, and its config describes them; fused layers share a scale."""
     folder, spec = HfFolder(written[0] / format), RECIPES[string].recipe.fwd.rhs
-    for module in SHAPE.linears():
+    for module in LAYOUT.linears:
         assert to_recipe(dataclasses.replace(folder.spec(module), input=None), "").fwd.rhs == spec
         if is_alone and len(fused_with(module)) > 1:
             continue
@@ -126,9 +125,7 @@ def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
         export(read, out := tmp_path / str(len(opened)), name)
         opened.append(HfFolder(out).source() if name in SCHEMES else open_gguf(out))
     first, second = opened
-    moved = max(
-        np.linalg.norm(second.read(t) - x) / np.linalg.norm(x) for t in SHAPE.tensors() for x in [first.read(t)]
-    )
+    moved = max(np.linalg.norm(second.read(t) - x) / np.linalg.norm(x) for t in LAYOUT.tensors for x in [first.read(t)])
     page = (Path(__file__).parents[2] / "docs/guide/exchange.md").read_text()
     assert moved < 0.01
     words = "the same" if not moved else "the last bit" if moved < SCALE_AGAIN else "less than 1 %"
@@ -141,7 +138,7 @@ def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
 def test_a_converted_kernel_keeps_its_elements_and_scales(tmp_path, name, dtype):
     """Each group of the format gets the scale of its row, in bfloat16 if the format stores bfloat16 scales."""
     once = jax.jit(lambda x: quantize(x, keep_grid(TensorSpec(dtype)), (1,)))
-    kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in SHAPE.linears()}
+    kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in LAYOUT.linears}
     export(source(quantized=kernels.__getitem__), tmp_path / "out", name)
     folder = HfFolder(tmp_path / "out")
     for module, kernel in kernels.items():
@@ -184,7 +181,7 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
     assert attention.tensor_type == gguf.GGMLQuantizationType[kind]
     decoded = gguf.quants.dequantize(attention.data, attention.tensor_type)
     back = open_gguf(tmp_path / "m.gguf")
-    assert back.shape == SHAPE
+    assert back.layout.shape == SHAPE
     np.testing.assert_array_equal(decoded, rows_to_gguf(back.weight(Q), 4))
     for name, weight in tensors().items():
         found = sqnr(weight, back.read(name)) if not name.endswith("norm.weight") else np.inf
@@ -200,19 +197,20 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
 
 @pytest.mark.parametrize(("kind", "instead"), [("Q4_K", "Q5_0"), ("Q4_0", "Q4_0")])
 def test_rows_that_no_block_divides_are_written_as_llama_cpp_writes_them(tmp_path, kind, instead):
-    shape = LlamaShape(320, 96, 200, 1, 4, 4, 64)  # 96, 200 and 256 columns
+    layout = layout_of(shape_of(320, 96, 200, 1, 4, 4, 64))  # 96, 200 and 256 columns
     rng = np.random.default_rng(3)
-    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in shape.tensors().items()}
-    rows = export(Source(shape, weights.__getitem__), tmp_path / "m.gguf", f"gguf_{kind.lower()}")
+    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in layout.tensors.items()}
+    rows = export(Source(layout, weights.__getitem__), tmp_path / "m.gguf", f"gguf_{kind.lower()}")
     found, back = GgufFile(tmp_path / "m.gguf"), open_gguf(tmp_path / "m.gguf")
     for part, own in (("mlp.up_proj", instead), ("mlp.down_proj", "F16"), ("self_attn.o_proj", kind)):
         name = f"model.layers.0.{part}.weight"
-        tensor = found.tensors[gguf_name(name)]
+        stored = next(each for each, names in stored_tensors(layout.shape).items() if names == [name])
+        tensor = found.tensors[stored]
         assert tensor.kind == own
         assert next(row.format for row in rows if row.tensor == name) == own
         if own[-1] != "K":
             data = gguf.quants.quantize(weights[name], gguf.GGMLQuantizationType[own]).view(np.uint8)
-            np.testing.assert_array_equal(found.raw(gguf_name(name)), data)
+            np.testing.assert_array_equal(found.raw(stored), data)
             decoded = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[own])
             np.testing.assert_array_equal(back.read(name), decoded)
 
@@ -236,7 +234,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
         export(source(), tmp_path / "a", "gguf_q3")
     with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
         export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
-    small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
+    small = source(layout=layout_of(shape_of(320, 256, 320, 2, 4, 2, 64)))
     with pytest.raises(ValueError, match="down_proj contracts 320 elements, but the block size 128 of"):
         export(small, tmp_path / "a", "ct_w4a16")
     broken = dict(tensors())
@@ -251,7 +249,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
         (Q, -1e9, "gguf_q4_k", "float32", "has magnitude 1e.09, which is too large for Q4_K; use another"),
         (Q, 3e38, "ct_mxfp4", "float32", "has magnitude 3e.38, which is too large for ct_mxfp4; use another"),
     ):
-        large = tensors() | {f"{tensor}.weight": np.full(SHAPE.tensors()[f"{tensor}.weight"], value, np.float32)}
+        large = tensors() | {f"{tensor}.weight": np.full(LAYOUT.tensors[f"{tensor}.weight"], value, np.float32)}
         with np.errstate(over="raise"), pytest.raises(ValueError, match=rf"^{tensor}.weight .*{message}"):
             export(source(read=large.__getitem__), tmp_path / "a", name, dtype=dtype)
     assert not list(tmp_path.iterdir())
@@ -259,7 +257,10 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     for name in ("hf", "gguf_f16"):
         with pytest.raises(FileExistsError, match=r"exists; choose another"):
             export(source(), tmp_path / "a", name)
-    assert set(FORMATS) == {*SCHEMES, *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k"))}
+    assert set(FORMATS) == {
+        *SCHEMES,
+        *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
+    }
 
 
 def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
@@ -272,5 +273,5 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     save_file({f"{Q}.bias": np.ones(4, np.float32)}, folder / "biases.safetensors")
     index["weight_map"][f"{Q}.bias"] = "biases.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="bias', which is not part of such a Llama"):
+    with pytest.raises(ValueError, match="bias', which no LlamaForCausalLM of its config has"):
         HfFolder(folder)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
-from jaxquant import describe_layers, maybe_quantize_model, state
+from jaxquant import coverage, describe_layers, maybe_quantize_model, state
 from tests.models import Block, chain
 from tests.states import nested
 
@@ -64,10 +65,30 @@ def test_which_layers_and_why():
     assert str(model).splitlines()[1:4] == [f"  {path}: int8" for path in QUANTIZED]
 
 
-def test_the_last_layer_may_be_the_head():
-    layers = [nn.Embed(32, 16), nn.Dense(32), nn.Dense(16), nn.Dense(32)]
-    for each, x, hinted in ((layers, TOKENS, ["layers_3"]), (layers[1:], jnp.ones((2, 16)), [])):
-        assert [r.path for r in describe_layers(nn.Sequential(each), "fp8", x) if "output head" in r.reason] == hinted
+class LM(nn.Module):
+    head: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(50, 32)
+        x = embed(tokens) + sum(nn.Embed(rows, 32)(tokens % rows) for rows in (10, 32))
+        x = nn.Dense(32, name="down")(nn.gelu(nn.Dense(50, name="up")(x)))
+        x = embed.attend(x) if self.head == "tied" else x
+        return x if self.head in ("tied", "none") else nn.Dense(10 if self.head == "classes" else 50, name=self.head)(x)
+
+
+@pytest.mark.parametrize("head", ["out_proj_final", "lm_head", "classes", "tied", "none"])
+def test_a_layer_that_is_probably_the_head_is_marked(head):
+    """All reports propose a rule; other layers also have as many outputs as a table has rows."""
+    rules, plain = [{"path": head, "recipe": None}] * (head == "out_proj_final"), LM(head)
+    model, rows = maybe_quantize_model(plain, "int8", TOKENS), describe_layers(plain, "int8", TOKENS)
+    args = jax.eval_shape(model.init, jax.random.key(0), TOKENS), TOKENS
+    for report in (model, rows, coverage(model.apply, *args), coverage(plain.apply, *args, config="int8")):
+        hints = str(report).split("; probably the head: add the rule ")[1:]
+        assert [yaml.safe_load(hint.partition(" to keep it in float")[0]) for hint in hints] == rules
+    assert [row.path for row in rows.quantized][2:] == [head] * (head in ("classes", "out_proj_final"))
+    ruled = describe_layers(plain, {"quantization": "int8", "rules": rules}, TOKENS)
+    assert [row.path for row in ruled.quantized] == ["up", "down"] + ["classes"] * (head == "classes")
 
 
 def test_a_rule_that_matches_nothing_and_a_model_in_which_nothing_would_be_quantized():
@@ -82,7 +103,7 @@ def test_a_rule_that_matches_nothing_and_a_model_in_which_nothing_would_be_quant
 def test_state_is_not_made_anew_by_a_mutable_call():
     model = maybe_quantize_model(Model(), native("fp8"), TOKENS)
     params = jax.eval_shape(Model().init, jax.random.key(0), TOKENS)["params"]
-    with pytest.raises(ValueError, match=r"this call has no 'input_.*' there"):
+    with pytest.raises(ValueError, match=r"this call has no 'input_.*' in that collection; pass all"):
         jax.eval_shape(lambda params: model.apply({"params": params}, TOKENS, mutable=True), params)
 
 
@@ -98,7 +119,7 @@ def test_a_layer_that_is_out_of_reach_is_described_as_float():
     x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     reports = {report.path: report for report in describe_layers(SpectralNorm(), native("fp8"), x)}
     assert reports["normed"].recipe is None
-    assert reports["normed"].reason.startswith("its parameter was combined with data")
+    assert reports["normed"].reason.startswith("the parameter is combined with data")
     assert reports["plain"].recipe == "fp8"
     variables = jax.eval_shape(maybe_quantize_model(SpectralNorm(), native("fp8"), x).init, jax.random.key(0), x)
     assert list(nested(variables[OWG])) == ["plain"]

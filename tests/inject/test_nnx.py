@@ -87,6 +87,12 @@ def test_every_kind_of_layer_is_found_and_quantized(model):
     assert sorted({row.path for row in jaxquant.coverage(quantized, X).rows if row.is_low}) == sorted(QUANTIZED)
 
 
+def test_a_layer_that_is_probably_the_head_is_marked():
+    layers = nnx.Embed(50, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 9, rngs=nnx.Rngs(0)), nnx.Linear(9, 50, rngs=nnx.Rngs(0))
+    model = maybe_quantize_model(nnx.Sequential(*layers), "int8", jnp.arange(8))
+    assert "\n  layers/*: int8\n  layers/2: int8; probably the head: add the rule {path: 'layers/2'," in str(model)
+
+
 class Pair(nnx.Module):
     """Two layers of one shape that share a jitted function."""
 
@@ -120,7 +126,7 @@ def test_only_the_layer_that_was_asked_for_is_quantized():
 def test_state_must_be_mapped_with_its_layers():
     stack = nnx.vmap(lambda rngs: maybe_quantize_model(Block(rngs), asked("fp8"), X))(nnx.Rngs(0).split(2))
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
-    with pytest.raises(ValueError, match="'wi' has quant state of 2 layers in the call of one"):
+    with pytest.raises(ValueError, match="a call of layer 'wi' got the quant state of 2 layers; map quant"):
         nnx.vmap(lambda block, x: block(x), in_axes=(axes, None))(stack, X)
 
 

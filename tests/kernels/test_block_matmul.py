@@ -75,10 +75,10 @@ X, W = (300, 256), (256, 200)
 
 
 KINDS = [
-    ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as XLA: benchmarks/results/gemm-set"),
-    ("NVIDIA H200", {}, 8, (3, 0), "an operand may be sharded automatically"),
+    ("NVIDIA H200", {"implementation": None}, 1, (0, 3), "times as fast as with XLA: benchmarks/results/gemm-set"),
+    ("NVIDIA H200", {}, 8, (3, 0), "XLA may shard the arrays over several devices"),
     ("NVIDIA B200", {}, 1, (3, 0), "pallas was requested; the block_matmul kernel runs only on Hopper GPUs"),
-    ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "supports scales of 1×128 or 128×128, not of (1, 32)"),
+    ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "supports blocks of 1×128 and 128×128, not of (1, 32)"),
 ]
 
 

@@ -113,5 +113,5 @@ def test_what_the_kernel_does_not_cast_is_refused_by_name():
 
     assert refusal((2, 128, 4, 96), (1, 128, 1, 1)) == ""
     for shape, block in (((256, 300), (1, 128)), ((256, 384), (1, 64)), ((0, 384), (1, 128))):
-        assert f"whole tiles of 128×128, but the shape is {shape}, in blocks of" in refusal(shape, block)
-    assert "rounding to nearest" in refusal(rounding="stochastic")
+        assert f"needs tiles of 128×128, not shape {shape} in blocks of" in refusal(shape, block)
+    assert "division by the scale with rounding to nearest" in refusal(rounding="stochastic")

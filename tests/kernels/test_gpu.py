@@ -99,7 +99,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
     assert refusal() == refusal("int8", "int8", accumulator="int32") == ""
     assert "compute capability 10.0" in refusal(capability=(10, 0))
     assert "which do not divide 128×128×100" in refusal(depth=100)
-    assert "not int8 with float8_e4m3fn" in refusal("int8")
+    assert "not int8 and float8_e4m3fn" in refusal("int8")
 
 
 @interpreted

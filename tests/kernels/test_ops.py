@@ -80,9 +80,9 @@ def test_a_step_has_the_bits_of_xlas(name, form, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "sizes", "why"),
     [
-        ("fp8_full", {}, "a dynamic scale depends on the amax"),
-        ("int4", {}, "multiplies two int8 or two fp8 operands, not int4 and int4"),
-        ("fp8", {"cold": True}, "a scale without history depends on the amax"),
+        ("fp8_full", {}, "XLA computes the amax of a dynamic scale together"),
+        ("int4", {}, "multiplies two int8 or two fp8 arrays, not int4 and int4"),
+        ("fp8", {"cold": True}, "without an amax history, XLA computes"),
     ],
 )
 def test_what_a_kernel_does_not_do_is_named_and_xlas(name, sizes, why):

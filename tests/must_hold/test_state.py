@@ -304,7 +304,7 @@ def test_6_a_gradient_without_quant_state_is_an_error():
     optimizer = state.Optimizer(optax.sgd(0.1))
     with state.frozen():
         grads = jax.grad(lambda p: model.apply(variables | {"params": p}, inputs(0)[0]).sum())(variables["params"])
-    with pytest.raises(ValueError, match="but the variables do; differentiate with respect to all variables"):
+    with pytest.raises(ValueError, match="but the gradient does not; differentiate with respect to all variables"):
         optimizer.step({"params": grads}, optimizer.init(variables), variables)
 
 

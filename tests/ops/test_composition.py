@@ -87,8 +87,8 @@ def test_histories_are_those_of_the_delayed_operands_and_advance(strings, tensor
     ("strings", "options", "error", "message"),
     [
         (("fp8", "int8_delayed"), {}, ValueError, "'fp8' of fwd and 'int8_delayed' of dlhs use different delayed"),
-        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "flax's op for all three matmuls"),
-        (("fp8", "ggml_q4_0"), {}, NotImplementedError, "dlhs has its weight in the tensor format q4_0"),
+        (("fp8", "fp8", "fp8_current"), {"amax_init": "flax"}, ValueError, "needs one config string for all"),
+        (("fp8", "ggml_q4_0"), {}, NotImplementedError, "dlhs reads the weight in the GGML format q4_0"),
     ],
 )
 def test_what_cannot_be_composed_is_refused(strings, options, error, message):

@@ -91,8 +91,8 @@ def test_representable_integers_are_exact(case):
 
 def test_what_does_not_run_is_refused():
     lhs, rhs = jnp.ones((2, 4, 6, 6)), jnp.ones((6, 4, 3, 3))
-    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric"), ("int8 shards", "shard_count 4")):
-        with pytest.raises(NotImplementedError, match=rf"{why}.*which conv_general_dilated does not run"):
-            ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES[name])
+    for name, why in {"tiles": "tile or block", "asymmetric": "asymmetric quantization", "shards": "count 4"}.items():
+        with pytest.raises(NotImplementedError, match=rf"dilated does not support recipe .* \(.*{why}\); use another"):
+            ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES[f"int8 {name}"])
     with pytest.raises(NotImplementedError, match="does not support batch_group_count 2; use 1"):
         ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", batch_group_count=2, recipe=RECIPES["int8"])

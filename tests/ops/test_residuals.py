@@ -60,9 +60,9 @@ def test_groups_of_zeros_and_of_what_is_not_finite_keep_to_themselves():
 
 
 def test_errors_say_what_is_wrong():
-    with pytest.raises(ValueError, match="argnums has 2"):
+    with pytest.raises(ValueError, match=r"argnums has 2, but .* got 2 arguments; count from 0"):
         jaxquant.compress_residuals(gate, (0, 2))(jnp.ones(16), jnp.ones(16))
-    with pytest.raises(TypeError, match="pass arguments by position"):
+    with pytest.raises(TypeError, match="as keyword arguments; pass arrays by position, and bind other arguments with"):
         jaxquant.compress_residuals(gate)(jnp.ones(16), b=jnp.ones(16))
     compressed = jaxquant.compress_residuals(lambda x: x**3)
     with pytest.raises(NotImplementedError, match=r"second derivatives through .*compress_residuals"):

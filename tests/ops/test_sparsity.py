@@ -107,15 +107,15 @@ NO_ROOM = {"weight_sparsity_m": 8, "weight_sparsity_start_step": 3}
 @pytest.mark.parametrize(
     ("fn", "sizes", "options", "error", "text"),
     [
-        (lambda p, x: x @ (p["w"] * p["g"]), ((8, 8), (8,)), {}, NotImplementedError, r"but it is not .mul."),
+        (lambda p, x: x @ (p["w"] * p["g"]), ((8, 8), (8,)), {}, NotImplementedError, "is the result of mul; set w"),
         (
             lambda p, x: x @ p["w"][:, :8] + x @ p["w"][:, 8:],
             ((8, 16),),
             {},
             NotImplementedError,
-            "is read in parts or m",
+            "is used in parts or m",
         ),
-        (lambda p, x: (x @ (p["w"] * 2)) @ (p["w"] * 2).T, ((8, 8),), {}, NotImplementedError, "is read in parts or m"),
+        (lambda p, x: (x @ (p["w"] * 2)) @ (p["w"] * 2).T, ((8, 8),), {}, NotImplementedError, "is used in parts or m"),
         (lambda p, x: x @ p["w"], ((20, 4),), NO_ROOM, ValueError, "weight_sparsity_m 8 does not divide"),
     ],
 )

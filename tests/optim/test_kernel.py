@@ -93,7 +93,7 @@ CLIPPED, ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), o
 REFUSED: dict[str, tuple[Any, dict[str, Any], int]] = {
     "has an array operand that does not belong": (CLIPPED, MATRIX, -2),
     "has float16 operands, which kernels on TPUs": (ADAM, jax.tree.map(lambda x: x.astype(jnp.float16), MATRIX), -2),
-    "needs groups along an axis other than the last": (ADAM, MATRIX, -1),
+    "needs another group axis than the last": (ADAM, MATRIX, -1),
     "needs groups of a multiple of 32 rows, not of 40": (ADAM, {"w": jnp.ones((40, 128))}, -2),
 }
 

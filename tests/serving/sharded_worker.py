@@ -100,7 +100,7 @@ def main(folder: Path) -> None:
     for path, error, message in (
         ("threes/qvalue", ValueError, "threes/qvalue splits axis 1 of size 24 into shards of 3 elements of"),
         ("odd/qvalue", ValueError, r"the sharding of odd/qvalue is not valid for shape \(8, 7\)"),
-        ("fp8/qvalue", TypeError, "sharding returned str for"),
+        ("fp8/qvalue", TypeError, "sharding must return a jax.sharding.Sharding, got str for"),
     ):
         cuts: dict[str, Any] = {path: "x" if error is TypeError else NamedSharding(mesh, P(None, "x"))}
         with pytest.raises(error, match=message):

@@ -86,7 +86,7 @@ def test_what_a_model_keeps_beside_its_kernels_comes_back_too():
     assert fresh(X).shape == X.shape  # in training, by a random state that begins anew
     served.eval(), fresh.eval()
     np.testing.assert_array_equal(served(X), nnx.jit(lambda model, x: model(x))(fresh, X))
-    with pytest.raises(ValueError, match="only the model has norm/var, and only the parameters have norm/varia"):
+    with pytest.raises(ValueError, match="missing for the model: norm/var; parameters unknown to the model: norm/vari"):
         serving.update_nnx(
             fresh, params | {"norm": {"varia" if k == "var" else k: v for k, v in params["norm"].items()}}
         )
@@ -100,13 +100,13 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
     mapped = nn.map_variables(nn.Dense, "params", lambda tree: jax.tree.map(lambda x: 2 * x, tree), init=True)
     for model in (mapped(D, name="wi"), nn.WeightNorm(nn.Dense(D))):
         variables = jax.jit(model.init)(RNGS, X)
-        with pytest.warns(UserWarning, match=r"the weights of 1 layers stay in float .*its weight is .*: mul"):
+        with pytest.warns(UserWarning, match=r"leaves the weights of 1 layers in float .*its weight is .* by mul"):
             convert_linen(model, config, X, variables)
-        with pytest.raises(NotImplementedError, match="strict true does not allow that the weights of 1 lay"):
+        with pytest.raises(NotImplementedError, match="true does not allow that convert leaves the weights of 1 lay"):
             convert(model, variables, config | {"strict": True}, X)
     rngs = nnx.Rngs(0)
     model = nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs)
-    with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
+    with pytest.warns(UserWarning, match="convert leaves the weights of 1 layers in float"):
         convert_nnx(maybe_quantize_model(model, config, X), config, X, call=lambda model: model(X))
 
 
@@ -187,19 +187,19 @@ def test_errors_name_the_layer():
     path = {"save_quantized_params_path": "somewhere"}
     rules = [{"path": "layers_1", "recipe": None}]
     for call, message in (
-        (lambda: convert(model, converted, config, X), r"'layers_0/kernel' is already converted \(int8\)"),
-        (lambda: convert(model, variables, config | path, X), "'somewhere' is not written by convert; leave it"),
+        (lambda: convert(model, converted, config, X), r"'layers_0/kernel' is already int8; pass the float parameters"),
+        (lambda: convert(model, variables, config | path, X), "'somewhere' has no effect in convert; remove this"),
         (lambda: apply(converted), r"'layers_0' has a converted kernel \(int8\), but checkpoint_is_qua"),
-        (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel, but checkpoint_is_quantized true"),
-        (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .* it stays in float"),
-        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but 'int8"),
+        (lambda: apply(variables, **SERVES), "'layers_0' has a float kernel, but checkpoint_is_quantized is t"),
+        (lambda: apply(converted, **SERVES, rules=rules), "'layers_1' has .*, but stays in float"),
+        (lambda: apply(fp8, **SERVES), "has a converted kernel of float8_e4m3fn .*, but recipe 'int8"),
         (lambda: maybe_quantize_model(Stateful(), config | SERVES, X), r"add the saved .*: served = nnx\.eval_sh"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
     kernel = dataclasses.replace(fp8["params"]["layers_0"]["kernel"], input_scale=jnp.ones((1, 1)))
     delayed = {"layers_0": fp8["params"]["layers_0"] | {"kernel": kernel}}
-    with pytest.raises(ValueError, match=r"has a converted kernel of .* with an input_scale, but 'fp8_cur"):
+    with pytest.raises(ValueError, match=r"has a converted kernel of .* with an input_scale, but recipe 'fp8_cur"):
         apply({"params": fp8["params"] | delayed}, **SERVES, quantization="fp8_current")
 
 
@@ -235,7 +235,7 @@ def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
 def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     config, model = {"quantization": "int8w"}, dense()
     variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
-    with pytest.raises(ValueError, match=r"the root layer has param_dtype float32, a bfloat16 kernel and no dtype"):
+    with pytest.raises(ValueError, match=r"param_dtype float32 and no dtype, but the kernel to convert is bfloat16; s"):
         convert(model, variables, config, X.astype(jnp.bfloat16))
     for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
         convert_linen(model, config, x, variables)

@@ -66,10 +66,10 @@ def test_a_layer_of_which_no_expert_was_seen_takes_no_scale_of_another_layer():
     stack = lambda p, x: jax.lax.scan(lambda x, w: (jax.lax.ragged_dot(x, w, sizes), None), x, p["w"])[0]  # noqa: E731
     q, p = jaxquant.quantize(stack, {"quantization": "fp8"}), {"w": jax.random.normal(jax.random.key(1), (2, 3, 4, 4))}
     seen = state.update(before := q.init(p, x), jax.grad(lambda s: q(p, s, x).sum())(before))
-    with pytest.warns(UserWarning, match=r"kernels \(0, 1\), \(1, 1\) of layer 'w'"):
+    with pytest.warns(UserWarning, match=r"experts \(0, 1\), \(1, 1\) of layer 'w' received no tokens"):
         scale = q.convert(p, seen, x)["w"].input_scale.reshape(2, 3)
     assert (scale[:, 1] == scale[:, ::2].max(1)).all()
     lost = lambda name, row: row | ({"amax_history": row["amax_history"].at[0].set(0)} if name == "w/input" else {})  # noqa: E731
     unseen = edited(seen, lost)
-    with pytest.raises(ValueError, match="layer 'w' has no amax history of its input"):
+    with pytest.raises(ValueError, match="needs the amax history of the input of layer 'w' for a static scale, but"):
         q.convert(p, unseen, x)

@@ -97,7 +97,7 @@ ROWS: list[tuple[int | None, dict[str, Any], str]] = [
     (NORM, {"role": "code"}, "leaf 'norm/scale'.role must be one of"),
     (NORM, {"dtype": "object"}, "norm/scale has dtype object"),
     (KERNEL, {"codec": "q9"}, "q9"),
-    (NORM, {"path": "mlp/kernel"}, "sorted by path, without duplicates"),
+    (NORM, {"path": "mlp/kernel"}, "leaves must be sorted by path, each path once"),
     (NORM, {"path": "mlp/kernel/more"}, "jaxquant.json"),
     (NORM, {"path": "x/../../../etc"}, "model.safetensors has"),
     (NORM, {"run": "rm"}, "leaf 'norm/scale' has no field 'run'"),

@@ -112,16 +112,16 @@ def _append(tokens: int, positions, width: int = D, layers=None, layer=None, val
 
 
 REFUSED = [
-    (lambda: _append(S + 1, 0), "13 tokens exceed a KV cache of length 12"),
+    (lambda: _append(S + 1, 0), "13 tokens do not fit in a KV cache of length 12"),
     (lambda: _append(1, jnp.asarray([3, -1])), "position -1 is outside"),
-    (lambda: jax.jit(lambda at: _append(S + 1, at))(0), "13 tokens exceed a KV cache of length 12"),
-    (lambda: _append(2, jnp.zeros((B, 3), jnp.int32)), r"positions of shape \(2, 3\) do not match 2 rows of 2 tok"),
-    (lambda: _append(2, 0, width=7), "do not match a KV cache of 2 rows, 3 heads and head_dim 8"),
-    (lambda: _append(2, 0, layers=2), "layer None is invalid for a KV cache with 2 layers"),
-    (lambda: _append(2, 0, layers=2, layer=2), "layer 2 of a KV cache must be from 0 to 1"),
-    (lambda: make(("fp4", "dkv")), "kv_quant_dtype 'fp4' is not known; use '' for none, 'int8' or 'int4' or 'fp8'"),
+    (lambda: jax.jit(lambda at: _append(S + 1, at))(0), "13 tokens do not fit in a KV cache of length 12"),
+    (lambda: _append(2, jnp.zeros((B, 3), jnp.int32)), r"must have shape \(rows, tokens\), \(2, 2\), got \(2, 3\)"),
+    (lambda: _append(2, 0, width=7), r"must have shape \(2, tokens, 3, 8\) for this KV cache, got"),
+    (lambda: _append(2, 0, layers=2), "a KV cache with 2 layers got layer None; pass a number"),
+    (lambda: _append(2, 0, layers=2, layer=2), "layer of this KV cache must be from 0 to 1, got 2"),
+    (lambda: make(("fp4", "dkv")), "kv_quant_dtype 'fp4' is not known; use 'int8' or 'int4' or 'fp8', or ''"),
     (lambda: make(("int8", "heads")), "kv_quant_axis 'heads' is not known; use 'dkv' or 'heads_and_dkv'"),
-    (lambda: make(("int8", "dkv"), length=0), "length 0 of a KV cache must be at least 1"),
+    (lambda: make(("int8", "dkv"), length=0), "length of a KV cache must be at least 1, got 0"),
 ]
 
 

@@ -91,7 +91,7 @@ def test_gradients_and_optimizers_that_do_not_fit_are_an_error_and_change_nothin
     with state.by_hand():
         some = nnx.grad(loss, argnums=nnx.DiffState(0, last))(two, XS[0])
     for each, opt, grads, message in (
-        (model, optimizer, without, r"'layers/0'; differentiate with jaxquant.state.value_and_grad"),
+        (model, optimizer, without, r"'layers/0', but the gradients have no quant state; differentiate"),
         (model, with_state, state.grad(loss)(model, XS[0]), r"updates quant state, such as 'layers/0', .*; .*wrt=nnx"),
         (two, of_last, some, r"at 'layers/0/quant_kernel/\w+'; .*the complete"),
     ):
@@ -118,13 +118,13 @@ def test_training_some_layers_advances_the_state_of_all():
 def test_a_gradient_taken_by_hand_is_asked_what_becomes_of_the_state():
     model, optimizer = setup()
     take = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, (nnx.Param, state.QuantState))))
-    with pytest.raises(ValueError, match=r"'layers/0' .* outside jaxquant\.state\.value_and_grad"):
+    with pytest.raises(ValueError, match=r"'layers/0' .* without jaxquant\.state\.value_and_grad"):
         take(model, XS[0])
     with state.by_hand():
         grads = take(model, XS[0])
-        with pytest.raises(ValueError, match="taken with respect to the kernel but not the state"):
+        with pytest.raises(ValueError, match="taken with respect to the kernel but not the quant state"):
             nnx.grad(loss)(model, XS[0])
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(ValueError, match=r"without jaxquant\.state\.value_and_grad"):
         take(model, XS[0])
     state.apply_gradients(model, optimizer, grads)
     assert op_state(model)["input_amax_history"][0] == recorded(jnp.abs(XS[0]).max())
@@ -133,7 +133,7 @@ def test_a_gradient_taken_by_hand_is_asked_what_becomes_of_the_state():
 def test_a_gradient_of_an_input_is_told_of_frozen_first():
     model, _ = setup()
     saliency = jax.grad(lambda x: loss(model, x))
-    with pytest.raises(ValueError, match=r"is not taken with respect to the state; .*, call it under .*frozen\(\)"):
+    with pytest.raises(ValueError, match=r"leaves out the quant state; .*, call the model under .*frozen\(\)"):
         saliency(XS[0])
     with state.frozen():
         assert saliency(XS[0]).any()

@@ -172,11 +172,11 @@ def test_what_does_not_fit_is_refused_by_name():
     bins = old["one"] | {"input_amax_bins": old["one"]["input_amax_bins"].at[0, 5].set(1.0)}
     short = old["one"] | {"input_amax_history": jnp.zeros(3)}
     for wrong, match in (
-        ({**old, "one": bins}, r"'one/input' holds observations of micro-batches .*; save it "),
-        ({**old, "one": short}, r"'one/input' has amax_history of shape \(3,\); the model needs shape \(4,\)"),
-        ({**old, "other": old["one"]}, r"has 'other/\w+', but the model does not; restore it into its own model"),
-        ({"one": old["one"]}, r"the model has quant state 'last/input', but the checkpoint does not"),
-        ({**old, "one": old["one"] | {"bias": jnp.zeros(3)}}, "'one/bias', which is not one of its fields"),
+        ({**old, "one": bins}, r"'one/input' was saved between two optimizer steps, .*; save "),
+        ({**old, "one": short}, r"'one/input' has amax_history of shape \(3,\), but the model needs shape \(4,\)"),
+        ({**old, "other": old["one"]}, r"the model has no quant state 'other/\w+'; use the model that was saved"),
+        ({"one": old["one"]}, r"the checkpoint has no quant state 'last/input'; use the model that"),
+        ({**old, "one": old["one"] | {"bias": jnp.zeros(3)}}, "unknown entry 'one/bias'; pass only quant state"),
     ):
         with pytest.raises(ValueError, match=match):
             state.from_flax(wrong, like=tables)

@@ -83,9 +83,9 @@ def test_of_several_accumulations_out_of_step_one_is_enough():
 
 
 def test_variables_that_are_not_split_are_refused():
-    with pytest.raises(ValueError, match=r"collections \['cache'\] besides"):
+    with pytest.raises(ValueError, match=r"have the collections \['cache'\]; pass only the parameters and quant state"):
         state.split({"params": {}, "cache": {}})
-    with pytest.raises(ValueError, match=r"no collection 'params', only .*; pass all that model.init returned,"):
+    with pytest.raises(ValueError, match=r"no collection 'params', only .*; pass everything that model.init returned,"):
         state.split({"cache": {}})
 
 

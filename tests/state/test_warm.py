@@ -107,7 +107,7 @@ def test_the_cast_of_a_warm_tensor_does_not_wait_for_its_amax():
 
 
 def test_warm_reads_values_and_says_so_where_there_are_none():
-    with pytest.raises(TypeError, match=r"call state\.warm\(quant_state\) between two steps"):
+    with pytest.raises(TypeError, match=r"call jaxquant\.state\.warm\(quant_state\) between two steps"):
         jax.jit(quant_state.warm)(fresh())
     assert all(warm_of(quant_state.warm(jax.eval_shape(fresh))).values())
     row = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), initial_state(RECIPE)["input"])

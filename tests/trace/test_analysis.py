@@ -31,13 +31,13 @@ def test_every_contraction_is_listed_with_shapes():
         ("", (6, 6), (6, 8), None),
         ("o", (6, 8), (8, 8), QUANTIZED),
     ]
-    assert [row.reason for row in report][2:4] == ["no operand is computed only from parameters"] * 2
+    assert [row.reason for row in report][2:4] == ["neither input is computed only from parameters"] * 2
     assert str(report).endswith("3 of 5 contractions are quantized")
     assert "q     dot_general  6x8  8x8  fp8_current  quantization 'fp8_current'\n" in str(report)
 
 
 def test_a_weight_that_the_function_closes_over_is_told():
-    weight, why = jnp.ones((8, 8)), "an operand is an array that the function closes over; pass it as a parameter"
+    weight, why = jnp.ones((8, 8)), "one input is an array that the function closes over; pass the array as a parameter"
     with pytest.raises(ValueError, match=rf"\(dot_general of \(\(6, 8\), \(8, 8\)\): {why}\)"):
         jaxquant.quantize(lambda p, x: x @ weight * p["b"], CURRENT).init({"b": shape(8)}, X)
 

@@ -45,9 +45,9 @@ def test_a_rule_comes_first():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"of this model have none \(layers/mlp/wi_0, .*layers share one path"),
-        (["Dense_0", "Dense_1"], "require numbered blocks in the paths"),
-        (["layers_0/w", "layers_1/w"], r"leave all 2 blocks layers_\* in float; lower one of them"),
+        (["layers/mlp/wi_0", "layers/mlp/wi_1"], "has layers/mlp/wi_0, layers/mlp/wi_1; if the layers are scanned"),
+        (["Dense_0", "Dense_1"], "need several numbered blocks, such as layers_3/ or blocks/7/, in the paths"),
+        (["layers_0/w", "layers_1/w"], r"leave all 2 blocks layers_\* in float; lower one number"),
     ],
 )
 def test_where_there_are_no_blocks_or_none_are_left(paths, message):

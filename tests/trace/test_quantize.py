@@ -76,11 +76,11 @@ def test_decisions_are_those_of_the_whole_model():
 def test_stale_decisions_are_an_error():
     q = jaxquant.quantize(lambda p, x, deep: decode(p, x) if deep else encode(p, x), CURRENT)
     jax.eval_shape(lambda p, x: q(p, {}, x, False), PARAMS, X)  # without init, the first call decides
-    with pytest.raises(ValueError, match="first call init with arguments that run the whole model"):
+    with pytest.raises(ValueError, match="call init first, with arguments that run all layers, or call jaxquant"):
         jax.eval_shape(lambda p, x: q(p, {}, x, True), PARAMS, X)
-    with pytest.raises(ValueError, match="has no decisions yet; call its init first"):
+    with pytest.raises(ValueError, match=r"passed as like has no recipes yet; call like\.init first"):
         jaxquant.quantize(decode, CURRENT, like=jaxquant.quantize(encode, CURRENT)).init(PARAMS, X)
-    with pytest.raises(ValueError, match="functions: the other one has quantization 'fp8_current', this one 'fp8'"):
+    with pytest.raises(ValueError, match="'fp8' that differs from the config of like, with quantization 'fp8_current'"):
         jaxquant.quantize(decode, FP8, like=jaxquant.quantize(encode, CURRENT))
 
 
@@ -94,13 +94,13 @@ def test_state_that_is_missing_or_of_another_layout():
     p = {"w": {"kernel": shape(3, 8, 8)}}
     q = jaxquant.quantize(stacked, FP8)
     state = jax.eval_shape(q.init, p, X)
-    with pytest.raises(ValueError, match=r"recipe 'fp8' at 'w' keeps state, and quant_state has no 'input_\w+'"):
+    with pytest.raises(ValueError, match=r"'fp8' of layer 'w' needs quant state, but quant_state has no 'input_\w+'"):
         jax.eval_shape(q, p, {}, X)
     rows = jaxquant.state.rows_of(state)
     rows["w/input"] |= {"scale": shape(4, 1)}
-    with pytest.raises(ValueError, match=r"'w' has 'input_scale' of shape \(4, 1\), and this call needs \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"scale' of shape \(4, 1\) for layer 'w', but this call needs shape \(3, 1\)"):
         jax.eval_shape(q, p, make_state(rows), X)
-    with pytest.raises(ValueError, match="'w' is used here as a whole, and its quant state was made for in scans of 3"):
+    with pytest.raises(ValueError, match="'w' runs outside of scans here, but its quant state is for a layer that"):
         jax.eval_shape(jaxquant.quantize(one, FP8, like=q), p, state, X)
 
 
@@ -143,6 +143,12 @@ def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
     assert q(params, state, given[0], False, {"n": 1})["extra"] == 2
 
 
+def test_a_layer_that_is_probably_the_head_is_marked():
+    params, tokens = {"table": shape(50, 32), "up": shape(32, 64), "to.words": shape(64, 50)}, jnp.arange(8)
+    report = jaxquant.quantize(lambda p, t: p["table"][t] @ p["up"] @ p["to.words"], "int8").report(params, tokens)
+    assert str(report).count(r"the head: add the rule {path: 'to\.words', recipe: null}") == 1
+
+
 def test_without_quantization_the_function_itself_runs():
     q = jaxquant.quantize(encode, {"quantization": ""})
     assert q.init(PARAMS, X) == {}
@@ -172,13 +178,13 @@ def test_arguments_that_do_not_fit_are_told():
     params, x = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
     q = jaxquant.quantize(lambda params, x, key=None: x @ params["w"], FP8)
     state = q.init(params, x, key=jax.random.key(0))
-    with pytest.raises(TypeError, match=r"called as \(params, quant_state, x, key=None\): missing .* 'x'"):
+    with pytest.raises(TypeError, match=r"must be called as \(params, quant_state, x, key=None\): missing .* 'x'"):
         q(params, quant_state=state)
-    with pytest.raises(TypeError, match="an argument named 'key'; rename that argument"):
+    with pytest.raises(TypeError, match="an argument named 'key', but key= is the random key"):
         q(params, state, x, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"qfn\(params, quant_state, \*args\): .* got ArrayImpl"):
         jaxquant.quantize(encode, FP8)({"enc": {"kernel": jnp.ones((8, 8))}}, x)
-    with pytest.raises(ValueError, match="an argument named 'quant_state'"):
+    with pytest.raises(ValueError, match="an argument named 'quant_state'; rename the argument"):
         jaxquant.quantize(lambda params, quant_state: params, FP8)
 
 

@@ -82,9 +82,9 @@ def test_state_is_one_for_all_experts_and_sees_all():
         np.testing.assert_array_equal(new[path]["kernel_amax_history"][..., 0], recorded(expected))
     other = jaxquant.quantize(experts, FP8)
     assert nested(other.init(P, X))["ragged"]["kernel_scale"].shape == (3, 1)
-    with pytest.raises(ValueError, match="one for all experts, but quantization_share_expert_scales is false"):
+    with pytest.raises(ValueError, match="shared by all experts, but quantization_share_expert_scales is false"):
         other(P, quant_state, X)
-    with pytest.raises(ValueError, match="one for each expert, but quantization_share_expert_scales is true"):
+    with pytest.raises(ValueError, match="separate for each expert, but quantization_share_expert_scales is true"):
         q(P, other.init(P, X), X)
 
 

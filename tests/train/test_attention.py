@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant.aot.compile import audit_program
+from jaxquant.export import DecoderShape
 from jaxquant.training.attention import attend, choose_attention, make_mask
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.model import head_chunks
@@ -30,6 +31,10 @@ CHOICES = [
     ("cudnn", "cpu", 128, 2048, "bfloat16", "runs on gpu or cuda, but the devices are cpu"),
     ("cudnn", "cuda", 128, 2048, "float32", "requires bfloat16, but dtype is float32"),
     ("splash", "tpu", 128, 100, "bfloat16", "sequence_length that is a multiple of 128, got 100"),
+    ("auto", "cuda", {"sliding_window_size": 8}, 2048, "bfloat16", "cudnn"),
+    ("auto", "tpu", {"sliding_window_size": 8, "head_dim": 128}, 2048, "bfloat16", "xla"),
+    ("cudnn", "cuda", {"attn_logits_soft_cap": 50.0}, 2048, "bfloat16", "does not support attn_logits_soft_cap"),
+    ("splash", "tpu", {"attention_sinks": True}, 2048, "bfloat16", "does not support attention_sinks"),
 ]
 
 
@@ -37,7 +42,9 @@ def test_attention_is_the_platforms_own_where_it_takes_the_shapes():
     for *asked, chosen in CHOICES:
         is_error = chosen not in ("xla", "cudnn", "splash")
         with pytest.raises(ValueError, match=chosen) if is_error else contextlib.nullcontext():
-            assert choose_attention(*asked) == chosen
+            requested, platform, head_dim, *rest = asked
+            shape = DecoderShape(**head_dim) if isinstance(head_dim, dict) else DecoderShape(head_dim=head_dim)
+            assert choose_attention(requested, platform, shape, *rest) == chosen
 
 
 def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradients():
@@ -65,8 +72,10 @@ def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradien
 
 def test_cudnns_bias_hides_what_xlas_mask_hides_and_one_document_needs_none():
     segments = jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
-    bias, mask = (make_mask(kind, segments, segments) for kind in ("cudnn", "xla"))
-    np.testing.assert_array_equal(bias == 0, mask)
+    for window in (3, 0):
+        bias, mask = (make_mask(kind, segments, segments, window) for kind in ("cudnn", "xla"))
+        np.testing.assert_array_equal(bias == 0, mask)
+        assert mask[1, 0, 4].tolist() == [not window, not window, True, True, True]
     assert bias.dtype == jnp.bfloat16
     assert set(np.unique(np.asarray(bias, np.float32))) == {0.0, -(2.0**41)}
     assert make_mask("cudnn", segments, None) is None

@@ -16,12 +16,25 @@ from tests.train.decoder import SHAPE, TOKENS, made
 from tests.train.test_experts import DEEPSEEK
 
 LENGTH = 16
+WINDOW = {"num_layers": 3, "sliding_window_size": 4, "global_attention_every": 2}
+GEMMA = {
+    **{"use_qk_norm": True, "use_post_norms": True, "scale_embedding": True, "mlp_activation": "gelu_tanh"},
+    **{"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 3.0, "query_pre_attn_scalar": 8.0},
+    **{"rope_local_theta": 100.0, "rope_type": "linear", "rope_factor": 4.0, **WINDOW},
+}
+GPT_OSS = {
+    **{"attention_bias": "all", "attention_sinks": True, "mlp_bias": True, "mlp_activation": "clipped_swiglu"},
+    **{"num_experts": 3, "rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 8, **WINDOW},
+}
 RNGS = {"quant": jax.random.key(1)}
 SCHEMES = [
     ({"quantization": ""}, {"scan_layers": False, "logits_via_embedding": False, "remat_policy": "full"}),
     ({"quantization": "int8", "quant_backend": "native"}, {}),
     ({"quantization": "fp8"}, {"scan_layers": False}),
     ({"quantization": ""}, DEEPSEEK),
+    ({"quantization": ""}, GEMMA),
+    ({"quantization": ""}, GPT_OSS),
+    ({"quantization": ""}, {**GPT_OSS, "scan_layers": False}),
 ]
 IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unscanned'}" for fields, shape in SCHEMES]
 

@@ -32,7 +32,7 @@ def test_coverage_json_has_every_matmul_of_the_step(finished):
         assert layer["scales"] == "per tensor, delayed"
     assert layers["layers/self_attention"]["reason"] == "no parameter: activation × activation"
     assert layers["layers/self_attention"]["times"] == 2 * 3 * LAYERS
-    tied = "tied embedding (its rows are looked up elsewhere), left in float by default"
+    tied = "tied embedding (also used as a lookup table), left in float by default"
     assert layers["token_embedder"]["reason"] == tied
     assert coverage["missing"] == []
 

@@ -99,7 +99,7 @@ def test_a_folder_that_is_gone_is_told(copy: Path, tiny: TrainConfig, monkeypatc
 def test_data_that_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (tmp_path / "pipe.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=r"pipe.jsonl' is a pipe, not a file"):
+        with pytest.raises(ValueError, match=r"pipe.jsonl' is a pipe; pass the path of a regular file"):
             list(open_source("jsonl", str(path), "text").documents())
-    with pytest.raises(ValueError, match=r"dataset_path '/dev/zero' is a device, not a file"):
+    with pytest.raises(ValueError, match=r"dataset_path '/dev/zero' is a device; pass the path of a regular file"):
         open_source("jsonl", "/dev/zero", "text")

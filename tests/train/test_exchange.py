@@ -14,11 +14,12 @@ from jaxquant.cli import main
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
-from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export import STATIC_INPUTS, HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.training.conversion import convert_run, open_parameters
 from jaxquant.training.exporting import export_run, open_source
 from jaxquant.training.importing import import_to_run, import_to_serve
 from jaxquant.training.serving import open_served
+from tests.export.models import shape_of
 from tests.numerics import RECIPROCAL
 
 FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
@@ -57,6 +58,9 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
     with pytest.raises(FileExistsError, match="exists; choose another name"):
         import_to_run(tmp_path / "hf", tmp_path / "again")
+    convert_run(tmp_path / "again", tmp_path / "served", say=quiet)
+    (tmp_path / "again").rename(tmp_path / "moved")  # the converted checkpoint has its own tokenizer
+    assert open_served(tmp_path / "served").tokenizer.encode_prompt("é").tolist() == [256, 0xC3, 0xA9]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +135,9 @@ def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
     made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.WordPiece()
     made.add_special_tokens(words[:3])
-    shape, path = LlamaShape(len(words), 32, 64, 1, 2, 1, 16), tmp_path / "in" / "m.gguf"
-    weights = {name: np.full(size, 0.5, np.float32) for name, size in shape.tensors().items()}
-    export(Source(shape, weights.__getitem__), path, "gguf_q8_0")
+    layout, path = layout_of(shape_of(len(words), 32, 64, 1, 2, 1, 16)), tmp_path / "in" / "m.gguf"
+    weights = {name: np.full(size, 0.5, np.float32) for name, size in layout.tensors.items()}
+    export(Source(layout, weights.__getitem__), path, "gguf_q8_0")
     rows = []
     for more in ([], ["--serve"]):
         assert main(["import", str(path), "--out", str(tmp_path / "none"), *more]) == 2
@@ -141,12 +145,14 @@ def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
     assert import_to_serve(path, tmp_path / "bytes", FIELDS | {"tokenizer_path": ""}, rows.append).tokenizer_path == ""
     assert rows[0][:2] == ("tokenizer", "bytes")
     made.save(str(path.with_name("tokenizer.json")))
+    path.with_name("chat_template.jinja").write_text("{{ messages }}")
     import_to_serve(path, tmp_path / "served", FIELDS)
     (tmp_path / "served").rename(tmp_path / "moved")  # with its tokenizer
     served = open_served(tmp_path / "moved")
     assert served.tokenizer.decode(served.tokenizer.encode_prompt("w7 w300 w2")) == "w7 w300 w2"
     export_run(tmp_path / "moved", tmp_path / "hf", "hf", say=quiet)
     assert HfFolder(tmp_path / "hf").vocabulary().tokens == tuple(words)
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
     given = FIELDS | {"quantization": "int8w", "tokenizer_path": str(tmp_path / "large.json")}
     made.add_tokens(["more"])
     made.save(str(tmp_path / "large.json"))
@@ -226,9 +232,10 @@ def test_what_does_not_map_is_refused(run, tmp_path, capsys):
     (tmp_path / "a/SHA256SUMS").unlink()  # the config is changed on purpose
     config = json.loads((tmp_path / "a/config.json").read_text())
     for key, value, message in (
-        ("architectures", ["Qwen3ForCausalLM"], "only LlamaForCausalLM"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_type 'llama3'"),
+        ("architectures", ["MambaForCausalLM"], "['MambaForCausalLM']; supported architectures are LlamaForCausalLM, "),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 8.0}, "rope_type 'longrope'"),
         ("num_hidden_layers", 3, "has no tensors of model.layers.2"),
+        ("vocab_size", 321, "model.embed_tokens.weight has shape (320, 32), but its config requires (321, 32)"),
     ):
         (tmp_path / "a/config.json").write_text(json.dumps(config | {key: value}))
         words = ["import", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--serve"]

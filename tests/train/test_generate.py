@@ -115,7 +115,7 @@ def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(ser
     assert (at_end.stopped, len(at_end.tokens)) == ("cache_end", 1)
     end = greedy.tokens[3]
     parts = model.model, model.params, model.quant_state, model.shape
-    ending = Engine(*parts, max_length=32, slots=2, prefill_chunk=8, end_token=end)
+    ending = Engine(*parts, max_length=32, slots=2, prefill_chunk=8, end_tokens=(end,))
     [ended] = ending.generate([short], NEW)
     assert ended.stopped == "document_end"
     assert ended.tokens == greedy.tokens[: greedy.tokens.index(end)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from jaxquant.training.attention import rotate
+from jaxquant.training.attention import Rope, rotate
 from jaxquant.training.model import Decoder, DecoderConfig
 from jaxquant.training.optimizer import DECAYED
 from jaxquant.training.sharding import PARAMETER_AXES
@@ -71,7 +71,7 @@ def test_rotation_depends_on_distance_alone():
     x = jax.random.normal(jax.random.key(1), (1, 2, 1, 16))
     products = []
     for start in (0, 9):
-        query, key = (rotate(x[:, i : i + 1], jnp.full((1, 1), start + 3 * i), 1e4) for i in range(2))
+        query, key = (rotate(x[:, i : i + 1], jnp.full((1, 1), start + 3 * i), Rope(1e4)) for i in range(2))
         products.append((query * key).sum())
     np.testing.assert_allclose(products[0], products[1], rtol=1e-5)
 

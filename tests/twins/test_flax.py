@@ -85,5 +85,5 @@ def test_a_flax_checkpoint_goes_on_in_either_mode():
         np.testing.assert_array_equal(history[-1], amax)  # in flax's layout
         np.testing.assert_array_equal(history[0], amax if mode == "flax" else recorded(amax))
     model = maybe_quantize_model(Model(), {"quantization": "fp8"}, x)
-    with pytest.raises(ValueError, match=r"no 'input_\w+' there.* with jaxquant\.state\.from_flax"):
+    with pytest.raises(ValueError, match=r"no 'input_\w+' in that collection; .* with jaxquant\.state\.from_flax"):
         model.apply({"params": params, OVERWRITE_WITH_GRADIENT: saved}, x)

@@ -99,7 +99,7 @@ def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         converted = fn.convert(params, state, *batches[0])
-    left = [str(each.message) for each in caught if "stay in float" in str(each.message)]
+    left = [str(each.message) for each in caught if "convert leaves the weights" in str(each.message)]
     run = jax.jit(fn)
     kept = state if left else {}  # quant state of unconverted layers
     pairs = [(float(run(params, state, *batch)), float(run(converted, kept, *batch))) for batch in batches]

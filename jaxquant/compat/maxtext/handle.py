@@ -87,7 +87,7 @@ class Quantization:
         if name == "quant_mode":
             value = get_quant_mode(value)
         elif name in self.__dict__:
-            raise dataclasses.FrozenInstanceError(f"Quantization.{name} cannot be set, only quant_mode can")
+            raise dataclasses.FrozenInstanceError(f"Quantization.{name} cannot be set; only quant_mode can be set")
         object.__setattr__(self, name, value)
 
     @property
@@ -168,9 +168,9 @@ class _PathOp(nn.Module):
             if self._is_constructing(operands):
                 return None  # the rules may be applied when the model is traced
             raise NotImplementedError(  # the op is in an NNX layer, which Linen cannot see
-                f"rule {self.quantization.resolver.patterns[0][0]!r} is not supported by the op of "
-                "jaxquant.compat.maxtext.configure_quantization in an NNX layer, because the op has no layer path; "
-                "call jaxquant.maybe_quantize_model(model, config) instead"
+                f"rule {self.quantization.resolver.patterns[0][0]!r} is not supported by "
+                "jaxquant.compat.maxtext.configure_quantization in an NNX layer, because NNX does not pass the path of "
+                "the layer; call jaxquant.maybe_quantize_model(model, config) instead"
             )
         self.quantization.layer_paths.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
@@ -178,8 +178,8 @@ class _PathOp(nn.Module):
             return None
         if recipe.shares_experts:
             raise NotImplementedError(
-                f"quantization_share_expert_scales true at {at_layer(path)}: an op of "
-                "jaxquant.compat.maxtext.configure_quantization inside a vmap over experts runs on one expert; use "
+                f"quantization_share_expert_scales true at {at_layer(path)} is not supported by "
+                "jaxquant.compat.maxtext.configure_quantization, which quantizes each expert separately; call "
                 "jaxquant.maybe_quantize_model"
             )
         op = LayerOp(self.quantization, recipe, path, self.mesh_axes, name=name or None)
@@ -208,7 +208,7 @@ class _PathOp(nn.Module):
 
 
 _NOT_UPDATED = (
-    "an NNX layer has the quant state of an op of jaxquant.compat.maxtext.configure_quantization, but only the "
+    "an NNX layer has quant state from jaxquant.compat.maxtext.configure_quantization, but only the "
     f"pre-training of MaxText 0.2.5 or later updates this state; {STATELESS}, or use jaxquant.maybe_quantize_model and "
     "value_and_grad"
 )
@@ -293,8 +293,8 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
         if is_program:
             return None
         raise ValueError(
-            f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes a whole model "
-            "and has no op for a single layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
+            f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes whole models, "
+            "not single layers; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
         )
     resolver.check_no_float_blocks()
     for recipe in resolver.recipes:
@@ -315,7 +315,7 @@ def refuse_accumulation(program: Any, resolver: Resolver) -> None:
     if hasattr(program, "micro_batch_size_to_train_on") and steps > 1 and stateful:
         raise ValueError(
             f"gradient_accumulation_steps {steps} with recipe {stateful[0]!r}: MaxText averages the quant state over "
-            "the micro-batches as if it were a gradient; set gradient_accumulation_steps to 1, or use a recipe without "
+            "the micro-batches like a gradient; set gradient_accumulation_steps to 1, or use a recipe without "
             "state, such as 'fp8_full' or 'te_fp8_currentscaling'"
         )
 

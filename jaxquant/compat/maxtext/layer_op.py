@@ -143,8 +143,8 @@ class LayerOp(nn.Module):
         if "frozen" not in stored:
             raise ValueError(
                 f"{layer_name(self.layer)} is in serve mode, but the collection {COLLECTION!r} has no converted kernel "
-                "for this layer; first apply the model with the handle of "
-                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert') and mutable=[{COLLECTION!r}]"
+                "for this layer; first apply the model, created with "
+                f"jaxquant.compat.maxtext.configure_quantization(config, 'convert'), with mutable=[{COLLECTION!r}]"
             )
         tensor = thaw(self.backend.name, stored["frozen"], kernel.ndim, axes).astype(kernel.dtype.name)
         check_converted(self.layer, _describe(tensor), repr(self.recipe.name), _describe(wanted))

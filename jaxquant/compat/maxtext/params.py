@@ -56,7 +56,7 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
             and key not in found.values()
         ]
         if not free:
-            raise ValueError(_list_both(f"{join_path(path)} has no float parameter", tensors, floats))
+            raise ValueError(_list_both(f"{join_path(path)} has no float parameter of the same size", tensors, floats))
         # Prefer a parameter of equal shape; with tiles or scanned layers, the shapes of tensor and kernel differ.
         found[i] = min(free, key=lambda item: item[1] != _tensor_shape(tensor))[0]
     return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])

@@ -12,7 +12,7 @@ from jaxquant.config.patterns import full_matcher
 from jaxquant.export.hf.section import Section
 from jaxquant.export.hf.spec import LayerSpec
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 """Names of layers that a model may fuse, with the names of their parts in the checkpoint."""
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"

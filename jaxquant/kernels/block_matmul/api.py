@@ -49,7 +49,7 @@ def refusal(
             wanted[1] = (1, BLOCK)
         if any(size not in sizes for size, sizes in zip(tensor.blocks, wanted, strict=True)):
             return (
-                f"the block_matmul kernel supports scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of {tensor.blocks[1:]}"
+                f"the block_matmul kernel supports blocks of 1×{BLOCK} and {BLOCK}×{BLOCK}, not of {tensor.blocks[1:]}"
             )
     return None
 
@@ -64,11 +64,11 @@ def elements_refusal(lhs: Array, rhs: Array) -> str | None:
     if capability_of(lhs, rhs)[0] != 9:
         return f"the block_matmul kernel runs only on Hopper GPUs, but the device is {device_kind_of(lhs, rhs)}"
     if any(each not in ("float8_e4m3fn", "float8_e5m2") for each in kinds):
-        return f"the block_matmul kernel multiplies float8, not {kinds[0]} and {kinds[1]}"
+        return f"the block_matmul kernel multiplies two float8 arrays, not {kinds[0]} and {kinds[1]}"
     if kinds[0] != kinds[1] and not mosaic_gpu.HAS_JAX_0_11:
-        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, but this is jax {jax.__version__}"
+        return f"block_matmul of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, but this is jax {jax.__version__}"
     if not lhs.size or not rhs.size:
-        return "the block_matmul kernel does not support empty operands"
+        return "the block_matmul kernel does not support empty arrays"
     return sharding_refusal(lhs, rhs, defers=True)
 
 

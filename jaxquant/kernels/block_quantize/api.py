@@ -35,32 +35,32 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
       x, casts: arguments of ``block_quantize``.
     """
     if x.dtype.name not in ("float32", "bfloat16"):
-        return f"the block cast reads float32 and bfloat16, not {x.dtype.name}"
+        return f"the block_quantize kernel reads float32 and bfloat16, not {x.dtype.name}"
     if why := next(filter(None, (_spec_refusal(cast.spec) for cast in casts)), None):
         return why
     found = _matrix(x.shape, casts)
     if found is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
-        return f"the block cast needs whole tiles of {TILE}×{TILE}, but the shape is {x.shape}, in blocks of {shapes}"
+        return f"the block_quantize kernel needs tiles of {TILE}×{TILE}, not shape {x.shape} in blocks of {shapes}"
     is_gpu = platform_of(x) == "gpu"
     if is_gpu and capability_of(x)[0] != 9:
-        return f"the block cast runs only on TPUs and Hopper GPUs, but the device is {device_kind_of(x)}"
+        return f"the block_quantize kernel runs only on TPUs and Hopper GPUs, but the device is {device_kind_of(x)}"
     if is_gpu and found[0][0] // TILE > MAX_GRID_BLOCKS:
-        return f"the block cast supports at most {MAX_GRID_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
+        return f"block_quantize supports at most {MAX_GRID_BLOCKS * TILE:,} rows on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
-        return "the block cast uses 32-bit indices, but jax_enable_x64 is on"
+        return "the block_quantize kernel uses 32-bit indices, but jax_enable_x64 is on"
     return sharding_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
 
 
 def _spec_refusal(spec: TensorSpec) -> str | None:
     if spec.dtype not in ("float8_e4m3fn", "float8_e5m2"):
-        return f"the block cast writes float8_e4m3fn and float8_e5m2, not {spec.dtype}"
+        return f"the block_quantize kernel writes float8_e4m3fn and float8_e5m2, not {spec.dtype}"
     if spec.rounding != "nearest" or spec.reciprocal:
-        return "the block cast supports only division by the scale and rounding to nearest"
+        return "the block_quantize kernel supports only division by the scale with rounding to nearest"
     if spec.scale_dtype == "float8_e4m3fn" or spec.scale_rounding == "nearest":
-        return "the block cast supports scales in float32, and powers of two that are rounded up"
+        return "the block_quantize kernel supports only float32 scales, exact or rounded up to powers of two"
     is_plain = spec.calibration == Calibration() and not spec.clips and spec.scaling == "dynamic"
-    return None if is_plain else "the block cast supports only the plain amax of a block, without clipping"
+    return None if is_plain else "the block_quantize kernel supports only the amax of a block, without clipping"
 
 
 def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[Blocks, ...]:

@@ -56,20 +56,20 @@ def refusal(
     if lhs.codec or rhs.codec:
         return f"the fp8_einsum kernel does not support the format {lhs.codec or rhs.codec}"
     if any(kind not in DTYPES for kind in kinds) or kinds.count("int8") == 1:
-        return f"the fp8_einsum kernel multiplies two int8 or two fp8 operands, not {kinds[0]} and {kinds[1]}"
+        return f"the fp8_einsum kernel multiplies two int8 or two fp8 arrays, not {kinds[0]} and {kinds[1]}"
     if lhs.zero_point is not None or rhs.zero_point is not None:
         return "the fp8_einsum kernel does not support zero points"
     allowed = ("int32",) if "int8" in kinds else ("float32", "bfloat16")
     if accumulator not in allowed or out_dtype not in ("float32", "bfloat16"):
-        return f"fp8_einsum adds {kinds[0]} in {' or '.join(allowed)}; got {accumulator} for a {out_dtype} result"
+        return f"fp8_einsum sums {kinds[0]} in {' or '.join(allowed)}, not in {accumulator} for a {out_dtype} result"
     if not lhs.qvalue.size or not rhs.qvalue.size:
-        return "the fp8_einsum kernel does not support empty operands"
+        return "the fp8_einsum kernel does not support empty arrays"
     left, right = _sides(lhs, rhs, contract, batch)
     if left is None or right is None:
         return "the fp8_einsum kernel needs batch axes first, and contraction axes next to each other in the same order"
     is_scalar = lhs.scale.size == rhs.scale.size == 1
     if not is_scalar and not (_per_free(lhs, contract[0]) and _per_free(rhs, contract[1])):
-        return "the fp8_einsum kernel supports scales per operand or per channel, not per tile or block"
+        return "the fp8_einsum kernel supports scales per tensor or per channel, not per tile or block"
     if not is_scalar and scale_dtype != "float32":
         return f"the fp8_einsum kernel applies the scales of channels in float32, not in {scale_dtype}"
     if why := sharding_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):

@@ -54,16 +54,16 @@ def refusal(
     tile = TILE_M, WARPGROUPS * TILES_N[-1], TILE_K
     if 0 in sizes or lhs[0] == 0 or any(size % step for size, step in zip(sizes, tile, strict=True)):
         names = "×".join(map(str, tile)), "×".join(map(str, sizes))
-        return f"the kernel needs tiles of {names[0]} (M×N×K), which do not divide {names[1]}"
+        return f"the fp8_einsum kernel needs tiles of {names[0]} (M×N×K), which do not divide {names[1]}"
     kinds = sorted((lhs_dtype, rhs_dtype))
     if kinds != ["int8", "int8"] and not all(kind in ("float8_e4m3fn", "float8_e5m2") for kind in kinds):
-        return f"wgmma multiplies int8 with int8 and float8 with float8, not {lhs_dtype} with {rhs_dtype}"
+        return f"the fp8_einsum kernel multiplies two int8 or two fp8 arrays, not {lhs_dtype} and {rhs_dtype}"
     if (accumulator != "int32") if kinds[0] == "int8" else (accumulator not in ("float32", "bfloat16")):
-        return f"the kernel does not add {lhs_dtype} in {accumulator}"
+        return f"the fp8_einsum kernel does not sum {lhs_dtype} in {accumulator}"
     if out_dtype not in ("float32", "bfloat16"):
-        return f"the kernel writes float32 and bfloat16, not {out_dtype}"
+        return f"the fp8_einsum kernel writes float32 and bfloat16, not {out_dtype}"
     if kinds[0] != kinds[1] and not mosaic_gpu.HAS_JAX_0_11:
-        return f"wgmma of {lhs_dtype} with {rhs_dtype} needs jax 0.11 or newer, but this is jax {jax.__version__}"
+        return f"fp8_einsum of {lhs_dtype} with {rhs_dtype} needs jax 0.11 or newer, but this is jax {jax.__version__}"
     return mosaic_gpu.device_refusal(capability, 9, 9, interpret)
 
 

@@ -31,9 +31,9 @@ def refusal(
     if (platform := platform_of(x)) not in ("tpu", "cpu"):
         return f"optimizer_update has no kernel for platform {platform!r}"
     if jax.config.read("jax_enable_x64"):
-        return "the update kernel uses 32-bit indices, but jax_enable_x64 is on"
+        return "the optimizer_update kernel uses 32-bit indices, but jax_enable_x64 is on"
     if axis == -1:
-        return "the update kernel needs groups along an axis other than the last; set quantize_state(…, axis=…)"
+        return "the optimizer_update kernel needs another group axis than the last; set quantize_state(…, axis=…)"
     place = _sharding_of(x, sharding)
     if len({each.spec for each in map(explicit_sharding, arrays) if each is not None}) > 1:
         return "the arrays of the parameter have different shardings on a mesh with explicit axes"
@@ -41,16 +41,16 @@ def refusal(
         if why := sharding_refusal(*arrays):
             return f"{why}; pass the sharding of the parameter to quantize_state as shardings=…"
         if platform == "cpu" and not is_interpretable(*arrays):
-            return "an interpreted kernel has no types for values that vary along mesh axes"
+            return "on CPUs, the optimizer_update kernel does not support values that differ between mesh devices"
     shape = x.shape if place is None else place.shard_shape(x.shape)
     rows, tail = shape[axis], shape[axis:][1:]
     if rows % step:
         return f"a device has {rows} rows of {x.shape}, not a multiple of group size {' or '.join(map(str, groups))}"
     if len(tail) == 1 and step % PACKED:
-        return f"the update kernel needs groups of a multiple of {PACKED} rows, not of {step}"
+        return f"the optimizer_update kernel needs groups of a multiple of {PACKED} rows, not of {step}"
     block, last = blocks_for(rows, tail, step, max(groups))
     if block * last * math.prod(tail[:-1]) > MAX_ELEMENTS:
-        return f"the update kernel supports up to {MAX_ELEMENTS} elements in {step} rows, but the shape is {x.shape}"
+        return f"optimizer_update supports up to {MAX_ELEMENTS} elements in {step} rows, but the shape is {x.shape}"
     return None
 
 

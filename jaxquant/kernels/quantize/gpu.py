@@ -49,12 +49,12 @@ def refusal(
       capability: compute capability of the device; see ``platforms.capability_of``.
     """
     if len(shape) != 2 or shape[0] % TILE_M or shape[1] % TILE_N or 0 in shape:
-        return f"the kernel needs tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
+        return f"the quantize kernel needs tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
     if shape[0] // TILE_M > MAX_GRID_BLOCKS:
-        return f"the kernel supports at most {MAX_GRID_BLOCKS * TILE_M:,} rows, not {shape[0]:,}"
+        return f"the quantize kernel supports at most {MAX_GRID_BLOCKS * TILE_M:,} rows, not {shape[0]:,}"
     for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
         if name not in known:
-            return f"the kernel supports {' and '.join(known)} here, not {name}"
+            return f"the quantize kernel supports the dtypes {' and '.join(known)}, not {name}"
     return mosaic_gpu.device_refusal(capability, 9, 10, interpret)
 
 
