@@ -9,7 +9,6 @@ run this script. Results are written to benchmarks/results/exchange.md.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from loaders import (
     LENGTH,
     Logits,
+    in_bfloat16,
     llama_cpp_logits,
     load_transformers,
     our_logits,
@@ -115,19 +115,13 @@ def quantizers() -> list[str]:
     return lines
 
 
-def _bfloat16(source: Source, tensor: str) -> np.ndarray:
-    weight = source.read(tensor)
-    is_linear = tensor.removesuffix(".weight") in source.layout.linears
-    return weight.astype(ml_dtypes.bfloat16).astype(np.float32) if is_linear else weight
-
-
 def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
     export(source, folder, name, dtype="float32")
     files, (theirs, weight) = HfFolder(folder), load_transformers(folder)
     inputs = rounded_inputs(files) if name.startswith("ct_") else None
     decoded = files.source()
     if name.startswith("ct_nvfp4"):  # compressed-tensors decompresses nvfp4 to bfloat16
-        decoded = dataclasses.replace(decoded, read=lambda tensor: _bfloat16(files.source(), tensor))
+        decoded = in_bfloat16(decoded, list(decoded.layout.linears))
     ours = our_logits(decoded, inputs)
     delta = max(relative(theirs(text), ours(text)) for text in texts)
     row: dict[str, Any] = {"format": name, "loader": "transformers", "largest Δ logit / rms": f"{delta:.2e}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxquant.export import HfFolder, Source
@@ -69,6 +71,17 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
         return np.asarray(run(jnp.asarray(padded)))[0, : len(tokens)]
 
     return logits
+
+
+def in_bfloat16(source: Source, modules: Sequence[str]) -> Source:
+    """Round the weights of linear layers to bfloat16, as compressed-tensors decompresses some formats."""
+    names = {f"{module}.weight" for module in modules}
+
+    def read(name: str) -> np.ndarray:
+        weight = source.read(name)
+        return weight.astype(ml_dtypes.bfloat16).astype(np.float32) if name in names else weight
+
+    return dataclasses.replace(source, read=read)
 
 
 def rounded_inputs(folder: HfFolder) -> Inputs | None:
