@@ -1,7 +1,7 @@
 """Reader and writer of decoders in GGUF files, as llama.cpp loads them.
 
-Linear layers are stored in a GGML type, embedding and head in F16, everything else in F32. The experts of a layer are
-one tensor with three axes.
+Linear layers are stored in a GGML type, embedding and head in F16, everything else in F32. A mixture selects the type
+of each matrix, including embedding and head. The experts of a layer are one tensor with three axes.
 
 The architecture "llama" rotates pairs of neighbouring elements in GGUF, but the two halves of a head in Hugging Face's
 layout. The rows of its q and k are therefore permuted: row ``(h, i, j)`` (head, half, index) becomes row ``(h, j, i)``.
@@ -30,10 +30,12 @@ from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, align_up, d
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.vocabulary import gguf_metadata, read_gguf, read_tokenizer
 
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "MXFP4": 38}
-"""llama.cpp's file type number for each GGML type in which linear layers can be written.
+FILE_TYPES = {
+    "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "MXFP4": 38
+}  # fmt: skip
+"""llama.cpp's file type number for each GGML type in which linear layers can be written, and for each mixture.
 
-MXFP4 is the type of the experts only; the other layers of such a file are Q8_0.
+MXFP4 is the type of the experts only; the other layers of such a file are Q8_0. The mixtures end in ``_M``.
 """
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Type that replaces a type whose block size does not divide the row size. Source: llama-quant.cpp."""
@@ -77,15 +79,37 @@ def _norm_offset(shape: DecoderShape, name: str) -> float:
 
 
 def tensor_kind(source: Source, name: str, kind: str) -> str:
-    """Return the GGML type in which a tensor is written if ``kind`` is requested for linear layers."""
-    module, size = name.removesuffix(".weight"), source.layout.tensors[name]
-    if module not in source.layout.linears:
-        is_whole = module in source.layout.float_linears[1:] and ".layers." in name  # a router
-        return "F32" if len(size) == 1 or is_whole else "F16"
-    if kind == "MXFP4" and ".experts." not in name:
+    """Return the GGML type in which a tensor is written if ``kind``, a key of ``FILE_TYPES``, is requested."""
+    size, is_linear = source.layout.tensors[name], name.removesuffix(".weight") in source.layout.linears
+    if len(size) == 1 or (not is_linear and ".layers." in name):  # the second is a router
+        return "F32"
+    if kind.endswith("_M"):
+        kind = _mixed_kind(_shape(source), name, kind.removesuffix("_M"))
+    elif not is_linear:
+        return "F16"
+    elif kind == "MXFP4" and ".experts." not in name:
         kind = "Q8_0"
     candidates = (kind, _FALLBACKS.get(kind, "F16"))
     return next((each for each in candidates if size[1] % gguf_file.block_parameters(each)[0] == 0), "F16")
+
+
+def _mixed_kind(shape: DecoderShape, name: str, kind: str) -> str:
+    """Return the type of a matrix in llama.cpp's mixture whose most frequent type is ``kind``, before the fallback.
+
+    Source: llama_tensor_get_type_impl in llama-quant.cpp.
+    """
+    tensor, count, arch = tensors_of(shape)[name], shape.num_layers, family_of(shape).gguf
+    part, layer, eighth = tensor.gguf.split(".")[-2], tensor.layer or 0, count // 8
+    if part == "output" or (part == "token_embd" and shape.logits_via_embedding):
+        return "Q6_K"
+    if shape.num_experts == 8 and part in ("attn_k", "attn_v", "attn_output"):
+        return "Q5_K" if part == "attn_output" else "Q8_0"
+    has_more_bits = layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2
+    if has_more_bits and part in ("attn_v", "ffn_down", "ffn_down_exps"):
+        return "Q6_K"
+    # llama.cpp recognizes Llama and Qwen2 models of 70B parameters by their 80 layers.
+    is_70b = arch == "qwen2" or (arch == "llama" and shape.num_kv_heads < shape.num_query_heads)
+    return "Q5_K" if part == "attn_v" and count == 80 and is_70b else kind
 
 
 def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
@@ -157,7 +181,7 @@ def export_gguf(
     Args:
       source: model to write.
       out: file to write; it must not exist yet.
-      kind: type of linear layers, a key of ``FILE_TYPES``.
+      kind: type of linear layers or mixture, a key of ``FILE_TYPES``.
       name: value of ``general.name`` in the metadata.
       progress: function that is called with the ``Row`` of each written tensor, or None.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,11 +36,12 @@ class Layout:
     shape: DecoderShape | None = None
     has_fused_experts: bool = False
 
-    @property
+    @functools.cached_property
     def float_linears(self) -> list[str]:
-        """Names of the matrices that stay in float, such as routers and the head; not of the embedding."""
+        """Names of the head and of other matrices that stay in float, such as routers; not of the embedding."""
+        others = {*self.linears, EMBEDDING, HEAD}
         found = (name.removesuffix(".weight") for name, shape in self.tensors.items() if len(shape) == 2)
-        return [HEAD, *(name for name in found if name not in {*self.linears, EMBEDDING, HEAD})]
+        return [HEAD, *(name for name in found if name not in others)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -25,8 +26,10 @@ from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import DecoderShape, HfFolder, Row, Source, check_export, open_gguf
 from jaxquant.export.folder import sqnr, tokenizer_files
+from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import to_recipe
 from jaxquant.export.layouts import check_finite
+from jaxquant.export.source import HEAD
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.training.checkpoint import Checkpoints, write_config
@@ -244,7 +247,8 @@ def import_to_serve(
     checkpoint, out, changes = Path(checkpoint), require_new(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
-        changes["quantization"] = _native_string(checkpoint, source, folder)
+        fields = _gguf_fields(checkpoint, source, changes) if folder is None else {}
+        changes |= fields or {"quantization": _native_string(checkpoint, source, folder)}
     with tempfile.TemporaryDirectory() as place:
         shape = source.layout.shape
         assert shape is not None
@@ -284,16 +288,50 @@ def import_to_serve(
     return save_served(out, unflatten(tree), config, step=0, files=files)
 
 
+def _gguf_fields(checkpoint: Path, source: Source, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config fields that keep the bytes of every layer of a GGUF file; there are none for a float file.
+
+    The most frequent type of the layers is the config string, and rules select the other types. A layer stays in float
+    if no config string has its type.
+
+    Raises:
+      ValueError: ``changes`` enables ``scan_layers``, but a type differs between blocks of the decoder.
+    """
+    shape, stored = source.layout.shape, GgufFile(checkpoint).tensors
+    assert shape is not None
+
+    def strings_by_path(is_scanned: bool) -> dict[str, set[str | None]]:
+        found: dict[str, set[str | None]] = {}
+        for name, place in locate_tensors(TrainConfig(scan_layers=is_scanned), shape).items():
+            module, string = name.removesuffix(".weight"), f"ggml_{stored[place.tensor.gguf].kind.lower()}"
+            if module in source.layout.linears or (module == HEAD and string in RECIPES):
+                own = string if string in RECIPES else None
+                found.setdefault(place.path.removesuffix("/kernel"), set()).add(own)
+        return found
+
+    mixed = [path for path, strings in strings_by_path(True).items() if len(strings) > 1]
+    is_scanned = changes.get("scan_layers", not mixed)
+    if mixed and is_scanned:
+        problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers must have one type"
+        raise ValueError(f"{problem}; leave out scan_layers")
+    strings = {path: own for path, (own,) in strings_by_path(is_scanned).items()}
+    if not any(strings.values()):
+        return {}
+    base, rules = collections.Counter(filter(None, strings.values())).most_common(1)[0][0], {}
+    for path, own in strings.items():
+        if own != base or path == "logits_dense":  # the head stays in float without a rule
+            rules.setdefault(own, []).append(path)
+    found = [{"path": "|".join(paths), "recipe": own} for own, paths in rules.items()]
+    return {"quantization": base, "rules": [*changes.get("rules", ()), *found], "scan_layers": is_scanned}
+
+
 def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
     """Return the config string that keeps the weights of a checkpoint and quantizes inputs as the checkpoint does.
 
     Raises:
       ValueError: there is no such config string; the message names the config strings that keep the weights.
     """
-    names, kept = list(source.layout.linears), []
-    if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
-        return f"ggml_{tensor.codec}"
-    specs = set() if folder is None else {folder.spec(name) for name in names}
+    kept, specs = [], set() if folder is None else {folder.spec(name) for name in source.layout.linears}
     recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
     if len(specs) == 1 and (spec := next(iter(specs))) is not None:
         with contextlib.suppress(NotImplementedError):  # no matching recipe
