@@ -16,20 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import loaders
 import ml_dtypes
 import numpy as np
-from loaders import (
-    LENGTH,
-    Logits,
-    in_bfloat16,
-    llama_cpp_logits,
-    load_transformers,
-    our_logits,
-    relative,
-    rounded_inputs,
-    table,
-    versions,
-)
 
 from jaxquant import terminal
 from jaxquant.config.loader import load_yaml
@@ -51,7 +40,7 @@ F16_BOUND = 2e-2
 PERPLEXITY_BOUND = 0.005
 
 
-def perplexity(logits: Logits, texts: Sequence[np.ndarray]) -> float:
+def perplexity(logits: loaders.Logits, texts: Sequence[np.ndarray]) -> float:
     """Return the perplexity: exp of the mean negative log-likelihood of the next tokens."""
     total = count = 0.0
     for tokens in texts:
@@ -117,19 +106,19 @@ def quantizers() -> list[str]:
 
 def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
     export(source, folder, name, dtype="float32")
-    files, (theirs, weight) = HfFolder(folder), load_transformers(folder)
-    inputs = rounded_inputs(files) if name.startswith("ct_") else None
+    files, (theirs, weight) = HfFolder(folder), loaders.load_transformers(folder)
+    inputs = loaders.rounded_inputs(files) if name.startswith("ct_") else None
     decoded = files.source()
     if name.startswith("ct_nvfp4"):  # compressed-tensors decompresses nvfp4 to bfloat16
-        decoded = in_bfloat16(decoded, list(decoded.layout.linears))
-    ours = our_logits(decoded, inputs)
-    delta = max(relative(theirs(text), ours(text)) for text in texts)
+        decoded = loaders.in_bfloat16(decoded, list(decoded.layout.linears))
+    ours = loaders.our_logits(decoded, inputs)
+    delta = max(loaders.relative(theirs(text), ours(text)) for text in texts)
     row: dict[str, Any] = {"format": name, "loader": "transformers", "largest Δ logit / rms": f"{delta:.2e}"}
     a, b = perplexity(ours, texts), perplexity(theirs, texts)
     row |= {"perplexity, ours": f"{a:.4f}", "theirs": f"{b:.4f}", "differs": f"{100 * (b / a - 1):+.3f} %"}
     note = ""
     if inputs is not None:
-        note = f"inputs quantized on both sides, {perplexity(our_logits(decoded), texts):.4f} with float ones"
+        note = f"inputs quantized on both sides, {perplexity(loaders.our_logits(decoded), texts):.4f} with float ones"
     is_good = abs(b / a - 1) < PERPLEXITY_BOUND if inputs is not None else delta < LOGIT_BOUND
     row = {**row, "not as trained": trained_weights(source, weight)}
     return {**row, "note": note, "ok": is_good}
@@ -137,8 +126,8 @@ def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.n
 
 def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
     export(source, path, name)
-    ours, theirs = our_logits(open_gguf(path)), llama_cpp_logits(path)
-    delta = max(relative(theirs(text), ours(text)) for text in texts)
+    ours, theirs = loaders.our_logits(open_gguf(path)), loaders.llama_cpp_logits(path)
+    delta = max(loaders.relative(theirs(text), ours(text)) for text in texts)
     a, b = perplexity(ours, texts), perplexity(theirs, texts)
     is_good = abs(b / a - 1) < PERPLEXITY_BOUND and (name != "gguf_f16" or delta < F16_BOUND)
     return {
@@ -169,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _config(words.run)
         with report_missing_library():
             batch = next(make_iterators(config, max(words.texts, 1)).held_out())
-        texts = [np.asarray(row)[:LENGTH] for row in batch["inputs"]][: words.texts]
+        texts = [np.asarray(row)[: loaders.LENGTH] for row in batch["inputs"]][: words.texts]
         source = open_source(words.run, measures=True)
         with tempfile.TemporaryDirectory() as folder:
             for name in words.formats or loaded:
@@ -192,17 +181,17 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int, quantizers: S
         "# exchange",
         "",
         f"One model in every format, loaded by the library that the format is for. Logits and perplexity of {texts} "
-        f"held-out sequences of {LENGTH} tokens against our decoder in float32 with the weights decoded from the same "
-        f"files. Bounds: float and weight-only folders "
+        f"held-out sequences of {loaders.LENGTH} tokens against our decoder in float32 with the weights decoded from the "
+        f"same files. Bounds: float and weight-only folders "
         f"{LOGIT_BOUND:g} of the logits' rms, {F16_BOUND:g} for gguf_f16; perplexity "
         f"{100 * PERPLEXITY_BOUND:g} % elsewhere (llama.cpp, and folders whose inputs are quantized when they run: "
         "ours are then quantized as the loader does). Not as trained are weights of the loader that the training "
         "forward did not multiply, bit for bit.",
         "",
-        f"{versions()}.",
+        f"{loaders.versions()}.",
         "",
     ]
-    lines += table(rows)
+    lines += loaders.table(rows)
     if quantizers:
         names = "| string | scales that differ | elements that differ | of them under equal scales |"
         lines += ["", "Quantizers of N(0, 1), ours and compressed-tensors':", "", names, "| --- | --- | --- | --- |"]
