@@ -181,8 +181,8 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int, quantizers: S
         "# exchange",
         "",
         f"One model in every format, loaded by the library that the format is for. Logits and perplexity of {texts} "
-        f"held-out sequences of {loaders.LENGTH} tokens against our decoder in float32 with the weights decoded from the "
-        f"same files. Bounds: float and weight-only folders "
+        f"held-out sequences of {loaders.LENGTH} tokens against our decoder in float32 with the weights decoded from "
+        f"the same files. Bounds: float and weight-only folders "
         f"{LOGIT_BOUND:g} of the logits' rms, {F16_BOUND:g} for gguf_f16; perplexity "
         f"{100 * PERPLEXITY_BOUND:g} % elsewhere (llama.cpp, and folders whose inputs are quantized when they run: "
         "ours are then quantized as the loader does). Not as trained are weights of the loader that the training "
