@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Write tiny random models of the families in ``families.yml`` with transformers, with tokenizers and logits.
 
 ``FOLDER/NAME`` has the files of ``save_pretrained``, ``tokens.npy`` [2, 96] and ``logits.npy`` [2, 96, V] (float32,
-eager attention). Every parameter and every option of a family has an effect: the script zeroes each kind of parameter
-and sets each option to another value, and raises if the logits stay the same.
+eager attention). Every parameter and every option of a family has an effect: ``check_effects`` zeroes each kind of
+parameter and sets each option to another value, and raises if the logits stay the same.
 
 transformers writes MXFP4 only with GPU kernels, so the experts of ``gpt_oss_mxfp4`` are encoded here. transformers
 reads the folder back, and its logits are the reference.
@@ -12,7 +11,6 @@ reads the folder back, and its logits are the reference.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,8 +153,3 @@ def write_family(folder: Path) -> None:
     check_effects(folder, row.get("others", {}), tokens, reference)
     np.save(folder / "logits.npy", reference)
     np.save(folder / "tokens.npy", tokens)  # written last: a complete folder has it
-
-
-if __name__ == "__main__":
-    for name in sys.argv[2:] or FAMILIES:
-        write_family(Path(sys.argv[1]) / name)
