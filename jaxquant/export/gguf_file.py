@@ -188,6 +188,7 @@ class GgufFile:
     def raw(self, name: str, index: Any = ...) -> np.ndarray:
         """Return the encoded bytes of a tensor, or of one index of its first axis, as a view of the file."""
         tensor = self.tensors[name]
+        self._map.madvise(mmap.MADV_DONTNEED)  # removes the pages of the tensor that was read before; views stay valid
         flat = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))[index]
 

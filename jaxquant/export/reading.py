@@ -154,7 +154,9 @@ class HfFolder:
     def _stored(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the files; ``name`` may be a tensor of one expert that is stored with others."""
         part = self._slices.get(name)
-        return self._where[name][name] if part is None else part.read(self._where[part.stored][part.stored])
+        stored = name if part is None else part.stored
+        self._where[stored].release()  # the pages of the tensor that was read before
+        return self._where[stored][stored] if part is None else part.read(self._where[stored][stored])
 
     def _find_slices(self) -> dict[str, Slice]:
         """Return the tensors of single experts that the folder stores together, as gpt-oss does."""

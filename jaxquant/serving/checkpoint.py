@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
+    read: Callable[[str], Any] | None = None,
 ) -> None:
     """Write a quantized checkpoint atomically.
 
@@ -89,6 +90,8 @@ def save(
       config: quantization config as plain values, see ``to_mapping``.
       extra: more plain values to store, such as the model's shape.
       files: contents of additional text files by name, such as a tokenizer.
+      read: function from the path of a leaf to its array or ``QTensor``, for parameters that do not fit in memory
+        together. ``params`` then has their shapes.
 
     Raises:
       FileExistsError: the directory exists.
@@ -116,7 +119,9 @@ def save(
             partial.mkdir(parents=True)
             writer = SafetensorsWriter(partial / ARRAYS, sum(len(row.arrays()) for row in rows), {})
         for row in rows:
-            leaf = leaves[row.path]
+            leaf = leaves[row.path] if read is None else read(row.path)
+            if read is not None and describe(row.path, leaf) != row:
+                raise ValueError(f"{row.path} was read as {describe(row.path, leaf)}, but params has {row}")
             parts = list(leaf.parts.values()) if isinstance(leaf, QTensor) else [leaf]
             for stored, array in zip(row.arrays().values(), parts, strict=True):
                 if isinstance(array, jax.Array) and not array.is_fully_addressable:

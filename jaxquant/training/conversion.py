@@ -273,11 +273,12 @@ def require_new(path: str | Path) -> Path:
 
 
 def save_served(
-    out: Path, tree: Any, config: TrainConfig, step: int, files: Mapping[str, str] | None = None
+    out: Path, tree: Any, config: TrainConfig, step: int, files: Mapping[str, str] | None = None, read: Any = None
 ) -> TrainConfig:
     """Write converted parameters as a checkpoint with their step and configuration; returns the configuration.
 
-    The tokenizer is copied: ``files``, or the file ``tokenizer_path`` and the files next to it.
+    The tokenizer is copied: ``files``, or the file ``tokenizer_path`` and the files next to it. ``tree`` and ``read``
+    are arguments of ``serving.save``.
     """
     config = dataclasses.replace(config, checkpoint_is_quantized=True)
     if config.tokenizer_path:
@@ -285,7 +286,7 @@ def save_served(
         files = files or {"tokenizer.json": path.read_text("utf-8"), **read_files(path)}
         config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
-    serving.save(out, tree, quant_fields(config), extra=extra, files=files)
+    serving.save(out, tree, quant_fields(config), extra=extra, files=files, read=read)
     return config
 
 

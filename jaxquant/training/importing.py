@@ -8,7 +8,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, mark_stacke
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import DecoderShape, HfFolder, Row, Source, check_export, open_gguf
+from jaxquant.export.families import tensors_of
 from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.hf import to_recipe
+from jaxquant.export.hf import LayerSpec, to_recipe
 from jaxquant.export.layouts import check_finite
 from jaxquant.export.source import HEAD
 from jaxquant.serving.leaves import unflatten
@@ -129,8 +130,9 @@ def import_to_run(
         config = imported_config(shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
+        state = program.init()._replace(params=None)  # frees the initial parameters before the others are read
         params = float_parameters(source, program.config, program.abstract_state.params, progress)
-        state = program.init()._replace(params=params)
+        state = state._replace(params=params)
         with Checkpoints(run_dir, program.config) as checkpoints:
             checkpoints.save(0, state, data.train.get_state())
         write_config(run_dir, program.config)
@@ -166,29 +168,38 @@ def _write_tokenizer(files: Mapping[str, str], folder: str | Path) -> Path | Non
     return Path(folder).absolute() / "tokenizer.json" if files else None
 
 
-def _each_parameter(
-    source: Source, config: TrainConfig, make: Callable[[str, list[tuple[str, Location]]], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each parameter, stacked if layers are stacked.
+Places = list[tuple[str, Location]]
+"""Tensors of a checkpoint that make one parameter of one layer: one tensor, or one for each expert."""
 
-    ``make(path, places)`` returns the parameter of one layer. ``places`` are its tensors in the checkpoint: one, or one
-    for each expert.
-    """
-    shape = source.layout.shape
+
+def _places_by_path(source: Source, config: TrainConfig) -> dict[str, list[Places]]:
+    """Return the tensors of each parameter by its path, for each of the layers that are stacked in the parameter."""
+    shape, layers = source.layout.shape, {}
     assert shape is not None
-    layers: dict[str, dict[int | None, list[tuple[str, Location]]]] = {}
     for name, place in locate_tensors(config, shape).items():
         layers.setdefault(place.path, {}).setdefault(place.tensor.layer, []).append((name, place))
-    for path, places in layers.items():
-        parts = [make(path, each) for each in places.values()]
-        yield path, jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if _is_stacked(path) else parts[0]
+    return {path: list(places.values()) for path, places in layers.items()}
+
+
+def _make_parameter(path: str, layers: list[Places], make: Callable[[str, Places], Any]) -> Any:
+    """Return a parameter, stacked if layers are stacked; ``make(path, places)`` returns the part of one layer."""
+    if not _is_stacked(path):
+        return make(path, layers[0])
+    whole: Any = None
+    for index, places in enumerate(layers):
+        part = make(path, places)
+        if whole is None:
+            whole = jax.tree.map(lambda x: np.empty((len(layers), *x.shape), x.dtype), part)
+        for into, x in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+            into[index] = x
+    return mark_stacked_axes(whole, [0]) if isinstance(whole, QTensor) else whole
 
 
 def _is_stacked(path: str) -> bool:
     return path.startswith("layers/")
 
 
-def _read_parameter(source: Source, places: list[tuple[str, Location]], leaf: Any, path: str) -> np.ndarray:
+def _read_parameter(source: Source, places: Places, leaf: Any, path: str) -> np.ndarray:
     """Return a float parameter of one layer; ``leaf`` has the parameter's shape."""
     shape = leaf.shape[_is_stacked(path) :]
     if places[0][1].tensor.expert is None:
@@ -210,7 +221,7 @@ def float_parameters(
     """
     wanted = leaves_by_path(shapes)
 
-    def make(path: str, places: list[tuple[str, Location]]) -> np.ndarray:
+    def make(path: str, places: Places) -> np.ndarray:
         value = _read_parameter(source, places, wanted[path], path)
         made = value.astype(wanted[path].dtype, copy=False)
         for index, (name, place) in enumerate(places):
@@ -219,7 +230,8 @@ def float_parameters(
             progress(Row(name, made.dtype.name, place.tensor.shape, made[part].nbytes, ratio))
         return made
 
-    made = _each_parameter(source, config, make)
+    layers = _places_by_path(source, config)
+    made = ((path, _make_parameter(path, places, make)) for path, places in layers.items())
     return unflatten({path: jax.device_put(array, wanted[path].sharding) for path, array in made})
 
 
@@ -230,8 +242,8 @@ def import_to_serve(
 
     Layers keep the elements and scales of the checkpoint if the config string has weights of the same type and
     granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the config strings of GGML's formats and others.
-    If no quantization is requested, the config string is selected that quantizes weights and inputs
-    like the checkpoint.
+    If no quantization is requested, the config string is selected that quantizes weights and inputs like the
+    checkpoint. For a GGUF file with several types, rules select a config string for each layer.
     Other layers are converted from the decoded float weights.
 
     Args:
@@ -247,8 +259,7 @@ def import_to_serve(
     checkpoint, out, changes = Path(checkpoint), require_new(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
-        fields = _gguf_fields(checkpoint, source, changes) if folder is None else {}
-        changes |= fields or {"quantization": _native_string(checkpoint, source, folder)}
+        changes |= _native_fields(checkpoint, source, folder, changes)
     with tempfile.TemporaryDirectory() as place:
         shape = source.layout.shape
         assert shape is not None
@@ -258,7 +269,7 @@ def import_to_serve(
     sites = serving.find_kernels(Decoder(decoder), shapes, layer_config(config), tokens)
     leaves = leaves_by_path(shapes["params"])
 
-    def make(path: str, places: list[tuple[str, Location]]) -> Any:
+    def make(path: str, places: Places) -> Any:
         layer, modules = sites.get(path.removesuffix("/kernel")), [name.removesuffix(".weight") for name, _ in places]
         scale = None if layer is None else _input_scale(source, modules, layer)
         part = None if layer is None else _keep_weights(source, folder, modules, layer)
@@ -281,69 +292,81 @@ def import_to_serve(
             part = dataclasses.replace(part, input_scale=scale, dtype=layer.made.dtype, read_as=layer.dtype)
         return part
 
-    tree = {}
-    for path, whole in _each_parameter(source, config, make):
-        is_stack = _is_stacked(path) and isinstance(whole, QTensor)
-        tree[path] = mark_stacked_axes(whole, [0]) if is_stack else whole
-    return save_served(out, unflatten(tree), config, step=0, files=files)
+    def shape_of(path: str) -> Any:
+        layer = sites.get(path.removesuffix("/kernel"))
+        return jax.eval_shape(lambda x: cast_as_read(path, x, decoder), leaves[path]) if layer is None else layer.made
+
+    layers = _places_by_path(source, config)
+    read = lambda path: _make_parameter(path, layers[path], make)  # noqa: E731
+    return save_served(out, unflatten({path: shape_of(path) for path in layers}), config, 0, files, read)
 
 
-def _gguf_fields(checkpoint: Path, source: Source, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config fields that keep the bytes of every layer of a GGUF file; there are none for a float file.
+def _native_fields(
+    checkpoint: Path, source: Source, folder: HfFolder | None, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config fields that keep the weights of a checkpoint and quantize inputs as the checkpoint does.
 
-    The most frequent type of the layers is the config string, and rules select the other types. A layer stays in float
-    if no config string has its type.
+    The most frequent config string of the layers is ``quantization``, and rules select the others. A layer stays in
+    float if it is float in the checkpoint, or if no config string has its GGML type.
 
     Raises:
-      ValueError: ``changes`` enables ``scan_layers``, but a type differs between blocks of the decoder.
+      ValueError: no config string keeps the weights of a layer, or ``changes`` enables ``scan_layers`` but a type
+        differs between blocks of the decoder.
     """
-    shape, stored = source.layout.shape, GgufFile(checkpoint).tensors
+    shape, linears = source.layout.shape, source.layout.linears
     assert shape is not None
+    own: dict[str, str | None] = {}  # config string by module
+    strings: dict[str, str] = {}
+    if folder is None:
+        stored = GgufFile(checkpoint).tensors
+        strings = {name: f"ggml_{stored[tensor.gguf].kind.lower()}" for name, tensor in tensors_of(shape).items()}
+        for module in (*linears, HEAD):
+            if (string := strings.get(f"{module}.weight")) is not None and (module != HEAD or string in RECIPES):
+                own[module] = string if string in RECIPES else None
+    else:
+        by_spec = {spec: spec and _native_string(checkpoint, spec) for spec in {folder.spec(name) for name in linears}}
+        own = {module: by_spec[folder.spec(module)] for module in linears}
+    if not any(own.values()):
+        is_float = folder is not None or set(strings.values()) <= {"ggml_f32", "ggml_f16", "ggml_bf16"}
+        problem = "is a float checkpoint" if is_float else "stores its layers in types that no config string has"
+        raise ValueError(f"{checkpoint} {problem}; pass the quantization to serve it with, such as quantization=int8")
 
     def strings_by_path(is_scanned: bool) -> dict[str, set[str | None]]:
         found: dict[str, set[str | None]] = {}
         for name, place in locate_tensors(TrainConfig(scan_layers=is_scanned), shape).items():
-            module, string = name.removesuffix(".weight"), f"ggml_{stored[place.tensor.gguf].kind.lower()}"
-            if module in source.layout.linears or (module == HEAD and string in RECIPES):
-                own = string if string in RECIPES else None
-                found.setdefault(place.path.removesuffix("/kernel"), set()).add(own)
+            if (module := name.removesuffix(".weight")) in own:
+                found.setdefault(place.path.removesuffix("/kernel"), set()).add(own[module])
         return found
 
     mixed = [path for path, strings in strings_by_path(True).items() if len(strings) > 1]
     is_scanned = changes.get("scan_layers", not mixed)
     if mixed and is_scanned:
-        problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers must have one type"
+        problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers have one"
         raise ValueError(f"{problem}; leave out scan_layers")
-    strings = {path: own for path, (own,) in strings_by_path(is_scanned).items()}
-    if not any(strings.values()):
-        return {}
-    base, rules = collections.Counter(filter(None, strings.values())).most_common(1)[0][0], {}
-    for path, own in strings.items():
-        if own != base or path == "logits_dense":  # the head stays in float without a rule
-            rules.setdefault(own, []).append(path)
-    found = [{"path": "|".join(paths), "recipe": own} for own, paths in rules.items()]
+    base, rules = collections.Counter(filter(None, own.values())).most_common(1)[0][0], {}
+    for path, (string,) in strings_by_path(is_scanned).items():
+        if string != base or path == "logits_dense":  # the head stays in float without a rule
+            rules.setdefault(string, []).append(path)
+    found = [{"path": "|".join(paths), "recipe": string} for string, paths in rules.items()]
     return {"quantization": base, "rules": [*changes.get("rules", ()), *found], "scan_layers": is_scanned}
 
 
-def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
-    """Return the config string that keeps the weights of a checkpoint and quantizes inputs as the checkpoint does.
+def _native_string(checkpoint: Path, spec: LayerSpec) -> str:
+    """Return the config string that keeps the weights of a layer and quantizes its input as the checkpoint does.
 
     Raises:
       ValueError: there is no such config string; the message names the config strings that keep the weights.
     """
-    kept, specs = [], set() if folder is None else {folder.spec(name) for name in source.layout.linears}
-    recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
-    if len(specs) == 1 and (spec := next(iter(specs))) is not None:
-        with contextlib.suppress(NotImplementedError):  # no matching recipe
-            weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
-            kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
-            wanted = _comparable_specs(to_recipe(spec, "").fwd)
-            if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
-                return found
+    recipes, kept = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}, []
+    with contextlib.suppress(NotImplementedError):  # no matching recipe
+        weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
+        kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
+        wanted = _comparable_specs(to_recipe(spec, "").fwd)
+        if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
+            return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
-    problem = "has a quantization that no config string computes" if specs - {None} else "is a float checkpoint"
-    raise ValueError(f"{checkpoint} {problem}; {keeping}{fix}")
+    raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
 
 
 def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:

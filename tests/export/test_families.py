@@ -183,10 +183,6 @@ def test_routers_norms_and_biases_stay_in_float(tmp_path, name):
                 assert 0 < error < (0.2 if scheme == "mxfp4" else 0.05), module
             else:
                 np.testing.assert_array_equal(folder.read(tensor), source.read(tensor))
-        if scheme == "mxfp4":  # of the other formats, tests/export/test_roundtrip.py compares a second export
-            export(folder.source(), tmp_path / "again", scheme)
-            for tensor in source.layout.tensors:
-                np.testing.assert_array_equal(HfFolder(tmp_path / "again").read(tensor), folder.read(tensor))
 
 
 @pytest.mark.parametrize(

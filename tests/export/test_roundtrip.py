@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import gguf
@@ -18,7 +19,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, Source, export, layout_of, open_gguf
-from jaxquant.export.gguf import rows_to_gguf, rows_to_hf, stored_tensors
+from jaxquant.export.gguf import rows_to_gguf, rows_to_hf, stored_tensors, tensor_kind
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.hf.recipe import to_recipe
@@ -26,9 +27,11 @@ from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.source import ScaledElements, fused_with
 from jaxquant.formats import codec
 from tests.export.models import LAYOUT, SHAPE, shape_of, source, tensors
+from tests.export.test_families import FAMILY_SHAPES, source_of
 from tests.numerics import LAST_BITS, SCALE_AGAIN
 
-FOLDERS = tuple(name for name in SCHEMES if name != "mxfp4")  # only for gpt-oss
+EXPERTS_ONLY = ("mxfp4", "gguf_mxfp4")
+FOLDERS = tuple(name for name in SCHEMES if name not in EXPERTS_ONLY)
 # SQNR in dB of normal weights in each format, from the relative RMSE of the format, less 0.7 dB because several layers
 # share a scale: e4m3 0.0265, int8 with 256 neighbours 0.0073, int4 with 128 0.11, MXFP4 0.1154, NVFP4 0.0950.
 FLOORS = {
@@ -119,13 +122,14 @@ def test_strings_of_weights_are_what_is_written_and_read(written, string, format
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
     """Only decoded float values are compared, not inputs; docs/guide/exchange.md has the table."""
-    opened = []
-    for given in (source(), None):
+    model, opened = source_of(FAMILY_SHAPES["GptOssForCausalLM"]) if name in EXPERTS_ONLY else source(), []
+    for given in (model, None):
         read = given or dataclasses.replace(opened[0], input_amax=source().input_amax, quantized=lambda module: None)
         export(read, out := tmp_path / str(len(opened)), name)
         opened.append(HfFolder(out).source() if name in SCHEMES else open_gguf(out))
     first, second = opened
-    moved = max(np.linalg.norm(second.read(t) - x) / np.linalg.norm(x) for t in LAYOUT.tensors for x in [first.read(t)])
+    both = [(first.read(tensor), second.read(tensor)) for tensor in model.layout.tensors]
+    moved = max(np.linalg.norm(y - x) / np.linalg.norm(x) for x, y in both)
     page = (Path(__file__).parents[2] / "docs/guide/exchange.md").read_text()
     assert moved < 0.01
     words = "the same" if not moved else "the last bit" if moved < SCALE_AGAIN else "less than 1 %"
@@ -215,6 +219,31 @@ def test_rows_that_no_block_divides_are_written_as_llama_cpp_writes_them(tmp_pat
             np.testing.assert_array_equal(back.read(name), decoded)
 
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 2}
+# Numbers of tensors of each type in files that llama.cpp's quantizer wrote from our F16 files.
+MIXED = [
+    (16, 256, 2, {}, "Q4_K_M", {"Q4_K": 97, "Q6_K": 17, "F32": 33}),
+    (9, 256, 2, {"logits_via_embedding": True}, "Q5_K_M", {"Q5_K": 53, "Q6_K": 11, "F32": 19}),
+    (11, 256, 2, MOE, "Q4_K_M", {"Q4_K": 40, "Q5_K": 11, "Q6_K": 6, "Q8_0": 22, "F32": 34}),
+    (80, 256, 2, {}, "Q4_K_M", {"Q4_K": 441, "Q5_K": 40, "Q6_K": 81, "F32": 161}),
+    (80, 256, 4, {}, "Q4_K_M", {"Q4_K": 481, "Q6_K": 81, "F32": 161}),
+    (80, 256, 4, {"attention_bias": "qkv"}, "Q4_K_M", {"Q4_K": 441, "Q5_K": 40, "Q6_K": 81, "F32": 401}),
+    (4, 96, 4, {}, "Q5_K_M", {"Q5_1": 19, "Q5_K": 6, "Q6_K": 2, "Q8_0": 3, "F32": 9}),
+]
+
+
+def test_a_mixture_has_the_types_that_llama_cpp_selects():
+    for layers, size, heads, options, kind, counts in MIXED:
+        layout = layout_of(shape_of(320, size, 256, layers, 4, heads, 64, **options))
+        empty, stored = Source(layout, layout.tensors.__getitem__), stored_tensors(layout.shape)
+        kinds = {own: tensor_kind(empty, names[0], kind) for own, names in stored.items()}
+        assert Counter(kinds.values()) == counts
+        if layers == 16:
+            more = {own for own, found in kinds.items() if found == "Q6_K"} - {"output.weight"}
+            parts = ("attn_v", "ffn_down")
+            assert more == {f"blk.{at}.{part}.weight" for at in (0, 1, 4, 7, 10, 13, 14, 15) for part in parts}
+
+
 def test_rows_of_heads_turn_and_turn_back():
     weight = np.arange(16 * 3).reshape(16, 3)
     turned = rows_to_gguf(weight, 2)
@@ -259,7 +288,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
             export(source(), tmp_path / "a", name)
     assert set(FORMATS) == {
         *SCHEMES,
-        *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
+        *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q4_k_m", "q5_k", "q5_k_m", "q6_k", "mxfp4")),
     }
 
 
@@ -268,7 +297,7 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     shutil.copytree(written[0] / "hf", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [257, 258]}))
-    assert HfFolder(folder).vocabulary().eos == 257
+    assert HfFolder(folder).vocabulary().special["eos"][0] == 257
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     save_file({f"{Q}.bias": np.ones(4, np.float32)}, folder / "biases.safetensors")
     index["weight_map"][f"{Q}.bias"] = "biases.safetensors"

@@ -12,9 +12,12 @@ import tokenizers
 from jaxquant import serving
 from jaxquant.cli import main
 from jaxquant.config.loader import load_yaml
+from jaxquant.config.rules import Rule
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.export import STATIC_INPUTS, HfFolder, Source, export, layout_of, open_gguf
+from jaxquant.export.gguf_file import GgufFile
+from jaxquant.export.vocabulary import byte_vocabulary
 from jaxquant.training.conversion import convert_run, open_parameters
 from jaxquant.training.exporting import export_run, open_source
 from jaxquant.training.importing import import_to_run, import_to_serve
@@ -128,6 +131,25 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     name = "model.layers.1.self_attn.q_proj"
     both = [open_gguf(tmp_path / file).quantized(name).qvalue for file in ("m.gguf", "direct.gguf")]
     np.testing.assert_array_equal(*map(np.asarray, both))
+
+
+def test_a_mixed_file_is_served_with_its_own_bytes(tmp_path):
+    layout, path, rng = layout_of(shape_of(320, 256, 256, 3, 4, 2, 64)), tmp_path / "m.gguf", np.random.default_rng(0)
+    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in layout.tensors.items()}
+    export(Source(layout, weights.__getitem__, byte_vocabulary(320)), path, "gguf_q4_k_m")
+    with pytest.raises(ValueError, match=r"layers/self_attention/value in several types, .*; leave out scan_layers"):
+        import_to_serve(path, tmp_path / "served", FIELDS | {"scan_layers": True})
+    made = import_to_serve(path, tmp_path / "served", FIELDS)
+    rule = Rule("layers_2/self_attention/value|layers_2/mlp/wo|logits_dense", "ggml_q6_k")
+    assert (made.quantization, made.rules, made.scan_layers) == ("ggml_q4_k", (rule,), False)
+    export_run(tmp_path / "served", tmp_path / "again.gguf", "gguf_q4_k_m", say=quiet)
+    first, second = GgufFile(path), GgufFile(tmp_path / "again.gguf")
+    assert first.tensors == second.tensors
+    served = open_source(tmp_path / "served")
+    for module in (*layout.linears, "lm_head"):
+        np.testing.assert_array_equal(served.quantized(module).qvalue, open_gguf(path).quantized(module).qvalue)
+    for name in first.tensors.keys() - {"token_embd.weight"}:  # the embedding is decoded and encoded again
+        np.testing.assert_array_equal(first.raw(name), second.raw(name))
 
 
 def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
