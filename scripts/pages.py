@@ -25,8 +25,8 @@ optim jaxquant.optim
 ops jaxquant.ops
 serving jaxquant.serving
 serving jaxquant.serving.kv_cache empty append read nbytes quantization_of
-export jaxquant.export export check_export FORMATS SCHEMES STATIC_INPUTS Source Vocabulary LlamaShape HfFolder
-export jaxquant.export open_gguf Row
+export jaxquant.export export check_export FORMATS SCHEMES STATIC_INPUTS Source Layout Vocabulary DecoderShape layout_of
+export jaxquant.export named_source HfFolder NamedFolder open_gguf Row
 export jaxquant.export.hf read_quantization to_recipe CheckpointQuantization LayerRule LayerSpec OperandSpec
 formats jaxquant.formats CODECS Codec codec BlockParameters block_parameters PackedArray pack_array matmul
 formats jaxquant.formats fake_quantize encode_tensor

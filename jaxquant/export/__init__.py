@@ -12,6 +12,8 @@ from jaxquant.export.folder import Row as Row
 from jaxquant.export.folder import write_folder
 from jaxquant.export.gguf import FILE_TYPES, export_gguf
 from jaxquant.export.gguf import open_gguf as open_gguf
+from jaxquant.export.named import NamedFolder as NamedFolder
+from jaxquant.export.named import named_source as named_source
 from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
 from jaxquant.export.schemes import ROWS

@@ -104,7 +104,7 @@ def write_folder(
         raise ValueError(f"dtype {dtype!r} is not supported; use one of {', '.join(FLOATS)}")
     if scheme.config is not None and source.layout.has_fused_experts != (scheme.name == "mxfp4"):
         known = "hf, mxfp4 or a GGUF format" if source.layout.has_fused_experts else "another format"
-        model = source.layout.config["architectures"][0]
+        model = source.layout.config.get("architectures", ["this model"])[0]
         raise NotImplementedError(f"{model} cannot be stored as {scheme.name}; use {known}")
     for name, (_, depth) in source.layout.linears.items():
         if depth % scheme.multiple:

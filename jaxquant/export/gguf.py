@@ -1,4 +1,4 @@
-"""Reader and writer of decoders in GGUF files, as llama.cpp loads them.
+"""Writer of GGUF files, and reader of decoders in GGUF files, as llama.cpp loads them.
 
 Linear layers are stored in a GGML type, embedding and head in F16, everything else in F32. A mixture selects the type
 of each matrix, including embedding and head. The experts of a layer are one tensor with three axes.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from jaxquant.export.decoder import DecoderShape, rope_stretch
 from jaxquant.export.families import FAMILIES, GGUF_KEYS, Family, family_of, layout_of, shape_of_config, tensors_of
 from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
 from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, align_up, decode, encode, header, row_bytes
-from jaxquant.export.source import Source, Vocabulary
+from jaxquant.export.source import GgufLayout, Layout, Source, Vocabulary
 from jaxquant.export.vocabulary import gguf_metadata, read_gguf, read_tokenizer
 
 FILE_TYPES = {
@@ -39,6 +40,7 @@ MXFP4 is the type of the experts only; the other layers of such a file are Q8_0.
 """
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Type that replaces a type whose block size does not divide the row size. Source: llama-quant.cpp."""
+_EMBEDDING = "token_embd.weight"
 _FACTORS = "rope_freqs.weight"
 """Tensor with the factors of a rotary embedding of type "llama3"."""
 _FLOATS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
@@ -79,15 +81,21 @@ def _norm_offset(shape: DecoderShape, name: str) -> float:
 
 
 def tensor_kind(source: Source, name: str, kind: str) -> str:
-    """Return the GGML type in which a tensor is written if ``kind``, a key of ``FILE_TYPES``, is requested."""
+    """Return the GGML type in which a tensor is written if ``kind``, a key of ``FILE_TYPES``, is requested.
+
+    Raises:
+      NotImplementedError: the type is a mixture, which llama.cpp defines for known families.
+    """
     size, is_linear = source.layout.tensors[name], name.removesuffix(".weight") in source.layout.linears
-    if len(size) == 1 or (not is_linear and ".layers." in name):  # the second is a router
+    if len(size) == 1 or (not is_linear and re.search(r"\.layers\.|^blk\.", name)):  # the second is a router
         return "F32"
     if kind.endswith("_M"):
-        kind = _mixed_kind(_shape(source), name, kind.removesuffix("_M"))
+        if source.layout.shape is None:
+            raise NotImplementedError(f"{kind} requires a model of a known family; use {kind.removesuffix('_M')}")
+        kind = _mixed_kind(source.layout.shape, name, kind.removesuffix("_M"))
     elif not is_linear:
         return "F16"
-    elif kind == "MXFP4" and ".experts." not in name:
+    elif kind == "MXFP4" and not re.search(r"\.experts\.|_exps\.", name):
         kind = "Q8_0"
     candidates = (kind, _FALLBACKS.get(kind, "F16"))
     return next((each for each in candidates if size[1] % gguf_file.block_parameters(each)[0] == 0), "F16")
@@ -112,24 +120,22 @@ def _mixed_kind(shape: DecoderShape, name: str, kind: str) -> str:
     return "Q5_K" if part == "attn_v" and count == 80 and is_70b else kind
 
 
-def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
-    """Return the metadata of a GGUF file for a model.
+def gguf_layout(layout: Layout) -> GgufLayout:
+    """Return the contents of the GGUF file of a model: ``layout.gguf``, or the contents that follow from its shape.
 
     Raises:
-      NotImplementedError: llama.cpp does not compute this model.
+      NotImplementedError: llama.cpp does not compute this model, or its metadata is not known.
     """
-    shape = _shape(source)
+    if layout.gguf is not None:
+        return layout.gguf
+    shape = layout.shape
+    if shape is None:
+        raise NotImplementedError("a GGUF file of an unknown family requires the argument metadata of named_source")
     _check_llama_cpp(shape)
     arch = family_of(shape).gguf
-    found: dict[str, Any] = {
-        "general.architecture": arch,
-        "general.name": name,
-        "general.file_type": U32(FILE_TYPES[kind]),
-        "general.quantization_version": U32(2),
-        "general.alignment": U32(ALIGNMENT),
-    }
+    found: dict[str, Any] = {"general.architecture": arch}
     experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.mlp_dim} if shape.num_experts else {}
-    values = {**source.layout.config, **experts}
+    values = {**layout.config, **experts}
     for key, theirs in GGUF_KEYS.items():
         if (value := values.get(theirs)) is not None:
             found[f"{arch}.{key}"] = float(value) if theirs in _FLOATS else U32(value)
@@ -138,13 +144,11 @@ def make_metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
         found[f"{arch}.rope.scaling.factor"] = float(shape.rope_factor)
     if shape.rope_type == "yarn":
         found[f"{arch}.rope.scaling.original_context_length"] = U32(shape.original_max_position_embeddings)
-    return found | gguf_metadata(source.vocabulary, shape.vocab_size)
-
-
-def _shape(source: Source) -> DecoderShape:
-    if source.layout.shape is None:
-        raise NotImplementedError("GGUF requires a model of a known family; export to a Hugging Face folder")
-    return source.layout.shape
+    stretch = rope_stretch(shape) if shape.rope_type == "llama3" else None
+    extra = {} if stretch is None else {_FACTORS: stretch}
+    heads = {name: count for name in layout.tensors if (count := _rotated_heads(shape, name))}
+    offsets = {name: _norm_offset(shape, name) for name in layout.tensors}
+    return GgufLayout(found, stored_tensors(shape), extra, heads, offsets)
 
 
 def _check_llama_cpp(shape: DecoderShape) -> None:
@@ -191,25 +195,31 @@ def export_gguf(
       NotImplementedError: GGUF does not support the tokenizer, or a type needs the package gguf, which is not
         installed.
     """
-    out, rows, shape = Path(out), [], _shape(source)
-    if kind == "MXFP4" and not shape.num_experts:
+    out, rows, layout = Path(out), [], gguf_layout(source.layout)
+    stored, extra, sizes = layout.tensors, layout.extra, source.layout.tensors
+    if kind == "MXFP4" and not any("_exps." in each for each in stored):
         raise NotImplementedError("GGUF files store only experts in MXFP4, and the model has none; use another format")
-    sizes, extra = source.layout.tensors, {}
-    if shape.rope_type == "llama3":
-        extra[_FACTORS] = rope_stretch(shape)
-    stored = stored_tensors(shape)
+    general = {
+        "general.name": name,
+        "general.file_type": U32(FILE_TYPES[kind]),
+        "general.quantization_version": U32(2),
+        "general.alignment": U32(ALIGNMENT),
+    }
+    # A tokenizer has a token for each row of the embedding.
+    tokens = gguf_metadata(source.vocabulary, sizes[stored[_EMBEDDING][0]][0] if _EMBEDDING in stored else 0)
+    metadata = {**layout.metadata, **general, **layout.metadata, **tokens}
     kinds = {each: (tensor_kind(source, names[0], kind), sizes[names[0]]) for each, names in stored.items()}
     heads = {each: ("F32", array.shape) for each, array in extra.items()}
     for each, (own, size) in kinds.items():
-        heads[each] = (own, (len(stored[each]), *size) if "_exps." in each else size)
+        heads[each] = (own, size if stored[each] == [each] or "_exps." not in each else (len(stored[each]), *size))
     with partial_path(out) as partial, partial.open("wb") as file:
-        file.write(header(make_metadata(source, kind, name), heads))
+        file.write(header(metadata, heads))
         for array in extra.values():
             file.write(array.tobytes().ljust(align_up(array.nbytes), b"\0"))
         for each, (own, size) in kinds.items():
             total = 0
             for part in stored[each]:
-                data, back = _encode_tensor(source, part, own)
+                data, back = _encode_tensor(source, layout, part, own)
                 if data.nbytes != row_bytes(own, size[-1]) * math.prod(size[:-1]):
                     raise ValueError(f"{part} has {data.nbytes} bytes, but {own} of shape {size} has another size")
                 file.write(np.ascontiguousarray(data).data)
@@ -223,14 +233,14 @@ def export_gguf(
     return rows
 
 
-def _encode_tensor(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
+def _encode_tensor(source: Source, layout: GgufLayout, name: str, kind: str) -> tuple[np.ndarray, float]:
     """Return the encoded bytes of a tensor, and the SQNR of the encoding in dB."""
-    heads = _rotated_heads(_shape(source), name)
+    heads = layout.heads.get(name)
     tensor = source.quantized(name.removesuffix(".weight"))
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
         data = np.asarray(tensor.qvalue)
         return data if heads is None else rows_to_gguf(data, heads), float("inf")
-    weight = source.finite(name) + np.float32(_norm_offset(_shape(source), name))
+    weight = source.finite(name) + np.float32(layout.offsets.get(name, 0))
     if heads is not None:
         weight = rows_to_gguf(weight, heads)
     if kind == "F32":
@@ -289,9 +299,9 @@ def read_shape(file: GgufFile) -> DecoderShape:
     # Llama, Mistral and Mixtral have one architecture in GGUF: take the first with all keys that the file has.
     own = {key for key in ("num_local_experts", "sliding_window") if config.get(key)}
     family = next((family for family in families if own <= family.keys.keys()), families[0])
-    embedding = file.tensors.get("token_embd.weight")
+    embedding = file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(f"{file.path} has no tensor token_embd.weight with two axes")
+        raise ValueError(f"{file.path} has no tensor {_EMBEDDING} with two axes")
     config |= {
         "architectures": [family.architecture],
         "vocab_size": embedding.shape[0],

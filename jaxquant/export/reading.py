@@ -1,8 +1,9 @@
-"""Reader of decoders in Hugging Face folders, float or quantized, as named float tensors."""
+"""Readers of Hugging Face folders, float or quantized: the tensors of any model, and decoders as float tensors."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,117 @@ from jaxquant.export.hf.read import SIDECAR
 from jaxquant.export.layouts import check_finite, row_chunks
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import EMBEDDING, HEAD, Source, Vocabulary
-from jaxquant.export.stored import StoredLayer, read_layer, take_input_amax
+from jaxquant.export.stored import StoredLayer, read_layer, stored_shape, take_input_amax
 from jaxquant.export.vocabulary import read_tokenizer
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
-class HfFolder:
-    """A folder of safetensors files with its config.
+class TensorFolder:
+    """A folder of safetensors files with its config; the architecture can be unknown.
+
+    Attributes:
+      config: contents of ``config.json``.
+      quantization: ordered rules for the quantization of layers, or None for a float checkpoint.
+
+    Args:
+      folder: folder with ``config.json`` and ``model.safetensors`` or its shards and index.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged.
+      NotImplementedError: the quantization is not supported.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.config = read_json(self.folder / "config.json")
+        sidecar = self.folder / SIDECAR
+        self._files = self._open_files()
+        known = {name: (entry.shape, entry.dtype) for file in self._files for name, entry in file.entries.items()}
+        self._where = {name: file for file in self._files for name in file.entries}
+        self._ends: dict[str, dict[str, str]] = {}
+        if len(known) != sum(len(file) for file in self._files):
+            raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
+        if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
+            raise ValueError(f"{others[0]} is not listed in the index; move it to another folder")
+        self.quantization: CheckpointQuantization | None = read_quantization(
+            self.config, known, read_json(sidecar) if sidecar.exists() else None
+        )
+
+    def spec(self, module: str) -> LayerSpec | None:
+        """Return the quantization of a linear layer, or None if the layer is float."""
+        return None if self.quantization is None else self.quantization.spec(module)
+
+    def tensors(self, module: str) -> dict[str, np.ndarray]:
+        """Return the tensors of a layer by the suffix of their name, as views of the files."""
+        return {end: self._stored(name) for end, name in self._ends.get(module, {}).items()}
+
+    def _stored(self, name: str) -> np.ndarray:
+        """Return a tensor as a view of the files."""
+        self._where[name].release()  # the pages of the tensor that was read before
+        return self._where[name][name]
+
+    def _group(self, names: Iterable[str], is_single: Callable[[str], bool]) -> None:
+        """Group tensors by layer, except for tensors that are not part of a layer's weight."""
+        for name in names:
+            module, _, end = name.rpartition(".")
+            if is_single(name):
+                self._ends[name] = {"": name}
+            else:
+                self._ends.setdefault(module, {})[f".{end}"] = name
+
+    def _read_layer(self, module: str, shape: tuple[int, ...] | None) -> StoredLayer | None:
+        """Return a linear layer as stored, or None for a float layer; ``shape`` is read from the files if it is None.
+
+        Raises:
+          ValueError, NotImplementedError: raised by ``read_layer``; the message names the layer.
+        """
+        spec = self.spec(module)
+        if spec is None:
+            return None
+        try:
+            tensors = self.tensors(module)
+            return read_layer(spec, tensors, shape or stored_shape(spec, tensors))
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{self.folder}: {module}: {error}") from None
+
+    def _open_files(self) -> list[SafetensorsFile]:
+        index, single = self.folder / INDEX, self.folder / "model.safetensors"
+        if not index.exists():
+            return [SafetensorsFile(single)]
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
+            raise ValueError(f"{index} has no weight_map from names to files")
+        names = sorted(set(places.values()))
+        for name in names:
+            if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise ValueError(f"{index} lists {show(name)}, which is not the name of a safetensors file")
+        files = {name: SafetensorsFile(self.folder / name) for name in names}
+        for tensor, name in places.items():
+            if tensor not in files[name]:
+                raise ValueError(f"{index} lists {show(tensor)} in {name}, which does not have it; download it again")
+        for name, file in files.items():
+            for tensor in file:
+                if places.get(tensor) != name:
+                    raise ValueError(f"{self.folder / name} has {show(tensor)}, but the index lists it in another file")
+        return list(files.values())
+
+
+def check_float(array: np.ndarray, place: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a float tensor after checking its dtype, shape and values.
+
+    Raises:
+      ValueError: the tensor is not float, has another shape, or a value is not finite.
+    """
+    if array.shape != shape or array.dtype.name not in _FLOATS:
+        raise ValueError(f"{place} is {array.dtype.name}{array.shape}, but must be a float array of shape {shape}")
+    return check_finite(array, place)
+
+
+class HfFolder(TensorFolder):
+    """A folder with a decoder of a known family.
 
     Attributes:
       config: contents of ``config.json``.
@@ -42,29 +145,12 @@ class HfFolder:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self.config = read_json(self.folder / "config.json")
+        super().__init__(folder)
         self.layout = layout_of(shape_of_config(self.config))
-        sidecar = self.folder / SIDECAR
-        self._files = self._open_files()
-        known = {name: (entry.shape, entry.dtype) for file in self._files for name, entry in file.entries.items()}
-        self._where = {name: file for file in self._files for name in file.entries}
         self._slices = self._find_slices()
         stored = {each.stored for each in self._slices.values()}
-        self._ends: dict[str, dict[str, str]] = {}
-        for name in (*(self._where.keys() - stored), *self._slices):
-            module, _, end = name.rpartition(".")
-            if name in self.layout.tensors and end != "weight":
-                self._ends[name] = {"": name}
-            else:
-                self._ends.setdefault(module, {})[f".{end}"] = name
-        if len(known) != sum(len(file) for file in self._files):
-            raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
-        if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
-            raise ValueError(f"{others[0]} is not listed in the index; move it to another folder")
-        self.quantization: CheckpointQuantization | None = read_quantization(
-            self.config, known, read_json(sidecar) if sidecar.exists() else None
-        )
+        is_single = lambda name: name in self.layout.tensors and not name.endswith(".weight")  # noqa: E731
+        self._group((*(self._where.keys() - stored), *self._slices), is_single)
         if self.quantization is not None and self.quantization.kv_cache is not None:
             raise NotImplementedError(
                 f"{self.folder} quantizes its KV cache ({self.quantization.kv_cache}), whose scales are not "
@@ -72,27 +158,13 @@ class HfFolder:
             )
         self._check_names()
 
-    def spec(self, module: str) -> LayerSpec | None:
-        """Return the quantization of a linear layer, or None if the layer is float."""
-        return None if self.quantization is None else self.quantization.spec(module)
-
-    def tensors(self, module: str) -> dict[str, np.ndarray]:
-        """Return the tensors of a layer by the suffix of their name, as views of the files."""
-        return {end: self._stored(name) for end, name in self._ends.get(module, {}).items()}
-
     def layer(self, module: str) -> StoredLayer | None:
         """Return a linear layer as stored, or None for a float layer; raises if a tensor of the layer is not used.
 
         Raises:
           ValueError, NotImplementedError: raised by ``read_layer``; the message names the layer.
         """
-        spec = self.spec(module)
-        if spec is None:
-            return None
-        try:
-            return read_layer(spec, self.tensors(module), self.layout.linears[module])
-        except (ValueError, NotImplementedError) as error:
-            raise type(error)(f"{self.folder}: {module}: {error}") from None
+        return self._read_layer(module, self.layout.linears[module])
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of ``layout.tensors`` decoded to float32; raises if a value is not finite."""
@@ -110,10 +182,8 @@ class HfFolder:
                 f"{self.folder}: {module} is a float layer in the config, but has the tensor "
                 f"{next(iter(tensors))[1:]}; export the checkpoint again"
             )
-        if array.shape != size or array.dtype.name not in _FLOATS:
-            raise ValueError(f"{place} is {array.dtype.name}{array.shape}, but must be a float array of shape {size}")
         with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite and raises
-            return check_finite(array.astype(np.float32), place)
+            return check_finite(check_float(array, place, size).astype(np.float32), place)
 
     def source(self, *, has_tokenizer: bool = True) -> Source:
         """Return the model as a ``Source`` for an export or an import; static input scales become input amaxes.
@@ -154,9 +224,7 @@ class HfFolder:
     def _stored(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the files; ``name`` may be a tensor of one expert that is stored with others."""
         part = self._slices.get(name)
-        stored = name if part is None else part.stored
-        self._where[stored].release()  # the pages of the tensor that was read before
-        return self._where[stored][stored] if part is None else part.read(self._where[stored][stored])
+        return super()._stored(name) if part is None else part.read(super()._stored(part.stored))
 
     def _find_slices(self) -> dict[str, Slice]:
         """Return the tensors of single experts that the folder stores together, as gpt-oss does."""
@@ -168,27 +236,6 @@ class HfFolder:
             if (count := self._where[part.stored].entries[part.stored].shape[0]) <= part.expert:
                 raise ValueError(f"{self.folder}: {part.stored} has {count} experts, fewer than the config")
         return found
-
-    def _open_files(self) -> list[SafetensorsFile]:
-        index, single = self.folder / INDEX, self.folder / "model.safetensors"
-        if not index.exists():
-            return [SafetensorsFile(single)]
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
-            raise ValueError(f"{index} has no weight_map from names to files")
-        names = sorted(set(places.values()))
-        for name in names:
-            if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                raise ValueError(f"{index} lists {show(name)}, which is not the name of a safetensors file")
-        files = {name: SafetensorsFile(self.folder / name) for name in names}
-        for tensor, name in places.items():
-            if tensor not in files[name]:
-                raise ValueError(f"{index} lists {show(tensor)} in {name}, which does not have it; download it again")
-        for name, file in files.items():
-            for tensor in file:
-                if places.get(tensor) != name:
-                    raise ValueError(f"{self.folder / name} has {show(tensor)}, but the index lists it in another file")
-        return list(files.values())
 
     def _check_names(self) -> None:
         """Raise if a tensor is unused or missing, or if a float tensor does not have the shape of the config."""

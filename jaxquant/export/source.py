@@ -7,15 +7,36 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.blocks import BlocksError
+from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.export.decoder import DecoderShape
 from jaxquant.export.hf import OperandSpec
 from jaxquant.export.hf.quantization import FUSED
 from jaxquant.export.layouts import is_finite
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufLayout:
+    """Contents of a GGUF file without the tokenizer and the values of tensors.
+
+    Attributes:
+      metadata: values by key; a ``U32`` is written as uint32, another integer as int32.
+      tensors: names of the tensors, each with the names in ``Layout.tensors`` of the parts that are stored together.
+      extra: tensors in float32 that are not in ``Layout.tensors``, by name.
+      heads: number of heads of each tensor whose rows are permuted, by name in ``Layout.tensors``.
+      offsets: number that is added to a tensor in the file, by name in ``Layout.tensors``.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, list[str]]
+    extra: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    heads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    offsets: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +49,7 @@ class Layout:
       config: ``config.json`` without dtype, special tokens and quantization.
       shape: the decoder that has these tensors, or None for another model.
       has_fused_experts: whether files store the experts of a layer together, as gpt-oss does (``fused``).
+      gguf: contents of a GGUF file, or None if they follow from ``shape``.
     """
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -35,6 +57,7 @@ class Layout:
     config: Mapping[str, Any]
     shape: DecoderShape | None = None
     has_fused_experts: bool = False
+    gguf: GgufLayout | None = None
 
     @functools.cached_property
     def float_linears(self) -> list[str]:
@@ -89,20 +112,25 @@ class ScaledElements(NamedTuple):
 
     @classmethod
     def from_qtensor(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
-        """Return a tensor [out, in] with a scale for each block of a format, or None if its dtypes or blocks differ."""
+        """Return a tensor [out, in] with a scale for each block of a format.
+
+        Returns None if the dtypes differ, or if the tensor has different scales in a block of the format.
+        """
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
         whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
         numbers = (tensor.qvalue.dtype.name, tensor.scale.dtype.name, tensor.outer_scale is not None)
         if numbers != (operand.dtype, operand.scale_dtype, operand.outer_scale):
             return None
-        places = []
-        for size, own, wanted in zip(tensor.shape, tensor.blocks, operand.block_size or whole, strict=True):
-            if own < size and own % wanted:
+        scale, blocks = np.asarray(tensor.scale), zip(tensor.blocks, operand.block_size or whole, strict=True)
+        for axis, (own, wanted) in enumerate(blocks):
+            places = np.arange(tensor.shape[axis]) // own
+            firsts = places[::wanted]
+            equal = np.repeat(firsts, wanted)[: len(places)]
+            if (places != equal).any() and (scale.take(places, axis) != scale.take(equal, axis)).any():
                 return None
-            places.append(np.arange(0, size, wanted) // own)
+            scale = scale.take(firsts, axis)
         outer = np.ones((), np.float32) if tensor.outer_scale is None else np.asarray(tensor.outer_scale).reshape(())
-        scale = np.asarray(tensor.scale)[np.ix_(*places)]
         return cls(np.asarray(tensor.qvalue), scale.reshape(()) if operand.is_tensor else scale, outer)
 
 
@@ -147,10 +175,10 @@ class Source:
         """Return the stored elements and scales of a linear layer's weight [out, in], in the blocks of a format.
 
         If the weight has larger blocks than the format, their scales are repeated. Returns None if the dtypes or
-        blocks differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
+        scales differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
         """
         elements: dict[str, ScaledElements] = {}
-        for name in fused_with(module) if operand.is_tensor else (module,):
+        for name in self._fused_with(module) if operand.is_tensor else (module,):
             tensor = self.quantized(name)
             scaled = None if tensor is None else ScaledElements.from_qtensor(tensor, operand)
             if scaled is None:
@@ -160,7 +188,7 @@ class Source:
 
     def fused_amax(self, module: str) -> float:
         """Return the largest magnitude of a weight and of the weights that servers fuse with it."""
-        return max(float(np.max(np.abs(self.weight(name)))) for name in fused_with(module))
+        return max(float(np.max(np.abs(self.weight(name)))) for name in self._fused_with(module))
 
     def fused_input_amax(self, module: str) -> float:
         """Return the largest magnitude of the input of a linear layer and of the layers that servers fuse with it.
@@ -169,7 +197,7 @@ class Source:
           ValueError: the input was not measured.
         """
         try:
-            amaxes = [self.input_amax[name] for name in fused_with(module)]
+            amaxes = [self.input_amax[name] for name in self._fused_with(module)]
         except KeyError as error:
             raise ValueError(
                 f"the input of {error.args[0]} has no amax, but this format stores its scale; calibrate the "
@@ -178,6 +206,46 @@ class Source:
         if not all(np.isfinite(value) and value > 0 for value in amaxes):
             raise ValueError(f"the input of {module} has the invalid amax {max(amaxes)}; calibrate the model")
         return max(amaxes)
+
+    def _fused_with(self, module: str) -> list[str]:
+        return [name for name in fused_with(module) if name in self.layout.linears]
+
+
+def quantized_matrix(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
+    """Return a quantized kernel [in…, out…] as a matrix [out, in] or [out, bytes].
+
+    Args:
+      tensor: kernel.
+      shape: [out, in].
+
+    Returns:
+      The matrix, or None if its blocks cannot be transposed.
+    """
+    if tensor.codec is None:
+        try:
+            return tensor.reshape(shape[::-1]).transpose((1, 0))
+        except BlocksError:
+            return None
+    contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
+    if contraction != list(range(contraction[-1] + 1)):
+        return None
+    data = np.asarray(tensor.qvalue).reshape(-1, shape[0]).T
+    return QTensor(data, block=(1, shape[1]), codec=tensor.codec)  # pyright: ignore[reportArgumentType]
+
+
+def layer_slice(leaf: Any, index: tuple[int, ...]) -> Any:
+    """Return the part of a parameter at an index of its leading axes, along which layers or experts are stacked."""
+    if not index:
+        return leaf
+    # A part of size 1 along an axis is shared by all of its indices.
+    cut = lambda part: part[tuple(at if size > 1 else 0 for at, size in zip(index, part.shape, strict=False))]  # noqa: E731
+    made = jax.tree.map(cut, leaf)
+    return dataclasses.replace(made, block=leaf.block and leaf.blocks[len(index) :]) if is_tensor(leaf) else made
+
+
+def to_float(leaf: Any) -> np.ndarray:
+    """Return a parameter, which can be a ``QTensor``, in float32."""
+    return np.asarray(dequantize(leaf) if isinstance(leaf, QTensor) else leaf, np.float32)
 
 
 def fused_with(module: str) -> tuple[str, ...]:

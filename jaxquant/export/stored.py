@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor, make_qtensor
 from jaxquant.export.hf import LayerSpec, ScaleGranularity
 from jaxquant.export.layouts import (
     NVFP4_RANGE,
@@ -58,10 +59,28 @@ class StoredLayer:
     zero_point: np.ndarray | None = None
     levels: tuple[np.ndarray, np.ndarray] | None = None
 
+    def to_qtensor(self, spec: LayerSpec) -> QTensor:
+        """Return the weight [out, in] as a ``QTensor`` with the elements and scales of the checkpoint."""
+        dtype, (scale, outer) = spec.weight.dtype, self.levels or (self.scale, None)
+        elements: Any = self.elements.astype(dtype, copy=False)
+        scales: Any = scale.astype(spec.weight.scale_dtype, copy=False)
+        zero_point: Any = None if self.zero_point is None else self.zero_point.astype(dtype)
+        outer_scale: Any = None if outer is None else outer.reshape(1, 1)
+        return make_qtensor(elements, scales, zero_point, outer_scale, self.block)
+
     def decode(self) -> np.ndarray:
         """Return the weight in float32; each value is rounded once, and becomes infinite if it overflows."""
         with np.errstate(over="ignore"):
             return decode_scaled(self.elements, self.scale, self.block, self.zero_point)
+
+
+def stored_shape(spec: LayerSpec, tensors: Tensors) -> tuple[int, ...]:
+    """Return the shape [out, in] of a linear layer whose model is not known; columns can be packed."""
+    if ".weight_shape" in tensors:
+        return tuple(tensors[".weight_shape"].tolist())
+    stored = tensors.get(".weight_packed", tensors.get(".weight", np.empty((0, 0))))
+    per_element = 1 if spec.packing == "plain" else 8 * stored.dtype.itemsize // element(spec.weight.dtype).bits
+    return (*stored.shape[:-1], stored.shape[-1] * per_element)
 
 
 def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, ...]) -> StoredLayer:

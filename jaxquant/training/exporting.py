@@ -12,17 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.blocks import BlocksError
 from jaxquant.core.paths import leaves_by_path
-from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
+from jaxquant.core.qtensor import QTensor, is_tensor
 from jaxquant.core.quant_state import HISTORY
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, DecoderShape, Row, Source, export, layout_of
 from jaxquant.export.families import Tensor, family_of, tensors_of
+from jaxquant.export.source import layer_slice, quantized_matrix, to_float
 from jaxquant.export.vocabulary import byte_vocabulary, read_tokenizer
 from jaxquant.state import rows_of
 from jaxquant.training.config import TrainConfig
@@ -81,20 +80,6 @@ def locate_tensors(config: TrainConfig, shape: DecoderShape) -> dict[str, Locati
             index = (tensor.layer, *index) if config.scan_layers else index
         found[name] = Location(path, index, tensor, norm_offset if path.endswith("/scale") else 0.0)
     return found
-
-
-def _quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
-    """Return a quantized kernel as [out, in] or [out, bytes], or None if its blocks cannot be transposed."""
-    if tensor.codec is None:
-        try:
-            return tensor.reshape(shape[::-1]).transpose((1, 0))
-        except BlocksError:
-            return None
-    contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
-    if contraction != list(range(contraction[-1] + 1)):
-        return None
-    data = np.asarray(tensor.qvalue).reshape(-1, shape[0]).T
-    return QTensor(data, block=(1, shape[1]), codec=tensor.codec)  # pyright: ignore[reportArgumentType]
 
 
 def export_run(
@@ -157,7 +142,7 @@ def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str
 
     def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
         tensor, rest = converted(path, index[:depth]), index[depth:]
-        return tensor if tensor is None or not rest else jax.tree.map(lambda part: part[rest], tensor)
+        return layer_slice(tensor, rest)
 
     read = lambda path, index: stored.read(f"params/{path}", *index)  # noqa: E731
     source = _as_source(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
@@ -180,18 +165,10 @@ def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str
 def _open_converted(folder: Path) -> Source:
     found = open_served(folder)
     leaves = leaves_by_path(found.params, is_leaf=is_tensor)
-
-    def at(path: str, index: tuple[int, ...]) -> Any:
-        # Indexing removes the axis of stacked layers; ``QTensor`` removes it from the block shape, too.
-        return jax.tree.map(lambda part: part[index], leaves[path]) if index else leaves[path]
-
-    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
-        leaf = at(path, index)
-        return np.asarray(dequantize(leaf) if isinstance(leaf, QTensor) else leaf, np.float32)
+    read = lambda path, index: to_float(layer_slice(leaves[path], index))  # noqa: E731
 
     def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
-        leaf = at(path, index)
-        return leaf if isinstance(leaf, QTensor) else None
+        return layer_slice(leaves[path], index) if is_tensor(leaves[path]) else None
 
     return _as_source(found.config, leaves, read, quantized)
 
@@ -211,7 +188,7 @@ def _as_source(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quant
     def kernel(module: str) -> QTensor | None:
         place = found[f"{module}.weight"]
         value = quantized(place.path, place.index)
-        return None if value is None else _quantized_to_hf(value, place.tensor.shape)
+        return None if value is None else quantized_matrix(value, place.tensor.shape)
 
     vocabulary = byte_vocabulary(shape.vocab_size)
     if config.tokenizer_path:
