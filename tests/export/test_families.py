@@ -131,7 +131,8 @@ FAMILY_SHAPES = {
 def source_of(shape, seed=0):
     rng, layout = np.random.default_rng(seed), layout_of(shape)
     tensors = {name: rng.normal(size=size).astype(ml_dtypes.bfloat16) for name, size in layout.tensors.items()}
-    return Source(layout, lambda name: tensors[name].astype(np.float32))
+    quantized = lambda module: None if f"{module}.weight" in tensors else tensors[module]["no layer"]  # noqa: E731
+    return Source(layout, lambda name: tensors[name].astype(np.float32), quantized=quantized)
 
 
 @pytest.mark.parametrize("name", FAMILY_SHAPES)
