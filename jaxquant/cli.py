@@ -284,7 +284,7 @@ def export(**options: Any) -> None:
 @click.option("--serve", is_flag=True, help="Write a checkpoint for serving; keeps elements and scales if possible.")
 @exit_code(interrupted=NOTHING_WRITTEN)
 def import_(**options: Any) -> None:
-    """Import a Llama from Hugging Face or a GGUF file.
+    """Import a model from Hugging Face or a GGUF file.
 
     SOURCE is a Hugging Face folder or a GGUF file. The result is a run, which `jaxquant train` continues, or with
     --serve a checkpoint for `jaxquant serve`. KEY=VALUE words set fields of the run's config, such as dataset and

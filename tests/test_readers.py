@@ -16,7 +16,7 @@ from jaxquant.compat.mlc_presets import read_mlc_quantization
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.core.typed import build
-from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export import DecoderShape, HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.export.hf import read_quantization
 from jaxquant.export.vocabulary import byte_vocabulary
 from jaxquant.training.config import TrainConfig
@@ -106,16 +106,16 @@ def test_quantizations_of_checkpoints(published: Any, where: float, new: Any):
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write one small model as a folder with fp8 blocks and as a GGUF file."""
-    shape, rng = LlamaShape(320, 32, 32, 1, 2, 1, 16, max_length=16), np.random.default_rng(0)
-    tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in shape.tensors().items()}
+    shape, rng = DecoderShape(320, 32, 32, 1, 2, 1, 16, max_position_embeddings=16), np.random.default_rng(0)
+    tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in layout_of(shape).tensors.items()}
     folder = tmp_path_factory.mktemp("checkpoints")
     for target, kind in (("hf", "fp8_block"), ("m.gguf", "gguf_q8_0")):
-        export(Source(shape, tensors.__getitem__, byte_vocabulary(320)), folder / target, kind)
+        export(Source(layout_of(shape), tensors.__getitem__, byte_vocabulary(320)), folder / target, kind)
     return folder
 
 
 def read_all(opened: Any) -> None:
-    for name, size in opened.shape.tensors().items():
+    for name, size in opened.layout.tensors.items():
         assert opened.read(name).shape == size
 
 

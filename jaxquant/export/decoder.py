@@ -39,7 +39,7 @@ class DecoderShape:
     attention_bias: Literal["none", "qkv", "all"] = "none"
     attention_sinks: bool = False
     use_qk_norm: bool = False
-    query_pre_attn_scalar: float = 0.0
+    query_pre_attn_scalar: int = 0
     sliding_window_size: int = 0
     global_attention_every: int = 0
     attn_logits_soft_cap: float = 0.0

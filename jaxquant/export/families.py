@@ -258,7 +258,7 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
     if read["head_dim"] % 2:
         raise ValueError(f"config.json: head_dim must be even for rotary embeddings, got {read['head_dim']}")
     if read.get("query_pre_attn_scalar") == read["head_dim"]:
-        read["query_pre_attn_scalar"] = 0.0
+        read["query_pre_attn_scalar"] = 0
     shape, types = DecoderShape(**read), config.get("layer_types")
     if not isinstance(types, list) or types == ["full_attention"] * shape.num_layers:
         return shape if types is None else dataclasses.replace(shape, sliding_window_size=0)

@@ -169,9 +169,9 @@ def _check_llama_cpp(shape: DecoderShape) -> None:
         raise NotImplementedError(f"llama.cpp computes {family.gguf} with a sliding window, but the model has none")
 
 
-def _query_scalar(family: Family, layers: int, size: int, heads: int) -> float:
+def _query_scalar(family: Family, layers: int, size: int, heads: int) -> int:
     """Return llama.cpp's ``query_pre_attn_scalar`` of a Gemma; 0 means ``head_dim``, as in all but the 27B models."""
-    return size / heads if layers == {"gemma2": 46, "gemma3": 62}[family.gguf] else 0.0
+    return size // heads if layers == {"gemma2": 46, "gemma3": 62}[family.gguf] else 0
 
 
 def export_gguf(
@@ -236,7 +236,7 @@ def export_gguf(
 def _encode_tensor(source: Source, layout: GgufLayout, name: str, kind: str) -> tuple[np.ndarray, float]:
     """Return the encoded bytes of a tensor, and the SQNR of the encoding in dB."""
     heads = layout.heads.get(name)
-    tensor = source.quantized(name.removesuffix(".weight"))
+    tensor = source.quantized(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
         data = np.asarray(tensor.qvalue)
         return data if heads is None else rows_to_gguf(data, heads), float("inf")

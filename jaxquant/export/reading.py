@@ -145,8 +145,9 @@ class HfFolder(TensorFolder):
     """
 
     def __init__(self, folder: str | Path):
+        # Before the files are opened, so that a model of another family is refused from its config alone.
+        self.layout = layout_of(shape_of_config(read_json(Path(folder) / "config.json")))
         super().__init__(folder)
-        self.layout = layout_of(shape_of_config(self.config))
         self._slices = self._find_slices()
         stored = {each.stored for each in self._slices.values()}
         is_single = lambda name: name in self.layout.tensors and not name.endswith(".weight")  # noqa: E731
@@ -252,13 +253,11 @@ class HfFolder(TensorFolder):
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}; download it again")
         for name, size in self.layout.tensors.items():
-            module, entry = (
-                name.removesuffix(".weight"),
-                self._where[name].entries[name] if name in self._where else None,
-            )
+            module = name.removesuffix(".weight")
             is_float = module not in self.layout.linears or self.spec(module) is None
-            if entry is not None and is_float and entry.shape != size:
-                raise ValueError(f"{self.folder}: {name} has shape {entry.shape}, but its config requires {size}")
+            found = self._where[name].entries[name].shape if name in self._where and is_float else size
+            if found != size:
+                raise ValueError(f"{self.folder}: {name} has shape {found}, but its config requires {size}")
 
     def _check_tied(self, embedding: str, head: str) -> None:
         """Raise if a stored head differs from the embedding, which a tied model uses as its head."""

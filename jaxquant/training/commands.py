@@ -80,7 +80,7 @@ def export(source: str, out: str, format: str, step: int | None, dtype: str) -> 
 
 
 def import_(source: str, out: str, changes: Sequence[str], serve: bool) -> None:
-    """Import a Llama from a Hugging Face folder or a GGUF file: as a run to train, or a checkpoint to serve."""
+    """Import a model from a Hugging Face folder or a GGUF file: as a run to train, or a checkpoint to serve."""
     run = importing.import_to_serve if serve else importing.import_to_run
     with _measure_cost() as cost, _show_rows("importing") as progress:
         config = run(source, out, parse_overrides(changes), progress)

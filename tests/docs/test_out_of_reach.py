@@ -137,7 +137,7 @@ ERRORS = {
     "rule 'w' .* for layer 'w', but": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
     "'own_dense' returns float32.8,8., float32.8,8.": _registered_wrong,
     "layer 'w' .parameter w. did not run": _new_layer,
-    "'mine' keeps quant state": _call_what_no_example_ran,
+    "needs quant state, but the model has no 'input_amax_bins' at 'mine'": _call_what_no_example_ran,
 }
 """Part of the message -> function that raises the error."""
 SECTION = PAGE.read_text().partition("## What cannot be reached")[2].partition("\n## ")[0]

@@ -131,7 +131,8 @@ FAMILY_SHAPES = {
 def source_of(shape, seed=0):
     rng, layout = np.random.default_rng(seed), layout_of(shape)
     tensors = {name: rng.normal(size=size).astype(ml_dtypes.bfloat16) for name, size in layout.tensors.items()}
-    return Source(layout, lambda name: tensors[name].astype(np.float32))
+    quantized = lambda module: None if f"{module}.weight" in tensors else tensors[module]["no layer"]  # noqa: E731
+    return Source(layout, lambda name: tensors[name].astype(np.float32), quantized=quantized)
 
 
 @pytest.mark.parametrize("name", FAMILY_SHAPES)
@@ -201,9 +202,10 @@ def test_routers_norms_and_biases_stay_in_float(tmp_path, name):
         ("Mistral-7B-v0.1", {"attention_bias": True}, "has attention_bias True; for MistralForCausalLM only False"),
     ],
 )
-def test_what_a_family_does_not_have_is_refused_by_name(name, changes, message):
+def test_what_a_family_does_not_have_is_refused_by_name_from_its_config_alone(tmp_path, name, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0] | changes))
     with pytest.raises((ValueError, NotImplementedError), match=f"config.json.* {message}"):
-        shape_of_config(PUBLISHED[name][0] | changes)
+        HfFolder(tmp_path)
 
 
 def test_a_shape_of_no_family_names_what_the_nearest_cannot_have():

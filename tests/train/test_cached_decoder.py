@@ -19,7 +19,7 @@ LENGTH = 16
 WINDOW = {"num_layers": 3, "sliding_window_size": 4, "global_attention_every": 2}
 GEMMA = {
     **{"use_qk_norm": True, "use_post_norms": True, "scale_embedding": True, "mlp_activation": "gelu_tanh"},
-    **{"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 3.0, "query_pre_attn_scalar": 8.0},
+    **{"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 3.0, "query_pre_attn_scalar": 8},
     **{"rope_local_theta": 100.0, "rope_type": "linear", "rope_factor": 4.0, **WINDOW},
 }
 GPT_OSS = {
