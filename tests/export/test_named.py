@@ -22,14 +22,10 @@ SHAPES = {"q": (256, 4, 64), "kv": (256, 256), "out": (4, 64, 256), "gate": (256
 RNG = np.random.default_rng(0)
 PLAIN = {f"block_{n}": {name: np.float32(RNG.normal(size=size)) for name, size in SHAPES.items()} for n in (0, 1)}
 PLAIN |= {"table": np.float32(RNG.normal(size=(8, 256))), "norms": np.float32(RNG.normal(size=(2, 256)))}
-NAMES = {
-    "table": "token_embd.weight",
-    "norms": "blk.{}.norm.weight",
-    ("block_*/q", "block_*/gate"): "blk.{}.q_gate.weight",
-    "block_*/up": "blk.{}.up_proj.weight",  # without a gate_proj, with which servers would fuse the layer
-    "block_*/kv": {"blk.{}.k.weight": 128, "blk.{}.v.weight": 128},
-    "block_*/*": "blk.{}.{}.weight",
-}
+# There is no gate_proj, with which servers would fuse up_proj.
+NAMES = {"table": "token_embd.weight", "norms": "blk.{}.norm.weight", "block_*/up": "blk.{}.up_proj.weight"}
+NAMES |= {("block_*/q", "block_*/gate"): "blk.{}.q_gate.weight"}
+NAMES |= {"block_*/kv": {"blk.{}.k.weight": 128, "blk.{}.v.weight": 128}, "block_*/*": "blk.{}.{}.weight"}
 AXES = {"block_*/out": 2, "block_*/*": 1}
 
 
@@ -78,13 +74,9 @@ def test_converted_stacked_layers_read_as_they_were_converted(tmp_path, format, 
     shapes = jax.eval_shape(layers.init, jax.random.key(0), x, None)
     variables = jax.tree.map(lambda leaf: jnp.asarray(RNG.normal(size=leaf.shape), jnp.float32), shapes)
     params = jaxquant.convert(layers, variables, {"quantization": string}, x, None)["params"]
-    names = {
-        ("q/kernel", "k/kernel"): "blk.{}.qk.weight",
-        ("q/bias", "k/bias"): "blk.{}.qk.bias",
-        "gate_up/kernel": {"blk.{}.gate_proj.weight": 256, "blk.{}.up_proj.weight": 256},
-        "*/kernel": "blk.{1}.{0}.weight",
-        "*/bias": "blk.{1}.{0}.bias",
-    }
+    names = {("q/kernel", "k/kernel"): "blk.{}.qk.weight", ("q/bias", "k/bias"): "blk.{}.qk.bias"}
+    names |= {"gate_up/kernel": {"blk.{}.gate_proj.weight": 256, "blk.{}.up_proj.weight": 256}}
+    names |= {"out/kernel": "blk.{}.out.weight", "*/bias": "blk.{1}.{0}.bias"}
     axes = {"q/kernel": 1, "k/kernel": 1, "out/kernel": 2, "*/bias": 0}
     source = named_source(params, names, {}, input_axes=axes, input_amax={"*/kernel": [2.0, 3.0]}, metadata=KEYS)
     assert source.input_amax["blk.1.qk"] == 3.0
@@ -113,14 +105,8 @@ WRONG = [
     ({"names": {**ONLY, "table": "{}{}{}"}}, "{}{}{} has 3 indices of stacked axes, but these axes are {'table': (8, "),
     ({"names": {"block_*/kv": {"k": 1, "v": 8}}}, "block_0/kv of shape (256, 256) cannot be split into [1, 8] outp"),
     ({"names": {("norms", "block_1/*"): "t"}}, "names joins norms + block_1/*, but only some match with () as *"),
-    (
-        {"names": {("block_0/q", "block_0/up"): "t"}},
-        "block_0/q + block_0/up have the shapes [(256, 256), (256, ",
-    ),
-    (
-        {"names": {**ONLY, "block_*/*": "{}.{}"}},
-        "block_0/gate has the name 0.gate, which must end in .weight; or add",
-    ),
+    ({"names": {("block_0/q", "block_0/up"): "t"}}, "block_0/q + block_0/up have the shapes [(256, 256), (256, "),
+    ({"names": {**ONLY, "block_*/*": "{}.{}"}}, "block_0/gate has the name 0.gate, which must end in .weight; or add"),
     ({"input_axes": {**AXES, "norms": 1}}, "norms of shape (256,) is not a kernel with 1 input axes; set its number"),
     ({"floats": ["block_*/z"]}, "floats has block_*/z, which matches no parameter; the nearest are block_1/"),
 ]
