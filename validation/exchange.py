@@ -9,18 +9,14 @@ run this script. Results are written to benchmarks/results/exchange.md.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
-import importlib.metadata
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
+import loaders
 import ml_dtypes
 import numpy as np
 
@@ -31,146 +27,20 @@ from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.typed import build
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
-from jaxquant.export.layouts import E4M3_MAX
-from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
 from jaxquant.training import report_missing_library
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.data import make_iterators
-from jaxquant.training.exporting import locate_tensors, open_source
-from jaxquant.training.importing import float_parameters, imported_config
-from jaxquant.training.model import Decoder
-from jaxquant.training.step import model_config
+from jaxquant.training.exporting import open_source
 
-Logits = Callable[[np.ndarray], np.ndarray]
-Inputs = Callable[[str, jax.Array], jax.Array]
 ROOT = Path(__file__).resolve().parents[1]
-LENGTH = 128
 LOGIT_BOUND = 2e-3
 """Bound on |Δ logit| relative to the root mean square of the logits, if both sides compute in float32."""
 F16_BOUND = 2e-2
 """Bound on the same ratio if llama.cpp rounds activations to float16."""
 PERPLEXITY_BOUND = 0.005
-PACKAGES = ("jax", "torch", "transformers", "compressed-tensors", "llama-cpp-python")
 
 
-def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
-    """Return a function from tokens [n] to logits [n, V], computed by our decoder with decoded weights in float32.
-
-    Args:
-      source: model to run.
-      inputs: function that replaces the input of a linear layer, of (name of the layer in the checkpoint, input
-        [..., K]); None leaves inputs unchanged.
-    """
-    config = imported_config(source.layout.shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
-    decoder = Decoder(model_config(config, source.layout.shape.vocab_size))
-    tokens = jnp.zeros((1, LENGTH), jnp.int32)
-    shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
-    params = float_parameters(source, config, placed)
-    located, linears = locate_tensors(config, source.layout.shape).items(), source.layout.linears
-    modules = {each.path.removesuffix("/kernel"): module for module, each in located}
-
-    def intercept(call: Any, args: tuple[jax.Array, ...], kwargs: Any, context: Any) -> Any:
-        module = modules.get("/".join(context.module.path))
-        if inputs is None or module not in linears or context.method_name != "__call__":
-            return call(*args, **kwargs)
-        rows = args[0].reshape(*args[0].shape[:2], -1)  # heads concatenated, as in the checkpoint
-        return call(inputs(module, rows).reshape(args[0].shape), **kwargs)
-
-    def forward(tokens: jax.Array) -> Any:
-        with nn.intercept_methods(intercept):
-            return decoder.apply({"params": params}, tokens)
-
-    # Rounded inputs run without jit: the compiler would turn a division by a constant into a multiplication.
-    run = jax.jit(forward) if inputs is None else forward
-
-    def logits(tokens: np.ndarray) -> np.ndarray:
-        padded = np.zeros((1, -(-len(tokens) // LENGTH) * LENGTH), np.int32)
-        padded[0, : len(tokens)] = tokens
-        return np.asarray(run(jnp.asarray(padded)))[0, : len(tokens)]
-
-    return logits
-
-
-def rounded_inputs(folder: HfFolder) -> Inputs | None:
-    """Return the function with which compressed-tensors rounds inputs, ``scale · round(x / scale)``, or None.
-
-    The config of the folder selects the scale: the stored scale; ``amax / largest`` of each token; or the same of each
-    16 neighbours, rounded to e4m3 relative to the stored scale of the tensor.
-
-    Source: ``calculate_qparams`` and ``_quantize_dequantize`` of compressed-tensors.
-    """
-    args = folder.config["quantization_config"]["config_groups"]["group_0"]["input_activations"]
-    if args is None:
-        return None
-    kind = None if args["type"] == "int" else MINIFLOATS[{8: "float8_e4m3fn", 4: "float4_e2m1fn"}[args["num_bits"]]]
-    half = 2 ** (args["num_bits"] - 1) - 0.5 if kind is None else kind.max
-
-    def inputs(module: str, x: jax.Array) -> jax.Array:
-        stored = {
-            end: np.asarray(part, np.float32).reshape(())
-            for end, part in folder.tensors(module).items()
-            if part.size == 1
-        }
-        tiles = x.reshape(*x.shape[:-1], -1, args.get("group_size") or x.shape[-1])
-        scale = jnp.max(jnp.abs(tiles), axis=-1, keepdims=True) / np.float32(half)
-        if not args["dynamic"]:
-            scale = stored[".input_scale"]
-        elif args["dynamic"] == "local":
-            outer = stored[".input_global_scale"]
-            scale = jnp.clip(outer * scale, -E4M3_MAX, E4M3_MAX).astype("float8_e4m3fn").astype(jnp.float32)
-            scale = jnp.where(scale == 0, float(jnp.finfo("float8_e4m3fn").eps), scale) / outer
-        codes = tiles / scale
-        codes = (
-            jnp.clip(jnp.round(codes), -half - 0.5, half - 0.5)
-            if kind is None
-            else decode_minifloat(encode_minifloat(codes, kind), kind)
-        )
-        return (codes * scale).reshape(x.shape)
-
-    return inputs
-
-
-def load_transformers(folder: Path) -> tuple[Logits, Callable[[str], np.ndarray]]:
-    """Load a quantized folder with transformers, which decompresses weights and quantizes inputs by the config.
-
-    Returns:
-      A function from tokens to logits, and a function from the name of a linear layer to its decompressed weight.
-    """
-    import torch
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # compressed-tensors decompresses at the first call, some formats to bfloat16, which does not work with float32
-    # inputs.
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.zeros((1, 2), dtype=torch.int64))
-    model = model.to(torch.float32)
-
-    def logits(tokens: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor(tokens[None].astype(np.int64))).logits[0].float().numpy()
-
-    return logits, lambda module: model.get_submodule(module).weight.detach().float().numpy()
-
-
-def llama_cpp_logits(path: Path) -> Logits:
-    """Return the logits function of llama.cpp."""
-    import llama_cpp
-
-    model = llama_cpp.Llama(
-        str(path), n_ctx=2 * LENGTH, n_batch=2 * LENGTH, n_threads=2, logits_all=True, verbose=False
-    )
-
-    def logits(tokens: np.ndarray) -> np.ndarray:
-        model.reset()
-        model.eval([int(token) for token in tokens])
-        return np.array(model.scores[: len(tokens)])
-
-    return logits
-
-
-def perplexity(logits: Logits, texts: Sequence[np.ndarray]) -> float:
+def perplexity(logits: loaders.Logits, texts: Sequence[np.ndarray]) -> float:
     """Return the perplexity: exp of the mean negative log-likelihood of the next tokens."""
     total = count = 0.0
     for tokens in texts:
@@ -180,10 +50,6 @@ def perplexity(logits: Logits, texts: Sequence[np.ndarray]) -> float:
         total -= logs[np.arange(len(tokens) - 1), tokens[1:]].sum()
         count += len(tokens) - 1
     return float(np.exp(total / count))
-
-
-def relative(theirs: np.ndarray, ours: np.ndarray) -> float:
-    return float(np.max(np.abs(theirs - ours)) / np.sqrt(np.mean(np.square(ours))))
 
 
 def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
@@ -238,27 +104,21 @@ def quantizers() -> list[str]:
     return lines
 
 
-def _bfloat16(source: Source, tensor: str) -> np.ndarray:
-    weight = source.read(tensor)
-    is_linear = tensor.removesuffix(".weight") in source.layout.linears
-    return weight.astype(ml_dtypes.bfloat16).astype(np.float32) if is_linear else weight
-
-
 def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
     export(source, folder, name, dtype="float32")
-    files, (theirs, weight) = HfFolder(folder), load_transformers(folder)
-    inputs = rounded_inputs(files) if name.startswith("ct_") else None
+    files, (theirs, weight) = HfFolder(folder), loaders.load_transformers(folder)
+    inputs = loaders.rounded_inputs(files) if name.startswith("ct_") else None
     decoded = files.source()
     if name.startswith("ct_nvfp4"):  # compressed-tensors decompresses nvfp4 to bfloat16
-        decoded = dataclasses.replace(decoded, read=lambda tensor: _bfloat16(files.source(), tensor))
-    ours = our_logits(decoded, inputs)
-    delta = max(relative(theirs(text), ours(text)) for text in texts)
+        decoded = loaders.in_bfloat16(decoded, list(decoded.layout.linears))
+    ours = loaders.our_logits(decoded, inputs)
+    delta = max(loaders.relative(theirs(text), ours(text)) for text in texts)
     row: dict[str, Any] = {"format": name, "loader": "transformers", "largest Δ logit / rms": f"{delta:.2e}"}
     a, b = perplexity(ours, texts), perplexity(theirs, texts)
     row |= {"perplexity, ours": f"{a:.4f}", "theirs": f"{b:.4f}", "differs": f"{100 * (b / a - 1):+.3f} %"}
     note = ""
     if inputs is not None:
-        note = f"inputs quantized on both sides, {perplexity(our_logits(decoded), texts):.4f} with float ones"
+        note = f"inputs quantized on both sides, {perplexity(loaders.our_logits(decoded), texts):.4f} with float ones"
     is_good = abs(b / a - 1) < PERPLEXITY_BOUND if inputs is not None else delta < LOGIT_BOUND
     row = {**row, "not as trained": trained_weights(source, weight)}
     return {**row, "note": note, "ok": is_good}
@@ -266,8 +126,8 @@ def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.n
 
 def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
     export(source, path, name)
-    ours, theirs = our_logits(open_gguf(path)), llama_cpp_logits(path)
-    delta = max(relative(theirs(text), ours(text)) for text in texts)
+    ours, theirs = loaders.our_logits(open_gguf(path)), loaders.llama_cpp_logits(path)
+    delta = max(loaders.relative(theirs(text), ours(text)) for text in texts)
     a, b = perplexity(ours, texts), perplexity(theirs, texts)
     is_good = abs(b / a - 1) < PERPLEXITY_BOUND and (name != "gguf_f16" or delta < F16_BOUND)
     return {
@@ -298,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _config(words.run)
         with report_missing_library():
             batch = next(make_iterators(config, max(words.texts, 1)).held_out())
-        texts = [np.asarray(row)[:LENGTH] for row in batch["inputs"]][: words.texts]
+        texts = [np.asarray(row)[: loaders.LENGTH] for row in batch["inputs"]][: words.texts]
         source = open_source(words.run, measures=True)
         with tempfile.TemporaryDirectory() as folder:
             for name in words.formats or loaded:
@@ -317,25 +177,21 @@ def _config(run: str) -> TrainConfig:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int, quantizers: Sequence[str]) -> None:
-    found = {each.name.replace("_", "-"): each.version for each in importlib.metadata.distributions()}
-    versions = [f"{name} {found.get(name, 'absent')}" for name in PACKAGES]
     lines = [
         "# exchange",
         "",
         f"One model in every format, loaded by the library that the format is for. Logits and perplexity of {texts} "
-        f"held-out sequences of {LENGTH} tokens against our decoder in float32 with the weights decoded from the same "
-        f"files. Bounds: float and weight-only folders "
+        f"held-out sequences of {loaders.LENGTH} tokens against our decoder in float32 with the weights decoded from "
+        f"the same files. Bounds: float and weight-only folders "
         f"{LOGIT_BOUND:g} of the logits' rms, {F16_BOUND:g} for gguf_f16; perplexity "
         f"{100 * PERPLEXITY_BOUND:g} % elsewhere (llama.cpp, and folders whose inputs are quantized when they run: "
         "ours are then quantized as the loader does). Not as trained are weights of the loader that the training "
         "forward did not multiply, bit for bit.",
         "",
-        f"{datetime.date.today().isoformat()}, {', '.join(versions)}.",
+        f"{loaders.versions()}.",
         "",
     ]
-    names = list(rows[0])
-    lines += [f"| {' | '.join(names)} |", "| " + " | ".join("---" for _ in names) + " |"]
-    lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
+    lines += loaders.table(rows)
     if quantizers:
         names = "| string | scales that differ | elements that differ | of them under equal scales |"
         lines += ["", "Quantizers of N(0, 1), ours and compressed-tensors':", "", names, "| --- | --- | --- | --- |"]
