@@ -43,8 +43,8 @@ def named_source(
 ) -> Source:
     """Return a model of any architecture as a ``Source`` for ``export``.
 
-    The path of a parameter is joined by "/". In the arguments, each ``*`` of a path matches any text without "/". The
-    first key of ``names`` that matches a path names the parameter.
+    The path of a parameter is joined by "/". In the arguments, each ``*`` of a path matches any text without "/", and
+    the first key of an argument that matches a path applies.
 
     A kernel [in…, out…] is written as a matrix [out, in]. Kernels are the parameters named ``kernel``, the ``QTensor``
     leaves and the parameters with input axes. If there are ``QTensor`` leaves, only these leaves are quantized in the
@@ -72,7 +72,7 @@ def named_source(
     """
     leaves = leaves_by_path(parameters, is_leaf=is_tensor)
     spread = lambda table, argument: {  # noqa: E731
-        path: value for key, value in table.items() for path in _match(key, leaves, argument).values()
+        path: value for key, value in reversed(table.items()) for path in _match(key, leaves, argument).values()
     }
     axes = spread(input_axes or {}, "input_axes")
     inputs = {path: 1 for path, leaf in leaves.items() if is_tensor(leaf) or path.rpartition("/")[2] == "kernel"} | axes
@@ -92,8 +92,8 @@ def named_source(
         if len({shape[1:] for shape in shapes}) > 1:
             raise ValueError(f"{path} have the shapes {shapes} and cannot be concatenated; name them separately")
         counts = [count for count in targets.values() if count is not None]
-        if counts and sum(counts) != whole[0]:
-            raise ValueError(f"{path} has {whole[0]} outputs, but names splits it into {counts}; correct the numbers")
+        if counts and whole[:1] != (sum(counts),):
+            raise ValueError(f"{path} of shape {whole} cannot be split into {counts} outputs; correct the numbers")
         start = 0
         for name, count in targets.items():
             if name in places:
@@ -143,9 +143,9 @@ def _targets(leaves: Mapping[str, Any], names: Names) -> Targets:
         found = [_match(pattern, rest, "names") for pattern in ((key,) if isinstance(key, str) else key)]
         for groups in dict.fromkeys(itertools.chain(*found)):
             if not all(groups in each for each in found):
-                raise ValueError(f"names joins {' + '.join(key)}, but only some match {show(groups)} for their *")
+                raise ValueError(f"names joins {' + '.join(key)}, but only some match with {show(groups)} as *")
             paths = tuple(each[groups] for each in found)
-            count = max(0, *(len(re.findall(r"\{\d*\}", name)) - len(groups) for name in targets))
+            count = max([0, *(len(re.findall(r"\{\d*\}", name)) - len(groups) for name in targets)])
             sizes = {path: leaves[path].shape[:count] for path in paths}
             if len({*sizes.values()}) > 1 or len(sizes[paths[0]]) < count:
                 problem = f"{', '.join(targets)} has {count} indices of stacked axes, but these axes are {sizes}"

@@ -3,6 +3,7 @@
 import re
 
 import flax.linen as nn
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,24 +12,25 @@ from safetensors.numpy import save_file
 
 import jaxquant
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.export import Layout, NamedFolder, Source, export, named_source
+from jaxquant.export import SCHEMES, Layout, NamedFolder, Source, export, named_source
 from jaxquant.export.gguf_file import GgufFile
 
 FORMATS = ("ct_fp8_dynamic", "ct_w4a16", "fp8_block", "modelopt_fp8", "gguf_q8_0")
 STRINGS = ("fp8_current", "int4w", "fp8_blockw", "fp8_current", "ggml_q8_0")
 KEYS = {"general.architecture": "mine", "mine.block_count": 2}
-SHAPES = {"q": (256, 4, 64), "kv": (256, 256), "out": (4, 64, 256), "up_proj": (256, 384), "down": (384, 256)}
+SHAPES = {"q": (256, 4, 64), "kv": (256, 256), "out": (4, 64, 256), "gate": (256, 384), "up": (384, 256)}
 RNG = np.random.default_rng(0)
 PLAIN = {f"block_{n}": {name: np.float32(RNG.normal(size=size)) for name, size in SHAPES.items()} for n in (0, 1)}
 PLAIN |= {"table": np.float32(RNG.normal(size=(8, 256))), "norms": np.float32(RNG.normal(size=(2, 256)))}
 NAMES = {
     "table": "token_embd.weight",
     "norms": "blk.{}.norm.weight",
-    ("block_*/q", "block_*/up_proj"): "blk.{}.q_up.weight",
+    ("block_*/q", "block_*/gate"): "blk.{}.q_gate.weight",
+    "block_*/up": "blk.{}.up_proj.weight",  # without a gate_proj, with which servers would fuse the layer
     "block_*/kv": {"blk.{}.k.weight": 128, "blk.{}.v.weight": 128},
     "block_*/*": "blk.{}.{}.weight",
 }
-AXES = {"block_*/*": 1, "block_*/out": 2}
+AXES = {"block_*/out": 2, "block_*/*": 1}
 
 
 def read(path):
@@ -42,8 +44,8 @@ def read(path):
 def test_a_plain_dict_is_written_like_a_source_of_the_same_matrices(tmp_path, format):
     wanted = {"token_embd.weight": PLAIN["table"]}
     for n in (0, 1):
-        q, kv, out, up, down = (PLAIN[f"block_{n}"][name] for name in SHAPES)
-        parts = {"q_up": np.hstack([q.reshape(256, 256), up]), "k": kv[:, :128], "v": kv[:, 128:], "down": down}
+        q, kv, out, gate, up = (PLAIN[f"block_{n}"][name] for name in SHAPES)
+        parts = {"q_gate": np.hstack([q.reshape(256, 256), gate]), "k": kv[:, :128], "v": kv[:, 128:], "up_proj": up}
         parts |= {"out": out.reshape(256, 256), "norm": PLAIN["norms"][n]}
         wanted |= {f"blk.{n}.{name}.weight": np.ascontiguousarray(x.T) for name, x in parts.items()}
     shapes = {name: x.shape for name, x in wanted.items()}
@@ -66,8 +68,7 @@ class Block(nn.Module):
     def __call__(self, x, _):
         q, k = nn.DenseGeneral((4, 64), name="q")(x), nn.DenseGeneral((2, 64), name="k")(x)
         gate, up = jnp.split(nn.Dense(512, use_bias=False, name="gate_up")(x), 2, -1)
-        x = nn.DenseGeneral(256, axis=(-2, -1), name="out")(q * jnp.repeat(k, 2, -2))
-        return nn.Dense(256, name="down")(gate * up) + x, None
+        return nn.DenseGeneral(256, axis=(-2, -1), name="out")(q * jnp.repeat(k, 2, -2)) + gate * up, None
 
 
 @pytest.mark.parametrize(("format", "string"), [*zip(FORMATS, STRINGS, strict=True)])
@@ -87,31 +88,39 @@ def test_converted_stacked_layers_read_as_they_were_converted(tmp_path, format, 
     axes = {"q/kernel": 1, "k/kernel": 1, "out/kernel": 2, "*/bias": 0}
     source = named_source(params, names, {}, input_axes=axes, input_amax={"*/kernel": [2.0, 3.0]}, metadata=KEYS)
     assert source.input_amax["blk.1.qk"] == 3.0
+    spec, joined = SCHEMES[format].spec if format in SCHEMES else None, source.quantized("blk.1.qk")
+    is_kept = source.scaled_elements("blk.1.qk", spec.weight) is not None if spec else joined.codec == "q8_0"
+    assert is_kept == (format != "modelopt_fp8")  # which has one scale for q and k
     export(source, tmp_path / "m", format)
     found = read(tmp_path / "m")
     for n in (0, 1):
         get = lambda name: np.asarray(dequantize(params[name]["kernel"]))[n]  # noqa: B023, E731
-        matrices = {"gate_proj": get("gate_up")[:, :256], "up_proj": get("gate_up")[:, 256:], "down": get("down")}
-        matrices["out"] = get("out").reshape(256, 256)
-        for name, array in matrices.items():
+        parts = get("gate_up")[:, :256], get("gate_up")[:, 256:], get("out").reshape(256, 256)
+        for name, array in zip(("gate_proj", "up_proj", "out"), parts, strict=True):
             np.testing.assert_array_equal(found[f"blk.{n}.{name}.weight"], array.T)
         fused = np.hstack([get(name).reshape(256, -1) for name in "qk"]).T
         error = np.linalg.norm(found[f"blk.{n}.qk.weight"] - fused) / np.linalg.norm(fused)
-        assert error < 0.04 if format == "modelopt_fp8" else error == 0  # two scales per tensor become one
+        assert error < 0.04 if format == "modelopt_fp8" else error == 0
         biases = np.hstack([params[name]["bias"][n].reshape(-1) for name in "qk"])
         np.testing.assert_allclose(found[f"blk.{n}.qk.bias"], biases, rtol=2**-8)
 
 
 ONLY = {"table": "t", "norms": "n", "block_*/*": "{}.{}.weight"}
 WRONG = [
-    ({"names": {"table": "t"}}, "block_0/down has no name; add it to names, or remove it from the parameters"),
+    ({"names": {"table": "t"}}, "block_0/gate has no name; add it to names, or remove it from the parameters"),
     ({"names": {**ONLY, "z": "t"}}, "names has z, which matches no parameter; the nearest are none, because earlier"),
     ({"names": {**ONLY, "norms": "t"}}, "norms and table have the same name t; change one, or add {} for layers"),
     ({"names": {**ONLY, "table": "{}{}{}"}}, "{}{}{} has 3 indices of stacked axes, but these axes are {'table': (8, "),
-    ({"names": {"block_*/kv": {"k": 1, "v": 8}}}, "block_0/kv has 256 outputs, but names splits it into [1, 8]"),
-    ({"names": {("norms", "block_1/*"): "t"}}, "names joins norms + block_1/*, but only some match () for their *"),
-    ({"names": {("block_0/q", "block_0/down"): "t"}}, "block_0/q + block_0/down have the shapes [(256, 256), (256, "),
-    ({"names": {**ONLY, "block_*/*": "{}.{}"}}, "block_0/down has the name 0.down, which must end in .weight; or add"),
+    ({"names": {"block_*/kv": {"k": 1, "v": 8}}}, "block_0/kv of shape (256, 256) cannot be split into [1, 8] outp"),
+    ({"names": {("norms", "block_1/*"): "t"}}, "names joins norms + block_1/*, but only some match with () as *"),
+    (
+        {"names": {("block_0/q", "block_0/up"): "t"}},
+        "block_0/q + block_0/up have the shapes [(256, 256), (256, ",
+    ),
+    (
+        {"names": {**ONLY, "block_*/*": "{}.{}"}},
+        "block_0/gate has the name 0.gate, which must end in .weight; or add",
+    ),
     ({"input_axes": {**AXES, "norms": 1}}, "norms of shape (256,) is not a kernel with 1 input axes; set its number"),
     ({"floats": ["block_*/z"]}, "floats has block_*/z, which matches no parameter; the nearest are block_1/"),
 ]
@@ -132,18 +141,19 @@ def test_experts_are_one_tensor_of_a_gguf_file_and_matrices_in_the_layout_of_the
     source = named_source({"w": experts}, {"w": "blk.{}.up_exps.{}.weight"}, {}, input_axes={"w": -1}, metadata=KEYS)
     export(source, tmp_path / "m", "gguf_q8_0")
     assert GgufFile(tmp_path / "m").metadata.items() >= KEYS.items()
+    assert gguf.GGUFReader(tmp_path / "m").fields["mine.block_count"].types == [gguf.GGUFValueType.UINT32]
     for n, x in enumerate(experts):
         np.testing.assert_allclose(GgufFile(tmp_path / "m").read(f"blk.{n}.up_exps.weight"), x, atol=0.02)
 
 
 def test_a_folder_of_no_known_family_has_recipes_and_static_scales_and_refuses_integers(tmp_path):
-    source = named_source(PLAIN, NAMES, {}, input_axes=AXES, input_amax={"block_*/*": 224.0}, floats=["block_*/down"])
+    source = named_source(PLAIN, NAMES, {}, input_axes=AXES, input_amax={"block_*/*": 224.0}, floats=["block_*/up"])
     export(source, tmp_path / "m", "modelopt_fp8")
     folder = NamedFolder(tmp_path / "m")
     recipe, weight = folder.recipe("blk.0.out.weight"), folder["blk.0.out.weight"]
     assert (recipe.fwd.lhs.scaling, recipe.fwd.rhs.dtype) == ("static", weight.qvalue.dtype.name)
-    assert (weight.input_scale, folder.recipe("blk.0.down.weight")) == (0.5, None)
-    assert folder["blk.0.down.weight"].dtype == "bfloat16"
+    assert (weight.input_scale, folder.recipe("blk.0.up_proj.weight")) == (0.5, None)
+    assert folder["blk.0.up_proj.weight"].dtype == "bfloat16"
     (tmp_path / "n").mkdir()
     (tmp_path / "n/config.json").write_text("{}")
     save_file({"x.weight": np.arange(3), "table": np.ones(2, np.float16)}, tmp_path / "n/model.safetensors")
