@@ -147,7 +147,7 @@ def load_transformers(folder: Path, *, quantizes_inputs: bool = True) -> tuple[L
 
     Args:
       folder: folder to load.
-      quantizes_inputs: whether linear layers quantize their inputs if the config says so.
+      quantizes_inputs: whether linear layers quantize their inputs, if the config has a format for inputs.
 
     Returns:
       A function from tokens to logits, and a function from the name of a linear layer to its decompressed weight.
@@ -178,9 +178,9 @@ def llama_cpp_logits(path: Path) -> Logits:
     """Return the logits function of llama.cpp, with a float32 cache."""
     import llama_cpp
 
-    sizes = {"n_ctx": 2 * LENGTH, "n_batch": 2 * LENGTH, "n_threads": 2}
-    cache = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **sizes, **cache)
+    options: dict[str, Any] = {"n_ctx": 2 * LENGTH, "n_batch": 2 * LENGTH, "n_threads": 2}
+    options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **options)
 
     def logits(tokens: np.ndarray) -> np.ndarray:
         model.reset()
