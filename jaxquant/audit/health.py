@@ -126,7 +126,8 @@ class Monitor:
 
     A monitor runs a loss forward and backward once, without gradients of the parameters, and returns {statistic:
     float32 [rows, 3]}, which prints as a table. Columns are ``input``, ``kernel``, ``output_grad``;
-    ``audit.statistics.read`` has the formulas. Jit the monitor together with the code that prepares its arguments.
+    ``audit.statistics.read`` has the formulas of the statistics. Jit the monitor together with the code that prepares
+    its arguments.
 
     ``input`` and ``kernel`` are the tensors that the forward matmul quantizes; ``output_grad`` is the tensor that the
     matmul of the activation's gradient quantizes. If the recipe first multiplies the output gradient by the kernel's

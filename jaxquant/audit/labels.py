@@ -183,7 +183,7 @@ def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
 
     - 0: the two contractions share an operand of the same dtype, and the gradient has the size of the other operand.
     - 1: like 0, but the dtypes of the common operand differ.
-    - 2: there is no such operand, but the gradient has the size of a forward operand.
+    - 2: the contractions share no operand, but the gradient has the size of a forward operand.
     - 3: the gradient has another size.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size

@@ -63,8 +63,9 @@ def find_origin(value: Value) -> Origin:
 def find_argument(value: Value) -> Value | None:
     """Return the argument or captured array that a value is an elementwise multiple of, e.g. a cast or masked kernel.
 
-    A loop's carry is followed to its initial value of the same shape: a parameter, in a loop of training steps. Sums
-    are not followed, because the residual stream of a model starts at its input but is not its input.
+    The search continues from a loop's carry to its initial value of the same shape, which is a parameter in a loop of
+    training steps. The search stops at a sum: the residual stream of a model is a sum that includes the model's input,
+    but not a multiple of the input.
     """
     visited: set[int] = set()
     queue = [value]

@@ -21,7 +21,7 @@ class BackendRow:
         Otherwise the noise is derived only from the bits of the output gradient.
       names_residuals: whether a remat policy can name the residuals of a quantized matmul.
       shards_batch: whether ``quantization_local_shard_count`` splits the first axis of the weight gradient's
-        contraction (the batch). If false, the field splits the last axis.
+        contraction, the batch. If false, it splits the last axis of that contraction.
     """
 
     title: str

@@ -276,7 +276,7 @@ def read_shape(file: GgufFile) -> DecoderShape:
         used.add(f"{arch}.{key}")
         value = found.get(f"{arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{file.path} has no number under {arch}.{key}")
+            raise ValueError(f"{file.path} has no number under {arch}.{key}; convert the model again")
         return float(str(np.float32(value))) if isinstance(value, float) else value  # shortest decimal of the float32
 
     heads = number("attention.head_count")

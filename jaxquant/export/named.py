@@ -104,7 +104,7 @@ def named_source(
             start += count or 0
             if weights - others.keys() >= {*paths} and len(whole) == 2:
                 if not name.endswith(".weight"):
-                    raise ValueError(f"{path} has the name {name}, which must end in .weight; or add it to floats")
+                    raise ValueError(f"{path} has the name {name}, which must end in .weight; rename, or set floats=")
                 linears[module := name.removesuffix(".weight")] = tensors[name]
                 if amax.keys() >= {*paths}:
                     found = [np.asarray(amax[each]) for each in paths]

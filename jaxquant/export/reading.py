@@ -1,4 +1,4 @@
-"""Readers of Hugging Face folders, float or quantized: the tensors of any model, and decoders as float tensors."""
+"""Readers of Hugging Face folders, float or quantized: all tensors of any model, or a decoder of a known family."""
 
 from __future__ import annotations
 

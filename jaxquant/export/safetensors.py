@@ -168,7 +168,7 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._room:
             raise ValueError(
-                f"{self.path} has a header of {len(text)} bytes, but {self._room} are reserved; shorten the names"
+                f"{self.path} has a header of {len(text)} bytes, but {self._room} are reserved; shorten tensor names"
             )
         self._file.seek(0)
         self._file.write(struct.pack("<Q", self._room) + text.ljust(self._room))

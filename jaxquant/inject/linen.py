@@ -67,7 +67,7 @@ def missing_state(recipe: str, path: str, field: str) -> str:
 
 
 def operation_name(site: Contraction) -> str:
-    """Return the name of a contraction's state: the name that the op module of flax's own layers would have."""
+    """Return the name of a contraction's state: the name of the module that would run the op in flax's layers."""
     assert site.recipe is not None
     return f"{op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 

@@ -273,7 +273,7 @@ def _restored(config: QuantConfig, modules: Collection[str], decisions: Any) -> 
 
 @functools.cache
 def _picklable(metaclass: type) -> type:
-    """Create a metaclass whose classes, which are in no Python module, are pickled together with their face."""
+    """Create a metaclass whose classes can be pickled although no Python module has them."""
     made = type(metaclass.__name__, (metaclass,), {})
     copyreg.pickle(made, lambda kind: (_class_of, (kind._jaxquant_face, kind._jaxquant_base, kind._jaxquant_path)))
     return made

@@ -81,7 +81,7 @@ class Groups(NamedTuple):
 
 
 class Slabs(NamedTuple):
-    """Rows of groups in T slabs of ``step`` rows, each group padded with zeros to whole slabs.
+    """Rows, sorted by group, in T slabs of ``step`` rows. Each group is padded with zeros to whole slabs.
 
     Tiles along the rows lie within a slab, and therefore within a group.
 

@@ -51,10 +51,10 @@ def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Ar
 
 
 def check_groups(spec: SparsitySpec, shape: Sequence[int], axes: Sequence[int]) -> None:
-    """Check that groups of m weights divide the contraction.
+    """Check that the contracted size is a multiple of m, for n:m sparsity.
 
     Raises:
-      ValueError: m does not divide the size of the contraction.
+      ValueError: it is not.
     """
     size = math.prod(shape[axis] for axis in axes)
     if size % spec.m:

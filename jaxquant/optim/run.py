@@ -229,9 +229,9 @@ def _run_sequentially(
 ) -> dict[int, Any]:
     """Compute a part with XLA after the previous part is done.
 
-    XLA:GPU would compute many parts at once and hold the float32 moments of all of them. Therefore the largest
-    magnitudes with which a part is decoded depend on the codes of the previous part, through a barrier. A barrier keeps
-    its operands alive, so no float32 array of a parameter's size passes through it.
+    XLA:GPU would compute many parts at once and hold the float32 moments of all of them. A barrier prevents that: the
+    scales that decode a part pass through a barrier together with the codes of the previous part. A barrier keeps its
+    inputs in memory, so no float32 array of a parameter's size passes through the barrier.
 
     Args:
       update, part, scalars, leaves, states: arguments of ``_run_kernel``.

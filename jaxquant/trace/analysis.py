@@ -456,7 +456,7 @@ class Analysis:
                 site.reason += f" (one input is computed from {', '.join(map(repr, sorted(added)))} and data)"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
-        """Set the axes and batch sizes of the weight and its number of output features."""
+        """Set the fields of ``site`` that describe the weight: axes, sizes of batch axes, number of output features."""
         shape = site.shapes[side]
         if site.operation == "conv_general_dilated":
             feature = eqn.params["dimension_numbers"].rhs_spec[0]

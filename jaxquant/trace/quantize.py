@@ -93,8 +93,8 @@ class QuantizedFunction:
         self.convert = _signed(self.convert, self._stateful)
         if like is not None and config != like.config:
             raise ValueError(
-                f"jaxquant.quantize got a config with quantization {config.quantization!r} that differs from the "
-                f"config of like, with quantization {like.config.quantization!r}; pass the config of like"
+                f"jaxquant.quantize got a config with quantization {config.quantization!r} but the function "
+                f"that was passed as like= has {like.config.quantization!r}; pass like.config"
             )
         self.config = config
         self.hashable, self._like = _hashable(fn), like

@@ -106,7 +106,7 @@ WRONG = [
     ({"names": {"block_*/kv": {"k": 1, "v": 8}}}, "block_0/kv of shape (256, 256) cannot be split into [1, 8] outp"),
     ({"names": {("norms", "block_1/*"): "t"}}, "names joins norms + block_1/*, but only some match with () as *"),
     ({"names": {("block_0/q", "block_0/up"): "t"}}, "block_0/q + block_0/up have the shapes [(256, 256), (256, "),
-    ({"names": {**ONLY, "block_*/*": "{}.{}"}}, "block_0/gate has the name 0.gate, which must end in .weight; or add"),
+    ({"names": {**ONLY, "block_*/*": "{}.{}"}}, "block_0/gate has the name 0.gate, which must end in .weight; rename"),
     ({"input_axes": {**AXES, "norms": 1}}, "norms of shape (256,) is not a kernel with 1 input axes; set its number"),
     ({"floats": ["block_*/z"]}, "floats has block_*/z, which matches no parameter; the nearest are block_1/"),
 ]
