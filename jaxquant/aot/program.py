@@ -273,9 +273,7 @@ def _contracted_size(instruction: Instruction, lhs: Array, rhs: Array) -> int:
         return math.prod(lhs.shape[int(axis.strip(' "'))] for axis in found[1].split(",") if axis.strip())
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     if not labels:
-        raise ValueError(
-            f"matmul {instruction.name} has no contracting dimensions in the HLO: {instruction.rest[:120]!r}"
-        )
+        raise ValueError(f"matmul {instruction.name} has no contracting dimensions: {instruction.rest[:120]!r}")
     # TPU compilers write a matmul as a convolution. Further batch, free and contracting axes become window axes. A
     # window axis is a contracting axis if the output has size 1 there.
     out = dict(zip(labels[3], instruction.arrays[0].shape, strict=True))
