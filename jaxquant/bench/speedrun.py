@@ -44,9 +44,9 @@ class _WithOp(DecoderConfig):
 
     op: Any = None
 
-    def dense(self, features: int | tuple[int, ...], axis: int | tuple[int, ...] = -1) -> nn.DenseGeneral:
+    def dense(self, features: Any, axis: Any = -1, use_bias: bool = False) -> nn.DenseGeneral:
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "param_dtype": jnp.float32}
-        return nn.DenseGeneral(features, axis=axis, use_bias=False, dot_general_cls=self.op, **dtypes)
+        return nn.DenseGeneral(features, axis=axis, use_bias=use_bias, dot_general_cls=self.op, **dtypes)
 
 
 def _model(name: str, shape: DecoderConfig, tokens: jax.Array) -> nn.Module:

@@ -201,7 +201,7 @@ def test_the_gradient_of_activations_is_that_of_the_dequantized_weight():
 REFUSED = [
     (lambda x, w, s: linear(x, normal(64, 96), s[0]), "weight must be float8, got float32"),
     (lambda x, w, s: linear(x, w[0], np.ones((2, 1, 1), F32)), "weight with weight_scale_inv has"),
-    (lambda x, w, s: linear(x, w[0], np.ones((2, 2), F32)), r"has scales of shape \(2, 2\), not \(1, 1\)"),
+    (lambda x, w, s: linear(x, w[0], np.ones((2, 2), F32)), r"needs scale of shape \(1, 1\), got \(2, 2\)"),
     (lambda x, w, s: linear(x, w[0], s[0], activation_scale=np.ones(3, F32)), "got 3 static scales for an array of"),
     (lambda x, w, s: linear(x[:, :9], w[0], s[0]), r"x \(4, 9\) must equal K of weight \[N, K\] = \(64, 96\)"),
     (lambda x, w, s: linear(x, w[0], s[0], bias=np.ones(1, F32)), r"bias must have shape \(64,\), got \(1,\)"),

@@ -101,5 +101,5 @@ def test_converted_kernels_have_one_scale_and_the_bits_of_training():
 
 
 def test_what_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="quantization_share_expert_scales True is not read by quantization 'int8'; i"):
+    with pytest.raises(ValueError, match="quantization_share_expert_scales True is not read by quantization 'int8'; r"):
         jaxquant.QuantConfig(quantization="int8", quantization_share_expert_scales=True)
