@@ -246,11 +246,8 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
                 f"config.json has {key} {show(config[key])}; for {family.architecture} only {show(usual[key])} is "
                 "supported"
             )
-    read = {
-        **family.fixed,
-        **_read_rope(config),
-        **{field: _read(key, config.get(key), field) for key, field in keys.items()},
-    }
+    read = {**family.fixed, **{field: _read(key, config.get(key), field) for key, field in keys.items()}}
+    read |= _read_rope(config)  # rope_parameters of transformers 5 replace the older rope_local_base_freq
     if heads % read["num_kv_heads"]:
         raise ValueError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {read['num_kv_heads']}"

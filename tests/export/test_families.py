@@ -92,6 +92,9 @@ def test_a_published_config_has_the_published_number_of_parameters(name):
     assert sum(map(math.prod, layout_of(shape).tensors.values())) == count
     assert to_config(shape)["architectures"] == config["architectures"]
     assert shape_of_config(json.loads(json.dumps(to_config(shape)))) == shape
+    if shape.rope_local_theta:  # as transformers 5 writes it
+        rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5000.0}}
+        assert shape_of_config({**config, "rope_parameters": rope}).rope_local_theta == 5000.0
 
 
 def test_guide_and_readme_list_all_families():
