@@ -68,10 +68,7 @@ _ROPE = {
 _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 """Keys whose value null turns an option off."""
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_swiglu": "silu"}
-_FEATURES = {field for row in FAMILIES for field in (*row.fixed, *row.keys.values())} - {
-    "mlp_dim",
-    "num_experts_per_tok",
-}
+_FEATURES = {key for row in FAMILIES for key in (*row.fixed, *row.keys.values())} - {"mlp_dim", "num_experts_per_tok"}
 """Fields of ``DecoderShape`` that tell families apart."""
 
 

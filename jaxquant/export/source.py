@@ -154,6 +154,12 @@ class Source:
     input_amax: Mapping[str, float] = dataclasses.field(default_factory=dict)
     quantized: Callable[[str], QTensor | None] = lambda name: None
 
+    @property
+    def shape(self) -> DecoderShape:
+        """Shape of the decoder, for a source that was read as a decoder of a known family."""
+        assert self.layout.shape is not None
+        return self.layout.shape
+
     def weight(self, module: str) -> np.ndarray:
         """Return the weight [out, in] of a linear layer."""
         return self.read(f"{module}.weight")

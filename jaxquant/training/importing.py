@@ -119,15 +119,13 @@ def import_to_run(
     """
     checkpoint, run_dir, changes = Path(checkpoint), require_new(run_dir), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
-    shape = source.layout.shape
-    assert shape is not None
     is_quantized = any(map(source.quantized, source.layout.linears)) if folder is None else folder.quantization
     if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
         changes.setdefault("quant_backend", "native")
     try:
         run_dir.mkdir(parents=True)
         tokenizer = _write_tokenizer(files, run_dir)
-        config = imported_config(shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
+        config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         state = program.init()._replace(params=None)  # frees the initial parameters before the others are read
@@ -174,9 +172,8 @@ Places = list[tuple[str, Location]]
 
 def _places_by_path(source: Source, config: TrainConfig) -> dict[str, list[Places]]:
     """Return the tensors of each parameter by its path, for each of the layers that are stacked in the parameter."""
-    shape, layers = source.layout.shape, {}
-    assert shape is not None
-    for name, place in locate_tensors(config, shape).items():
+    layers = {}
+    for name, place in locate_tensors(config, source.shape).items():
         layers.setdefault(place.path, {}).setdefault(place.tensor.layer, []).append((name, place))
     return {path: list(places.values()) for path, places in layers.items()}
 
@@ -261,9 +258,8 @@ def import_to_serve(
     if not changes.get("quantization"):
         changes |= _native_fields(checkpoint, source, folder, changes)
     with tempfile.TemporaryDirectory() as place:
-        shape = source.layout.shape
-        assert shape is not None
-        config = imported_config(shape, checkpoint, _write_tokenizer(files, place), changes | {"remat_policy": "none"})
+        tokenizer, changes = _write_tokenizer(files, place), changes | {"remat_policy": "none"}
+        config = imported_config(source.shape, checkpoint, tokenizer, changes)
         _, decoder, tokens = decoder_of(config)
     shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
     sites = serving.find_kernels(Decoder(decoder), shapes, layer_config(config), tokens)
@@ -313,8 +309,7 @@ def _native_fields(
       ValueError: no config string keeps the weights of a layer, or ``changes`` enables ``scan_layers`` but a type
         differs between blocks of the decoder.
     """
-    shape, linears = source.layout.shape, source.layout.linears
-    assert shape is not None
+    shape, linears = source.shape, source.layout.linears
     own: dict[str, str | None] = {}  # config string by module
     strings: dict[str, str] = {}
     if folder is None:
