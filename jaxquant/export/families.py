@@ -293,7 +293,23 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope, read = config.get("rope_parameters") or config.get("rope_scaling") or {}, {}
     if isinstance(rope, Mapping) and isinstance(rope.get("sliding_attention"), Mapping):  # as transformers 5 writes it
         local, rope = rope["sliding_attention"], rope.get("full_attention")
+        if (kind := _rope_type(local)) != "default":
+            raise NotImplementedError(
+                f"config.json has rope_type {show(kind)} in sliding_attention; only 'default' is supported there"
+            )
         read["rope_local_theta"] = _read("rope_theta", local.get("rope_theta"), "rope_local_theta")
+    kind = _rope_type(rope)
+    defaults = {field.name: field.default for field in dataclasses.fields(DecoderShape)}
+    defaults["original_max_position_embeddings"] = config["max_position_embeddings"]
+    for key in _ROPE[kind]:
+        field = _rope_field(key)
+        read[field] = _read(key, defaults[field] if rope.get(key) is None else rope[key], field)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {"rope_type": kind, "rope_theta": _read("rope_theta", theta, "rope_theta"), **read}
+
+
+def _rope_type(rope: Any) -> str:
+    """Return the type of a rotary embedding in config.json, after checking its keys."""
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json: rope_scaling must be a mapping, got {show(rope)}")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -305,13 +321,7 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError(
             f"config.json has {others[0]} {show(rope[others[0]])} in rope_scaling, which is not supported for {kind}"
         )
-    defaults = {field.name: field.default for field in dataclasses.fields(DecoderShape)}
-    defaults["original_max_position_embeddings"] = config["max_position_embeddings"]
-    for key in _ROPE[kind]:
-        field = _rope_field(key)
-        read[field] = _read(key, defaults[field] if rope.get(key) is None else rope[key], field)
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {"rope_type": kind, "rope_theta": _read("rope_theta", theta, "rope_theta"), **read}
+    return kind
 
 
 def _read(key: str, value: Any, field: str) -> Any:

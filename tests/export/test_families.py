@@ -17,6 +17,7 @@ from tests.export.models import shape_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED_WINDOWS = {"full_attention": {}, "sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}}
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -198,6 +199,7 @@ def test_routers_norms_and_biases_stay_in_float(tmp_path, name):
         ("gemma-2-2b", {"hidden_activation": "gelu"}, "has hidden_activation 'gelu'; for .* only 'gelu_pytorch_tanh'"),
         ("Llama-3.1-8B", {"rope_scaling": {"type": "longrope"}}, "has rope_type 'longrope'; supported are default, l"),
         ("Qwen3-8B", {"rope_scaling": {"type": "yarn", "mscale": 0.7}}, "has mscale 0.7 in rope_scaling"),
+        ("gemma-3-1b", {"rope_parameters": SCALED_WINDOWS}, "has rope_type 'linear' in sliding_attention"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]; for Qwen3MoeForCausalLM only \[\]"),
         ("gpt-oss-20b", {"swiglu_limit": 9.0}, "has swiglu_limit 9.0; for GptOssForCausalLM only 7.0"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 3}, r"has layer_types .* and sliding_window 128"),
