@@ -236,7 +236,7 @@ class NamedFolder(TensorFolder, Mapping[str, np.ndarray | QTensor]):
         layer = self._read_layer(module, None)
         assert layer is not None
         check_finite(layer.decode(), place)
-        tensor, amax = layer.to_qtensor(spec), take_input_amax(spec, self.tensors(module))
+        tensor, amax = layer.to_qtensor(spec.weight), take_input_amax(spec, self.tensors(module))
         if amax is None or spec.input is None:
             return tensor
         scale: Any = np.full((1, 1), amax / element(spec.input.dtype).bound, np.float32)
