@@ -29,6 +29,9 @@ from jaxquant.export.gguf_file import OWN, GgufFile
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.vocabulary import read_gguf, read_tokenizer
 
+_REQUIRED = ("feed_forward_length", "block_count", "attention.layer_norm_rms_epsilon")
+"""Keys after the architecture that every file must have."""
+
 
 def read_shape(file: GgufFile) -> DecoderShape:
     """Return the shape that a file's metadata describes.
@@ -56,11 +59,7 @@ def read_shape(file: GgufFile) -> DecoderShape:
         raise ValueError(f"{file.path} has {heads} attention heads, but {arch}.attention.head_count must be at least 1")
     config: dict[str, Any] = {"head_dim": number("attention.key_length", number("embedding_length") // heads)}
     for key, theirs in gguf_keys().items():
-        if f"{arch}.{key}" in found or key in (
-            "feed_forward_length",
-            "block_count",
-            "attention.layer_norm_rms_epsilon",
-        ):
+        if f"{arch}.{key}" in found or key in _REQUIRED:
             value = number(key)
             if config.setdefault(theirs, value) != value:
                 raise NotImplementedError(
