@@ -68,9 +68,10 @@ class Rule:
 
     def matches(self, server: str, kind: str, layer: Layer) -> bool:
         """Return whether the rule states how a server computes a layer on a class of chips."""
-        is_place = self.layers in ("all", "experts" if layer.is_expert else "linear")
-        is_here = is_place and self.server == server and kind in self.chips
-        return is_here and any(fnmatch.fnmatchcase(layer.stored, each) for each in self.stored)
+        if server != self.server or kind not in self.chips:
+            return False
+        is_stored = any(fnmatch.fnmatchcase(layer.stored, each) for each in self.stored)
+        return is_stored and self.layers in ("all", "experts" if layer.is_expert else "linear")
 
 
 class Layer(NamedTuple):
@@ -242,7 +243,7 @@ def _exported_strings() -> list[tuple[str, str]]:
     """Return each config string, without aliases, with each stored format that computes its forward matmul."""
     rows = {row: name for name, row in reversed(RECIPES.items()) if row.recipe is not None}
     rounded = QuantConfig(quantization="fp8_block", scale_fmt="ue8m0").recipe()
-    recipes = {name: row.recipe for row, name in reversed(rows.items())} | {"fp8_block scale_fmt=ue8m0": rounded}
+    recipes: Any = {name: row.recipe for row, name in reversed(rows.items())} | {"fp8_block scale_fmt=ue8m0": rounded}
     formats = {stored: _forward(to_recipe(spec, stored)) for stored, (_, spec) in _stored_specs().items()}
     found = []
     for name, recipe in recipes.items():

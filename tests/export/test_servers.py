@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import functools
+import json
 import tempfile
 from pathlib import Path
 
@@ -119,6 +120,14 @@ def test_a_partly_quantized_folder_is_compared_layer_by_layer(tmp_path: Path):
     assert found["up_proj"] == ("ct_fp8_dynamic", DIFFERS)
 
 
+def test_a_float_tensor_is_float_even_if_the_config_quantizes_it(tmp_path: Path):
+    export(model(), tmp_path / "out", "hf")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    config["quantization_config"] = SCHEMES["ct_int8"].config
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    assert {layer.stored for layer in read_layers(tmp_path / "out")} == {"bfloat16"}
+
+
 def test_layers_are_requantized_only_if_their_scales_require_it(tmp_path: Path):
     export(model(), tmp_path / "static", "ct_fp8_static")
     served = lambda name: {  # noqa: E731
@@ -141,7 +150,7 @@ def test_surviving_strings_are_computed_unchanged():
     assert "int8 as ct_int8" not in surviving_strings("sglang-jax", "v6e")
     assert "mxfp4w as mxfp4" in surviving_strings("vllm", "h200")
     assert "fp8_block as fp8_block" not in surviving_strings("vllm", "b200")
-    assert surviving_strings("llama.cpp", "cpu") == ()
+    assert not surviving_strings("llama.cpp", "cpu")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
