@@ -163,7 +163,7 @@ def main(out: Path, *packages: str) -> int:
 
 `python validation/served_in.py OUT TPU_INFERENCE SGLANG_JAX` at {commit.strip()}, {datetime.date.today()}: tiny models
 with random weights, exported in eleven formats, and `jaxquant servers` on each. The rules and their sources are in
-`jaxquant/export/servers.yml`. No GPU or TPU was used.
+`jaxquant/export/servers.yml`. jax {jax.__version__}; no GPU or TPU was used.
 
 {markdown(("server", "version", "chips", *FORMATS), results)}
 ## Differences and refusals

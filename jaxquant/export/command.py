@@ -45,9 +45,9 @@ def print_servers(checkpoint: str, server: str | None, chip: str | None, strict:
     served = served_layers(layers, server, chip)
     header = ("layer", "weight stored", "weight computed", "input stored", "input computed", "result")
     print(terminal.table([header, *layer_rows(served)]))
-    for note in dict.fromkeys(f"{each.how}. Source: {each.source}" for each in served if each.how):
-        print(note)
-    print(f"Computed unchanged by {server} on {chip}: {', '.join(surviving_strings(server, chip)) or 'not known'}")
+    for how, source in dict.fromkeys((each.how, each.source) for each in served if each.how):
+        print(f"{how}. Source: {source}, {SERVERS[server]['at']}")
+    print(f"Strings that {server} on {chip} computes unchanged: {', '.join(surviving_strings(server, chip)) or 'not known'}")
     changed = [each for each in served if each.result != SAME]
     if strict and changed:
         count, first = f"{len(changed)} of {len(served)} layers", f"{changed[0].layer.name}: {changed[0].result}"
@@ -78,11 +78,10 @@ def summary_rows(layers: list[Layer], server: str | None = None, chip: str | Non
 
 def layer_rows(served: Iterable[ServedLayer]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each layer; layers that differ only in their indices share a row with their number."""
-    groups: dict[tuple[str, ...], int] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for each in served:
         layer = each.layer
-        name = re.sub(r"\.\d+(?=\.)", ".*", layer.name)
-        row = (name, layer.weight, each.weight, layer.input, each.input, each.result)
-        groups[row] = groups.get(row, 0) + 1
-    for (name, *rest), count in groups.items():
-        yield f"{name} ({count})" if count > 1 else name, *rest
+        row = (layer.weight, each.weight, layer.input, each.input, each.result)
+        groups.setdefault((re.sub(r"\.\d+(?=\.)", ".*", layer.name), *row), []).append(layer.name)
+    for (pattern, *rest), names in groups.items():
+        yield f"{pattern} ({len(names)})" if len(names) > 1 else names[0], *rest

@@ -117,7 +117,9 @@ RULES = tuple(build(Rule, row) for row in _TABLE["rules"])
 
 
 def read_layers(path: str | Path) -> list[Layer]:
-    """Return the linear layers of a Hugging Face folder or a GGUF file.
+    """Return the linear layers of a Hugging Face folder or a GGUF file, in the order of the file.
+
+    Embeddings are not included, even if a model uses its embedding as the output head.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -182,7 +184,7 @@ def _hf_layers(folder: NamedFolder) -> Iterator[Layer]:
         fused, (module, _, end) = _FUSED_EXPERTS.fullmatch(tensor), tensor.rpartition(".")
         if fused:
             module = fused[1]
-        elif end not in ("weight", "weight_packed") or len(shape) != 2 or _LOOKED_UP.fullmatch(module):
+        elif end not in ("weight", "weight_packed") or len(shape) < 2 or _LOOKED_UP.fullmatch(module):
             continue
         spec = None if dtype in FLOATS or quantization is None else quantization.spec(module)
         if spec is None or quantization is None:
@@ -255,6 +257,6 @@ def _exported_strings() -> list[tuple[str, str]]:
 
 
 def _forward(recipe: Recipe) -> list[TensorSpec | None]:
-    """Return the operands of the forward matmul, without fields that change only the last bit of a scale."""
+    """Return the operands of the forward matmul, without fields that define how a scale is rounded."""
     specs = [recipe.resolve("fwd", "lhs"), recipe.resolve("fwd", "rhs")]
     return [spec and dataclasses.replace(spec, reciprocal=False, keeps_grid=False) for spec in specs]
