@@ -284,7 +284,7 @@ def export(**options: Any) -> None:
 @click.option("--strict", is_flag=True, help="Exit with 1 if a layer is not known to be computed as stored.")
 @exit_code(interrupted="interrupted")
 def servers(**options: Any) -> int:
-    """Compare a checkpoint with the formats in which servers compute it.
+    """List how servers compute a checkpoint.
 
     CHECKPOINT is a Hugging Face folder or a GGUF file. Servers change weights and scales when they load them, and some
     chips do not quantize inputs. With --server and --chip, the table has a row for each layer. A combination without a

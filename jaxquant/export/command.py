@@ -47,7 +47,8 @@ def print_servers(checkpoint: str, server: str | None, chip: str | None, strict:
     print(terminal.table([header, *layer_rows(served)]))
     for how, source in dict.fromkeys((each.how, each.source) for each in served if each.how):
         print(f"{how}. Source: {source}, {SERVERS[server]['at']}")
-    print(f"Strings that {server} on {chip} computes unchanged: {', '.join(surviving_strings(server, chip)) or 'not known'}")
+    unchanged = ", ".join(surviving_strings(server, chip)) or "not known"
+    print(f"Strings that {server} on {chip} computes unchanged: {unchanged}")
     changed = [each for each in served if each.result != SAME]
     if strict and changed:
         count, first = f"{len(changed)} of {len(served)} layers", f"{changed[0].layer.name}: {changed[0].result}"
