@@ -277,6 +277,26 @@ def export(**options: Any) -> None:
     _commands().export(**options)
 
 
+@program.command()
+@click.argument("checkpoint")
+@click.option("--server", metavar="NAME", help="Server that loads the checkpoint; default: a row for each server.")
+@click.option("--chip", metavar="NAME", help="Chip of the server; default: a row for each class of chips.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a layer is not known to be computed as stored.")
+@exit_code(interrupted="interrupted")
+def servers(**options: Any) -> int:
+    """List how servers compute a checkpoint.
+
+    CHECKPOINT is a Hugging Face folder or a GGUF file. Servers change weights and scales when they load them, and some
+    chips do not quantize inputs. With --server and --chip, the table has a row for each layer. A combination without a
+    known rule reads "not known".
+
+    Exit codes: 0 on success, 1 if --strict finds a difference, 2 on an error, 130 after Ctrl-C.
+    """
+    from jaxquant.export.command import print_servers
+
+    return print_servers(**options)
+
+
 @program.command("import")
 @click.argument("source")
 @_changes
