@@ -20,11 +20,15 @@ from rich.markdown import Markdown
 from jaxquant import terminal
 from jaxquant.aot import report
 from jaxquant.aot.compile import audit_program
+from jaxquant.aot.invariance import CURES, VariantOperation, find_variant_operations
 from jaxquant.aot.memory import largest_batch
 from jaxquant.aot.plugin import load_program
 from jaxquant.audit.coverage import coverage
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.config.quant_config import QuantConfig
+
+CPU = "cpu"
+"""Target of ``print_variant_operations`` that is this machine."""
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
@@ -99,6 +103,41 @@ def print_largest_batches(request: Request, strings: Sequence[str], unit: int) -
       0 on success, 1 if a step does not fit even with ``unit``.
     """
     return max([_print_largest(*step, request, unit) for step in _steps(request, strings)])
+
+
+def print_variant_operations(request: Request, programs: Sequence[str]) -> int:
+    """Print the operations of each program whose result for a row may depend on the batch, padding or chunks.
+
+    Args:
+      request: options of the audit; the target may also be ``CPU``, and ``step`` is not read.
+      programs: functions that build the programs, as ``MODULE:FUNCTION``.
+
+    Returns:
+      0 if the forward pass of every program is batch invariant, otherwise 1.
+    """
+    found = {program.rpartition(":")[2]: _variant_operations(request, program) for program in programs}
+    for name, operations in found.items():
+        forward = [each for each in operations if each.is_forward]
+        shown = [
+            {"kind": each.kind, "layer": each.layer, "types": each.types, "count": each.count, "use": CURES[each.kind]}
+            for each in forward
+        ]
+        title = f"{Path(request.config).stem} {name} on {request.label}"
+        verdict = f"{len(forward)} kinds of operations depend on the shapes" if forward else "The forward pass is batch invariant"
+        lines = [f"# {title}", "", f"{verdict}; {len(operations) - len(forward)} more are in the backward pass.", ""]
+        data = json.dumps([dataclasses.asdict(each) for each in operations], indent=1) + "\n"
+        print_and_write("\n".join([*lines, *(report.table(shown) if shown else [])]), data, request.out, f"invariant-{title.replace(' ', '-')}")
+    return int(any(each.is_forward for operations in found.values() for each in operations))
+
+
+def _variant_operations(request: Request, program: str) -> list[VariantOperation]:
+    if request.target == CPU:
+        jitted, shapes = load_program(program)(request.config, request.overrides, jax.devices("cpu"))
+        return find_variant_operations(jitted.lower(*shapes).compile())
+    audit = _compile(dataclasses.replace(request, step=program), request.overrides, program)
+    if audit.refusal:
+        raise ValueError(report.verdict(audit))
+    return audit.variant_operations
 
 
 def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
