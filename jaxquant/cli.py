@@ -144,9 +144,11 @@ def audit(strings: Sequence[str], largest_batch: int | None, invariant: bool, **
     """
     from jaxquant.aot.command import Request, print_audits, print_largest_batches, print_variant_operations
 
+    if invariant and largest_batch is not None:
+        raise click.UsageError("Pass --invariant or --largest-batch, but not both")
     if invariant:
         programs = [request["step"], *(GENERATION if request["step"] == BUILDER else ())]
-        return print_variant_operations(Request(**request), programs)
+        return print_variant_operations(Request(**request), strings, programs)
     if largest_batch is not None:
         return print_largest_batches(Request(**request), strings, largest_batch)
     return print_audits(Request(**request), strings)

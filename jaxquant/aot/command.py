@@ -19,6 +19,7 @@ from rich.markdown import Markdown
 
 from jaxquant import terminal
 from jaxquant.aot import report
+from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.compile import audit_program
 from jaxquant.aot.invariance import CURES, VariantOperation, find_variant_operations
 from jaxquant.aot.memory import largest_batch
@@ -28,7 +29,8 @@ from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.config.quant_config import QuantConfig
 
 CPU = "cpu"
-"""Target of ``print_variant_operations`` that is this machine."""
+"""Target that is this machine, for ``print_variant_operations``."""
+TARGETS = (*CHIPS, CPU)
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
@@ -105,36 +107,45 @@ def print_largest_batches(request: Request, strings: Sequence[str], unit: int) -
     return max([_print_largest(*step, request, unit) for step in _steps(request, strings)])
 
 
-def print_variant_operations(request: Request, programs: Sequence[str]) -> int:
+def print_variant_operations(request: Request, strings: Sequence[str], programs: Sequence[str]) -> int:
     """Print the operations of each program whose result for a row may depend on the batch, padding or chunks.
 
     Args:
-      request: options of the audit; the target may also be ``CPU``, and ``step`` is not read.
-      programs: functions that build the programs, as ``MODULE:FUNCTION``.
+      request: options of the audit; the target may be ``CPU``.
+      strings: config strings; empty keeps the quantization of the config.
+      programs: functions that build the programs, as ``MODULE:FUNCTION``, instead of the request's step.
 
     Returns:
       0 if the forward pass of every program is batch invariant, otherwise 1.
     """
-    found = {program.rpartition(":")[2]: _variant_operations(request, program) for program in programs}
-    for name, operations in found.items():
-        forward = [each for each in operations if each.is_forward]
-        shown = [
-            {"kind": each.kind, "layer": each.layer, "types": each.types, "count": each.count, "use": CURES[each.kind]}
-            for each in forward
-        ]
-        title = f"{Path(request.config).stem} {name} on {request.label}"
-        verdict = f"{len(forward)} kinds of operations depend on the shapes" if forward else "The forward pass is batch invariant"
-        lines = [f"# {title}", "", f"{verdict}; {len(operations) - len(forward)} more are in the backward pass.", ""]
-        data = json.dumps([dataclasses.asdict(each) for each in operations], indent=1) + "\n"
-        print_and_write("\n".join([*lines, *(report.table(shown) if shown else [])]), data, request.out, f"invariant-{title.replace(' ', '-')}")
-    return int(any(each.is_forward for operations in found.values() for each in operations))
+    return max(
+        _print_variant(dataclasses.replace(request, step=program, overrides=overrides), name)
+        for name, overrides in _steps(request, strings)
+        for program in programs
+    )
 
 
-def _variant_operations(request: Request, program: str) -> list[VariantOperation]:
+def _print_variant(request: Request, name: str) -> int:
+    title = f"{name} {request.step.rpartition(':')[2]}"
+    operations = _variant_operations(request, title)
+    shown = [
+        {"kind": each.kind, "layer": each.layer, "types": each.types, "count": each.count, "use": CURES[each.kind]}
+        for each in operations
+        if each.is_forward
+    ]
+    verdict = f"{len(shown)} kinds of operations may depend" if shown else "No operation of the forward pass depends"
+    lines = [f"# {title} on {request.label}", "", f"{verdict} on the batch, on padding or on chunks.", ""]
+    lines += [*(report.table(shown) if shown else ()), "", f"Backward pass: {len(operations) - len(shown)} kinds.", ""]
+    data = json.dumps([dataclasses.asdict(each) for each in operations], indent=1) + "\n"
+    print_and_write("\n".join(lines), data, request.out, f"invariant-{title.replace(' ', '-')}-{request.label}")
+    return int(bool(shown))
+
+
+def _variant_operations(request: Request, name: str) -> list[VariantOperation]:
     if request.target == CPU:
-        jitted, shapes = load_program(program)(request.config, request.overrides, jax.devices("cpu"))
+        jitted, shapes = load_program(request.step)(request.config, request.overrides, jax.devices("cpu")[:1])
         return find_variant_operations(jitted.lower(*shapes).compile())
-    audit = _compile(dataclasses.replace(request, step=program), request.overrides, program)
+    audit = _compile(request, request.overrides, name)
     if audit.refusal:
         raise ValueError(report.verdict(audit))
     return audit.variant_operations
@@ -168,6 +179,8 @@ def _steps(request: Request, strings: Sequence[str]) -> list[tuple[str, list[str
 
 
 def _compile(request: Request, overrides: Sequence[str], name: str) -> report.Audit:
+    if request.target == CPU:
+        raise ValueError(f"--target {CPU} requires --invariant, because a CPU has no estimate; add it, or pass a chip")
     chips = {"target": request.target, "topology": request.topology}
     return audit_program(request.step, request.config, overrides, name=name, **chips)
 

@@ -63,7 +63,9 @@ class Flow:
         self.kernels = reach(starts, self._computations_in)
         root = self._root(module.entry)
         is_tuple = self.instruction(root).opcode == "tuple"
-        self.results = [root._replace(path=(i,)) for i in range(len(self.instruction(root).operands))] if is_tuple else [root]
+        self.results = (
+            [root._replace(path=(i,)) for i in range(len(self.instruction(root).operands))] if is_tuple else [root]
+        )
 
     def instruction(self, place: Place) -> Instruction:
         return self.module.computations[place.computation][place.name]

@@ -28,21 +28,24 @@ from jaxquant.aot.hlo import Array, Instruction, parse
 from jaxquant.aot.outcome import locate
 from jaxquant.aot.program import contracted_size
 
+_FUNCTIONS = {
+    **dict.fromkeys(("exponential", "exponential-minus-one"), "exact.exp"),
+    **dict.fromkeys(("log", "log-plus-one"), "exact.log"),
+    **dict.fromkeys(("logistic", "tanh"), "exact.sigmoid"),
+    "rsqrt": "exact.rsqrt",
+    **dict.fromkeys(("sine", "cosine", "power"), "a constant table"),
+    **dict.fromkeys(("tan", "atan2", "cbrt", "erf"), "exact functions"),
+}
+"""Function that XLA approximates -> replacement. The approximation may differ between vector widths."""
+
 CURES = {
     "sum": "exact.sum",
-    "sum across devices": "exact.sum before the collective",
-    "matmul": "exact.dot, or quantize the layer with int8",
-    "product in a sum": "exact.hold around the product",
-    "function": "exact.exp, log, rsqrt, sigmoid; constants for angles",
-    "kernel": "cannot be read; test the kernel, or use jax.numpy with jaxquant.exact",
-}
-"""Kind of operation -> what to write instead."""
-
-_FUNCTIONS = frozenset(
-    {"exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh", "tan", "sine", "cosine"}
-    | {"power", "rsqrt", "cbrt", "erf", "atan2"}
-)
-"""Functions that XLA approximates; the approximation may differ between vector widths."""
+    "sum across devices": "exact.sum",
+    "matmul": "exact.dot, or int8",
+    "kernel": "a test of the kernel",
+    "product in a sum": "exact.hold",
+} | _FUNCTIONS
+"""Kind of operation -> replacement."""
 
 _UNCHANGED: dict[str, slice] = {
     **dict.fromkeys(("broadcast", "reshape", "transpose", "bitcast", "copy", "reverse", "negate"), slice(1)),
@@ -135,7 +138,7 @@ def _kind_of(flow: Flow, place: Place) -> str:
     if each.opcode == "dot":
         return "matmul" if contracted_size(each, operands[0].arrays[0], operands[1].arrays[0]) > 1 else ""
     if each.opcode in _FUNCTIONS:
-        return "function"
+        return each.opcode
     if each.opcode.removesuffix("-start") in ("all-reduce", "reduce-scatter") and _adds(flow, each):
         return "sum across devices"
     if each.opcode in ("reduce", "reduce-window", "scatter", "select-and-scatter") and _adds(flow, each):
@@ -168,9 +171,9 @@ def _products(flow: Flow, place: Place) -> Iterator[Place]:
         return ()
 
     for value in reach(flow.sources(place), following):
-        if flow.instruction(value).opcode == "multiply" and value.computation in flow.kernels:
-            if not any(_is_power_of_two(flow, factor) for factor in flow.sources(value)):
-                yield value
+        is_product = flow.instruction(value).opcode == "multiply" and value.computation in flow.kernels
+        if is_product and not any(_is_power_of_two(flow, factor) for factor in flow.sources(value)):
+            yield value
 
 
 def _is_test(flow: Flow, place: Place) -> bool:
