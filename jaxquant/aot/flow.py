@@ -62,10 +62,8 @@ class Flow:
                     starts += each.called
         self.kernels = reach(starts, self._computations_in)
         root = self._root(module.entry)
-        is_tuple = self.instruction(root).opcode == "tuple"
-        self.results = (
-            [root._replace(path=(i,)) for i in range(len(self.instruction(root).operands))] if is_tuple else [root]
-        )
+        count = len(self.instruction(root).operands) if self.instruction(root).opcode == "tuple" else 0
+        self.results = [root._replace(path=(i,)) for i in range(count)] or [root]
 
     def instruction(self, place: Place) -> Instruction:
         return self.module.computations[place.computation][place.name]

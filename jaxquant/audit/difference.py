@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -44,7 +45,7 @@ class Difference:
 
 
 def first_difference(
-    function: Callable[..., Any], arguments: Sequence[Any], other_arguments: Sequence[Any], row: int = 0
+    function: Callable[..., Any], arguments: Sequence[Any], other_arguments: Sequence[Any], row: int
 ) -> Difference | None:
     """Return the first value that differs bit by bit between two runs of a function on the same rows, or None.
 
@@ -53,16 +54,17 @@ def first_difference(
     axis); on every other axis, the first elements. To find an error of batching, pass a batch of 8 and its row 3 with
     ``row=3``. To find an error of padding, pass one row, and the row with padding at its end.
 
-    Both runs are compiled, and every equation returns its value: those in jitted functions, rematerialized blocks,
-    functions with custom derivatives, and scans. Of a ``while`` or a ``cond``, only the results are compared. All
-    values are kept in memory. **An output changes what the compiler fuses**: if the function's results differ but this
-    function returns None, the difference comes from a fusion. ``aot.find_variant_operations`` lists such operations.
+    Both runs are compiled, and every equation returns its value: also equations in jitted functions, rematerialized
+    blocks, functions with custom derivatives, and scans. For a ``while`` or a ``cond``, only the results are compared.
+    All values are kept in memory, also those that no result needs. An output changes what the compiler fuses: if the
+    function's results differ but this function returns None, the difference comes from a fusion, such as those that
+    ``aot.find_variant_operations`` lists.
 
     Args:
       function: function of arrays or pytrees of arrays.
       arguments: positional arguments of the first run.
       other_arguments: positional arguments of the second run.
-      row: block of the first axis that differs, in the run with the longer axis.
+      row: block of the first axis that differs, in the run with the longer axis; 0 for padding.
 
     Raises:
       ValueError: the function computes different equations in the two runs, or the longer run has no such row.
@@ -137,7 +139,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str
 
 def _taps(values: Sequence[Any], label: tuple[str, str, str]) -> list[_Tap]:
     """Return a tap for each value that is not a random key."""
-    return [_Tap(each, label) for each in values if not jax.dtypes.issubdtype(each.dtype, jax.dtypes.extended)]
+    return [_Tap(each, label) for each in values if not jnp.issubdtype(each.dtype, jax.dtypes.extended)]
 
 
 def _scan(eqn: Any, ins: list[Any], path: str, taps: list[Any]) -> list[Any]:
