@@ -57,6 +57,8 @@ _UNCHANGED: dict[str, slice] = {
 """Instructions whose elements are elements of operands, possibly negated -> these operands."""
 
 _STRUCTURE = frozenset({"parameter", "get-tuple-element", "tuple", "fusion", "call", "while", "conditional"})
+_FORWARD = r"^(?!.*transpose\().*jvp\("
+"""Pattern for paths in the forward pass of a function that is differentiated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +110,33 @@ def find_variant_operations(program: Any) -> list[VariantOperation]:
 
 
 def _forward_results(flow: Flow, every: set[Place]) -> list[Place]:
-    """Return the results that do not depend on the backward pass; all forward values if all results depend on it."""
+    """Return the results that do not depend on the backward pass; all forward values if all results depend on it.
+
+    A compiler may merge equal instructions of both passes and keep either name. An instruction on which a forward
+    computation depends is therefore forward, whatever its name, and so is one that depends on no argument.
+    """
     readers: dict[Place, list[Place]] = collections.defaultdict(list)
     for place in every:
         for source in flow.inputs(place):
             readers[source].append(place)
-    start = [place for place in every if "transpose(" in flow.instruction(place).op_name]
+    names = {place: flow.instruction(place).op_name for place in every}
+    computed = (each for each in every if flow.instruction(each).opcode not in _STRUCTURE | _UNCHANGED.keys())
+    forward = reach([each for each in computed if re.search(_FORWARD, names[each])], flow.inputs)
+    variable = reach([each for each in every if _is_argument(flow, each)], lambda place: readers[place])
+    start = [place for place in variable - forward if "transpose(" in names[place]]
     backward = reach(start, lambda place: readers[place])
     found = [place for place in flow.results if place not in backward]
     return [place for place in found if _has_rows(flow, place)] if found else list(every - backward)
 
 
+def _is_argument(flow: Flow, place: Place) -> bool:
+    return place.computation == flow.module.entry and flow.instruction(place).opcode == "parameter"
+
+
 def _has_rows(flow: Flow, result: Place) -> bool:
     """Return whether a result depends on an array argument; a learning rate depends on scalars only."""
-    given = (flow.instruction(place) for place in reach([result], flow.inputs) if place[0] == flow.module.entry)
-    return any(each.opcode == "parameter" and any(array.shape for array in each.arrays) for each in given)
+    given = (flow.instruction(place) for place in reach([result], flow.inputs) if _is_argument(flow, place))
+    return any(array.shape for each in given for array in each.arrays)
 
 
 def _kind_of(flow: Flow, place: Place) -> str:

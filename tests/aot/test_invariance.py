@@ -167,6 +167,63 @@ def test_library_calls_kernels_and_collectives_of_chips_are_read_from_text():
     assert find_variant_operations(TEXT.replace("T[", "s32[")) == []
 
 
+MERGED = """HloModule merged
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: f32[8,64]) -> (f32[8], f32[8,64]) {
+  %a = f32[8,64]{1,0} parameter(0)
+  %zero = f32[] constant(0), metadata={op_name="jit(step)/transpose(jvp())/mul"}
+  %abs = f32[8,64]{1,0} abs(%a), metadata={op_name="jit(step)/transpose(jvp())/abs"}
+  %exp = f32[8,64]{1,0} exponential(%abs), metadata={op_name="jit(step)/jvp()/exp"}
+  %loss = f32[8]{0} reduce(%exp, %zero), dimensions={1}, to_apply=%add
+  %grad = f32[8,64]{1,0} tanh(%exp), metadata={op_name="jit(step)/transpose(jvp())/tanh"}
+  ROOT %t = (f32[8]{0}, f32[8,64]{1,0}) tuple(%loss, %grad)
+}
+"""
+
+
+def test_an_instruction_that_both_passes_share_is_forward_under_either_name():
+    found = {each.kind: each.is_forward for each in find_variant_operations(MERGED)}
+    assert found == {"sum": True, "exponential": True, "tanh": False}
+
+
+SMALL = """HloModule small
+
+%product (p0: f32[8], p1: f32[8]) -> f32[8] {
+  %p0 = f32[8]{0} parameter(0)
+  %p1 = f32[8]{0} parameter(1)
+  ROOT %m = f32[8]{0} multiply(%p0, %p1)
+}
+
+%sum (p0: f32[8], p1: f32[8]) -> f32[8] {
+  %p0 = f32[8]{0} parameter(0)
+  %p1 = f32[8]{0} parameter(1)
+  ROOT %s = f32[8]{0} add(%p0, %p1)
+}
+
+%called (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %p = f32[8]{0} fusion(%a, %a), kind=kLoop, calls=%product
+  ROOT %r = f32[8]{0} fusion(%p, %a), kind=kLoop, calls=%sum
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} call(%a), to_apply=%called, frontend_attributes={xla_cpu_small_call="true"}
+}
+"""
+
+
+def test_a_product_of_another_fusion_is_joined_only_in_a_call_that_is_one_function():
+    assert [each.kind for each in find_variant_operations(SMALL)] == ["product in a sum"]
+    assert find_variant_operations(SMALL.replace("xla_cpu_small_call", "other")) == []
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["h200", "v6e"])
 def test_the_audit_of_a_norm_for_a_chip_lists_its_sum(target):

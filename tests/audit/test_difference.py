@@ -33,6 +33,8 @@ def test_equal_rows_have_no_difference_in_any_batch_or_padding():
     assert first_difference(model, (X[3:4], W), (X, W), 3) is None
     padded = np.pad(X[:1], ((0, 0), (0, 2), (0, 0)))
     assert first_difference(model, (X[:1], W), (padded, W), 0) is None
+    padded = np.pad(X[3:4], ((0, 0), (0, 2), (0, 0)))
+    assert first_difference(jnp.negative, (X,), (padded,), 3) is None
 
 
 def test_the_first_value_that_differs_is_named_with_its_layer_and_size():
