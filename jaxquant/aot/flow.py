@@ -44,8 +44,8 @@ class Flow:
 
     Attributes:
       module: parsed program.
-      kernels: computations that are compiled into a function together with their caller or as a fusion, so that a
-        compiler can join an operation of one with an operation of another.
+      kernels: computations of fusions, and of calls that become one function. The compiler can join operations within
+        a kernel.
       results: results of the program.
     """
 

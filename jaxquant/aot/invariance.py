@@ -1,14 +1,13 @@
 """Operations of a compiled program whose result for a row may depend on the batch, on padding or on chunks.
 
-A program without such an operation is batch invariant. This is a proof for the program that the compiler emitted, on
-the following assumptions, which HLO text cannot show:
+A program without such an operation is batch invariant. The check reads optimized HLO text, and assumes:
 
 - A compiler may join a float multiplication and the addition that reads it if both are in one fusion. XLA:CPU does.
-  XLA for H200 (jax 0.10.2) rounds both operations; it is not known whether TPU compilers do.
-- A product with a power of two is exact, so that joining changes no bit: neither factor is subnormal.
-- The program shows a cast to a narrower float only if the compiler kept it. If the compiler removed a cast from float32
-  to bfloat16 and back, the values have more precision than the traced program says.
-- Custom calls are kernels that cannot be read. They are listed.
+  XLA for H200 (jax 0.10.2) writes ``mul.rn`` and ``add.rn``, which are not joined. TPU compilers were not examined.
+- Products with a power of two do not underflow. They are then exact, and joining them changes no bit.
+- All casts are kept. The text does not show that a compiler removed a cast from float32 to bfloat16 and back.
+- Custom calls may depend on the batch, because the text does not contain their code.
+- Results without ``transpose(`` upstream are forward results (``find_variant_operations``).
 """
 
 from __future__ import annotations

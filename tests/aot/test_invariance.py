@@ -258,6 +258,7 @@ def test_the_command_fails_if_a_forward_operation_depends_on_the_batch(tmp_path,
     assert main([*words, "--largest-batch", "8"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [["quantization=int8", "quantize_kvcache=true"], ["quantization=fp8"]])
 def test_programs_of_generation_are_built_without_a_checkpoint(overrides):
     for build, tokens in ((audit.prefill, ()), (audit.decode, (8,))):
