@@ -201,6 +201,19 @@ class Engine:
         chosen, cache = self._decode(self._variables, cache, tokens, active.astype(np.int32), positions, numbers)
         return np.asarray(chosen), cache
 
+    def programs(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Return the jitted prefill and decode programs, each with the shapes of its arguments."""
+
+        def integers(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        rows = [jax.eval_shape(lambda count=count: self._empty(count)) for count in (1, self.slots)]
+        chunk, slots = (integers(1, self.prefill_chunk),) * 3, (integers(self.slots),) * 4
+        return {
+            "prefill": (self._prefill, (self._variables, rows[0], *chunk, integers())),
+            "decode": (self._decode, (self._variables, rows[1], *slots)),
+        }
+
     def _apply(self, variables: Any, cache: KVCache, *inputs: jax.Array) -> tuple[jax.Array, KVCache]:
         return self._model.apply(*variables, *inputs, rngs={"quant": jax.random.key(0)}, cache=cache)
 
