@@ -102,8 +102,7 @@ class Exact(Standard):
         return exact.round_to(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
 
     def multiply(self, x: Array, factor: float) -> Array:
-        rounded = float(jnp.asarray(factor, x.dtype))
-        return self.round(x.astype(jnp.float32) * rounded, x.dtype)
+        return self.round(x.astype(jnp.float32) * float(np.asarray(factor, x.dtype)), x.dtype)
 
     def soft_cap(self, x: Array, cap: float) -> Array:
         return exact.soft_cap(x, cap)
