@@ -178,7 +178,7 @@ def test_products_by_digits():
     for argnum in (0, 1):
         found, want = (
             jax.grad(lambda a, b: (f("bij,jk->bik", a, b) * weight).sum(), argnum)(a, b)
-            for f in (exact.dot, jnp.einsum)
+            for f in (exact.dot, jnp.einsum)  # noqa: B023
         )
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
     with pytest.raises(ValueError, match="two operands"):
