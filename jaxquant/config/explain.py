@@ -39,6 +39,13 @@ LEAN_ARITHMETIC = (
 )
 """Text about the roundings of recipes that compute in the operands' dtype."""
 
+_ROWS = {
+    "row": "does not depend on other rows of the batch",
+    "batch": "depends on other rows of the batch, which share its scale",
+    "history": "depends on the amax history (a constant in a converted model), and in the first step on other rows",
+}
+"""Description of each value of ``Recipe.row_dependence``."""
+
 
 def names_of(row: RecipeRow) -> list[str]:
     """Return the config strings of a row, starting with its own name."""
@@ -112,6 +119,7 @@ def _describe_recipe(recipe: Recipe) -> Iterator[str]:
     used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a tensor format has its own scales
     if poisoned := poisoned_tensors(recipe):
         yield f"One NaN makes every element NaN in: {', '.join(poisoned)} (one scale covers the tensor)."
+    yield describe_rows(recipe)
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
@@ -129,6 +137,16 @@ def _describe_recipe(recipe: Recipe) -> Iterator[str]:
     yield from describe_kernels(recipe)
     if recipe.shares_experts:
         yield "The experts of one weight share per-tensor scales and their state."
+
+
+def describe_rows(recipe: Recipe) -> str:
+    """Describe whether the forward matmul is batch invariant, and the reasons."""
+    verdict, sums = "Not batch invariant", "float, so they depend on the order of addition"
+    if (size := recipe.exact_contraction_size) is not None:
+        sums = f"exact in any order for up to {size:,} contracted elements (a longer sum can overflow int32)"
+    if recipe.is_batch_invariant:
+        verdict = "Batch invariant on native"
+    return f"{verdict}: a row of the forward result {_ROWS[recipe.row_dependence]}. Its sums are {sums}."
 
 
 def poisoned_tensors(recipe: Recipe) -> list[str]:

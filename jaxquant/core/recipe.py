@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Final, Literal
 
 from jaxquant.core.dtypes import element
@@ -220,6 +221,33 @@ class Recipe:
         """Whether an operand is rounded stochastically or rotated with fresh signs."""
         draws = self.dlhs.draws_signs or self.drhs.draws_signs
         return draws or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
+
+    @functools.cached_property
+    def row_dependence(self) -> Literal["row", "batch", "history"]:
+        """Values that determine the scale of a row of the forward activation, and so the row of the result.
+
+        ``row``: the row (of a convolution: the example) or constants. ``batch``: also the other rows. ``history``: past
+        steps, and before the first step the other rows. All rows share the weight, so its scales do not matter.
+        """
+        return self.fwd.lhs.row_dependence if isinstance(self.fwd.lhs, TensorSpec) else "row"
+
+    @functools.cached_property
+    def exact_contraction_size(self) -> int | None:
+        """Largest contraction size whose forward sums are exact, so that their order does not matter; None if float.
+
+        Sums of products of integers are exact in int32 up to ``(2³¹ - 1) / (|lhs| · |rhs|)`` products, where ``|lhs|``
+        and ``|rhs|`` are the largest codes. A longer sum can overflow. Sums of tiles or shards are float, and so are
+        average calibrations and zero points.
+        """
+        specs = [spec for spec in (self.fwd.lhs, self.fwd.rhs) if isinstance(spec, TensorSpec) and spec.has_exact_sums]
+        if len(specs) < 2 or self.fwd.accumulator != "int32" or self.fwd.shards != 1:
+            return None
+        return (2**31 - 1) // math.prod(int(element(spec.dtype).max) + spec.has_grid_scale for spec in specs)
+
+    @functools.cached_property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row of the native forward result has the same bits in every batch, on every device and mesh."""
+        return self.row_dependence == "row" and self.exact_contraction_size is not None
 
     @functools.cached_property
     def has_opaque_gradient(self) -> bool:

@@ -182,6 +182,23 @@ class TensorSpec:
         return is_read and (self.outer_scale or self.granularity == "per_tensor")
 
     @property
+    def row_dependence(self) -> Literal["row", "batch", "history"]:
+        """Values that determine the scale and the rounding of a row; see ``Recipe.row_dependence``."""
+        if self.scaling == "delayed":
+            return "history"
+        is_constant = self.calibration.method == "fixed" or (self.scaling == "static" and not self.outer_scale)
+        is_dynamic = self.granularity == "per_tensor" or (self.outer_scale and self.scaling == "dynamic")
+        is_shared = not is_constant and (is_dynamic or (self.free_size or 1) > 1)
+        return "batch" if is_shared or self.draws else "row"
+
+    @property
+    def has_exact_sums(self) -> bool:
+        """Whether sums of products of the elements, and the statistic behind their scale, are exact in any order."""
+        is_whole = self.tile_size is None and self.codec is None
+        has_maximum = self.calibration.is_symmetric and self.calibration.average is None
+        return element(self.dtype).kind == "int" and is_whole and has_maximum
+
+    @property
     def draws(self) -> bool:
         """Whether random numbers are drawn, for stochastic rounding or for EDEN's block scales."""
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)

@@ -14,9 +14,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxquant import exact
 from jaxquant.core.blocks import pad_blocks, repeat_scale
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.rounding import prevent_excess_precision
 from jaxquant.core.sharding import explicit_sharding, fit_sizes, is_whole, platform_of, reshard_like, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.kernels.platforms import capability_of, unless_sharded
@@ -260,10 +262,13 @@ def _product(
         out = out - dot(lhs_zero, rhs.qvalue)
     if lhs_zero is not None and rhs_zero is not None:
         out = out + dot(lhs_zero, rhs_zero)
+    is_exact = out.dtype == jnp.int32
     is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
-    if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
+    if is_exact or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)
     out = _rescale(out, lhs, rhs, dims, scale_dtype)
+    if is_exact and not tiles:  # an addition of the caller must not change the rounding
+        return exact.hold(out) if out_dtype == "float32" else prevent_excess_precision(out.astype(out_dtype))
     if tiles:
         # ``sum`` would add in float32 for any dtype.
         out = jax.lax.reduce(out.astype(parts_dtype), np.zeros((), parts_dtype), jax.lax.add, tuple(range(tiles)))

@@ -31,7 +31,15 @@ from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.ops import pieces
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.pieces import QuantState, check_operands, check_state, evaluate_jaxpr, rescale, to_eight_bits
+from jaxquant.ops.pieces import (
+    QuantState,
+    check_operands,
+    check_state,
+    evaluate_jaxpr,
+    rescale,
+    round_result,
+    to_eight_bits,
+)
 from jaxquant.ops.prepared import QuantizedOperand, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, contract_converted, quantized
 
@@ -163,7 +171,7 @@ class _Conv(Operation):
             common = jnp.promote_types(self.lhs.dtype, self.rhs.dtype)
             first, second = (_as_float(x, common.name) for x in (lhs, rhs))
             out = self.convolve(first, second, accumulator_dtype(None, self.out_dtype))
-        return out.astype(self.out_dtype)
+        return round_result(self.recipe, out, self.out_dtype)
 
     def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key) -> Array:
         """Convolve the output gradient with the residual of an operand."""

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jaxquant import exact
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import DelayedSpec, Recipe, TensorSpec
+from jaxquant.core.rounding import prevent_excess_precision
 from jaxquant.core.sharding import device_parts, explicit_sharding
 from jaxquant.ops.operand import scale_dtype
 
@@ -139,11 +141,21 @@ def unsupported(recipe: Recipe) -> str:
 
 
 def rescale(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
-    """Multiply a result by the scales of both operands, which have the layout of the result."""
-    dtype = scale_dtype(recipe, out_dtype)
-    if dtype == "float32" or out.dtype == jnp.int32:
+    """Multiply a result by the scales of both operands, which have the layout of the result.
+
+    A float32 result of integer sums is held: a following addition of the caller does not change its rounding.
+    """
+    dtype, is_exact = scale_dtype(recipe, out_dtype), out.dtype == jnp.int32
+    if dtype == "float32" or is_exact:
         out = out.astype(jnp.float32)
-    return out * left.astype(dtype) * right.astype(dtype)
+    out = out * left.astype(dtype) * right.astype(dtype)
+    return exact.hold(out) if is_exact else out
+
+
+def round_result(recipe: Recipe, out: Array, dtype: str) -> Array:
+    """Cast a product to the dtype of the result. If the sums are exact, every compiler keeps this rounding."""
+    out = out.astype(dtype)
+    return out if recipe.exact_contraction_size is None else prevent_excess_precision(out)
 
 
 def evaluate_jaxpr(jaxpr: Jaxpr, operands: Sequence[Any], compute: Callable[[JaxprEqn, list[Any]], Any]) -> Any:

@@ -63,7 +63,7 @@ from jaxquant.ops.groups import (
 )
 from jaxquant.ops.implementation import check_implementation, select_implementation
 from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, poison_tensor
-from jaxquant.ops.pieces import QuantState, rescale, to_eight_bits
+from jaxquant.ops.pieces import QuantState, rescale, round_result, to_eight_bits
 from jaxquant.ops.prepared import QuantizedOperand, Residual, clip_mask, tag
 from jaxquant.ops.quantized import Operation, contract_converted, quantized
 
@@ -238,7 +238,7 @@ class _Ragged(Operation):
             out = rescale(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
         else:
             out = self._multiply_floats(lhs, rhs, groups, _FORWARD, self.out_dtype)
-        return groups.zero_ungrouped(out).astype(self.out_dtype)
+        return round_result(self.recipe, groups.zero_ungrouped(out), self.out_dtype)
 
     def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")

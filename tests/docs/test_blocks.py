@@ -82,10 +82,13 @@ def strings_table() -> str:
     groups: dict[int, Any] = {}
     for name, row in RECIPES.items():
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
-    lines = ["| `quantization` | numerics | `auto` | other backends | tensors with one scale |", "| --- " * 5 + "|"]
+    titles = "| `quantization` | numerics | `auto` | other backends | tensors with one scale | batch invariant to |"
+    lines = [titles, "|---" * 6 + "|"]
     for row, names in groups.values():
-        words = names, [row.summary], [row.auto], row.backends[1:], poisoned_tensors(row.recipe) if row.recipe else ()
-        lines.append(f"| {' | '.join(map(', '.join, words))} |")
+        poisoned, size = ([], None) if row.recipe is None else (poisoned_tensors(row.recipe), row.recipe)
+        size = [f"{size.exact_contraction_size:,}"] if size and size.is_batch_invariant else []
+        cells = [names, [row.summary], [row.auto], row.backends[1:], poisoned, size]
+        lines.append("".join(f"| {', '.join(cell)} " if any(cell) else "|" for cell in cells) + "|")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxquant import exact
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.sharding import platform_of
 from jaxquant.kernels import DTYPES
@@ -136,6 +137,8 @@ def einsum(
     if platform_of(lhs.qvalue) == "gpu":
         where["cuda"] = on(load_kernel("fp8_einsum", "gpu").matmul, is_k_major=True)
     out = jax.lax.platform_dependent(*operands, **where, default=on(reference.matmul))
+    if accumulator == "int32":  # on CPUs, the kernel is a part of the program: an addition could change its rounding
+        out = jax.lax.platform_dependent(out, cpu=exact.hold, default=lambda out: out)
     return out.reshape((*left.batch, *left.free, *right.free))
 
 
