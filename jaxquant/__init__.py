@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # only for type checkers and editors; at run time ``__getattr__`` imports these
     __version__: str
-    from jaxquant import aot, audit, compat, ops, optim, serving, state
+    from jaxquant import aot, audit, compat, exact, ops, optim, serving, state
     from jaxquant.audit.coverage import coverage
     from jaxquant.audit.health import health
     from jaxquant.config.quant_config import ConfigLike, QuantConfig
@@ -53,6 +53,7 @@ __all__ = [
     "convert",
     "coverage",
     "describe_layers",
+    "exact",
     "health",
     "maybe_quantize_model",
     "ops",

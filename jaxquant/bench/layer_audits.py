@@ -33,7 +33,7 @@ from jaxquant.core.sharding import on_device_of
 from jaxquant.inject.model import maybe_quantize_model
 from jaxquant.ops import implementation
 from jaxquant.training.attention import choose_attention, make_mask
-from jaxquant.training.model import DecoderConfig, DecoderLayer, Masks
+from jaxquant.training.layers import AttentionContext, DecoderConfig, DecoderLayer
 
 LLAMA = DecoderConfig(
     vocab_size=128256,
@@ -67,7 +67,7 @@ def step(config: DecoderConfig, options: Row, platform: str, tokens: int) -> tup
     kind = choose_attention("auto", platform, config, length, config.dtype)
     x = jax.ShapeDtypeStruct((batch, length, config.emb_dim), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    inputs = x, Masks(make_mask(kind, jnp.zeros((batch, length), jnp.int32), None), None), positions, 0
+    inputs = x, AttentionContext(positions, make_mask(kind, jnp.zeros((batch, length), jnp.int32), None))
     model = maybe_quantize_model(DecoderLayer(dataclasses.replace(config, attention=kind)), options, *inputs)
     keys = {"params": jax.random.key(1), "quant": jax.random.key(2)}
     params, state = quantization_state.split(jax.eval_shape(model.init, keys, *inputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxquant.export.decoder import DecoderShape as DecoderShape
+from jaxquant.config.decoder import DecoderShape as DecoderShape
 from jaxquant.export.families import layout_of as layout_of
 from jaxquant.export.folder import SHARD_BYTES as SHARD_BYTES
 from jaxquant.export.folder import Row as Row

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxquant.config.decoder import DecoderShape
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build, show, type_hints
-from jaxquant.export.decoder import DecoderShape
 from jaxquant.export.source import Layout
 
 _SIZE, _MAX_LAYERS = 2**24, 10_000
@@ -54,10 +54,29 @@ class Family:
     llama_cpp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_TABLES = load_yaml(Path(__file__).with_name("families.yml"))
-FAMILIES = tuple(build(Family, row) for row in _TABLES["families"])
-GGUF_KEYS: Mapping[str, str] = _TABLES["gguf_keys"]
-"""Keys of GGUF files after the architecture, with the keys of config.json that have the same value."""
+@functools.cache
+def _tables() -> Mapping[str, Any]:
+    return load_yaml(Path(__file__).with_name("families.yml"))
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """Return the rows of ``families.yml``."""
+    return tuple(build(Family, row) for row in _tables()["families"])
+
+
+def gguf_keys() -> Mapping[str, str]:
+    """Return keys of GGUF files after the architecture, with the keys of config.json that have the same value."""
+    return _tables()["gguf_keys"]
+
+
+@functools.cache
+def _features() -> set[str]:
+    """Return the fields of ``DecoderShape`` that tell families apart."""
+    fields = {key for row in families() for key in (*row.fixed, *row.keys.values())}
+    return fields - {"mlp_dim", "num_experts_per_tok"}
+
+
 _ROPE = {
     "default": (),
     "linear": ("factor",),
@@ -68,8 +87,6 @@ _ROPE = {
 _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 """Keys whose value null turns an option off."""
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_swiglu": "silu"}
-_FEATURES = {key for row in FAMILIES for key in (*row.fixed, *row.keys.values())} - {"mlp_dim", "num_experts_per_tok"}
-"""Fields of ``DecoderShape`` that tell families apart."""
 
 
 def _differences(family: Family, shape: DecoderShape) -> list[str]:
@@ -81,7 +98,7 @@ def _differences(family: Family, shape: DecoderShape) -> list[str]:
             return free != bool(value)
         return not free and value != family.fixed.get(name, getattr(DecoderShape, name))
 
-    return sorted(filter(differs, _FEATURES))
+    return sorted(filter(differs, _features()))
 
 
 @functools.lru_cache(64)
@@ -91,9 +108,9 @@ def family_of(shape: DecoderShape) -> Family:
     Raises:
       NotImplementedError: there is none; the message names the fields that the nearest family has otherwise.
     """
-    misses = [_differences(family, shape) for family in FAMILIES]
+    misses = [_differences(family, shape) for family in families()]
     fewest = min(misses, key=len)
-    family = FAMILIES[misses.index(fewest)]
+    family = families()[misses.index(fewest)]
     if not fewest:
         return family
     values = ", ".join(f"{name} {show(getattr(shape, name))}" for name in fewest)
@@ -139,7 +156,7 @@ def _layer_tensors(shape: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]
 @functools.lru_cache(8)
 def tensors_of(shape: DecoderShape) -> Mapping[str, Tensor]:
     """Return the tensors of a float checkpoint by name, in model order."""
-    names, found = {**_TABLES["tensors"], **family_of(shape).names}, {}
+    names, found = {**_tables()["tensors"], **family_of(shape).names}, {}
     table = (shape.vocab_size, shape.emb_dim)
     outside = [("token_embedder/embedding", table), ("decoder_norm/scale", (shape.emb_dim,))]
     if not shape.logits_via_embedding:
@@ -175,7 +192,7 @@ def layout_of(shape: DecoderShape) -> Layout:
 def to_config(shape: DecoderShape) -> dict[str, Any]:
     """Return ``config.json`` without dtype, special tokens and quantization."""
     family, activation = family_of(shape), _ACTIVATIONS[shape.mlp_activation]
-    values: dict[str, Any] = {key: getattr(shape, field) for key, field in {**_TABLES["keys"], **family.keys}.items()}
+    values: dict[str, Any] = {key: getattr(shape, field) for key, field in {**_tables()["keys"], **family.keys}.items()}
     for key in _OFF & values.keys():
         values[key] = values[key] or None
     if "query_pre_attn_scalar" in values:
@@ -212,7 +229,7 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
       ValueError: a size is missing or invalid; the message names its key.
       NotImplementedError: the decoder does not support the architecture or the value of a key.
     """
-    names, known = config.get("architectures"), {family.architecture: family for family in FAMILIES}
+    names, known = config.get("architectures"), {family.architecture: family for family in families()}
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise NotImplementedError(
             f"config.json has architectures {show(names)}; supported architectures are {', '.join(known)}"
@@ -236,7 +253,7 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
     if "num_local_experts" in config:  # transformers 5 writes this key for all families
         config = {"num_experts": config["num_local_experts"], **config}
     given = {key: value for key, value in config.items() if value is not None or key in _OFF}
-    config, keys = {**usual, **family.defaults, **given}, {**_TABLES["keys"], **family.keys}
+    config, keys = {**usual, **family.defaults, **given}, {**_tables()["keys"], **family.keys}
     for key in usual.keys() - keys.keys():
         if config[key] != usual[key]:
             raise NotImplementedError(
@@ -276,7 +293,23 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope, read = config.get("rope_parameters") or config.get("rope_scaling") or {}, {}
     if isinstance(rope, Mapping) and isinstance(rope.get("sliding_attention"), Mapping):  # as transformers 5 writes it
         local, rope = rope["sliding_attention"], rope.get("full_attention")
+        if (kind := _rope_type(local)) != "default":
+            raise NotImplementedError(
+                f"config.json has rope_type {show(kind)} in sliding_attention; only 'default' is supported there"
+            )
         read["rope_local_theta"] = _read("rope_theta", local.get("rope_theta"), "rope_local_theta")
+    kind = _rope_type(rope)
+    defaults = {field.name: field.default for field in dataclasses.fields(DecoderShape)}
+    defaults["original_max_position_embeddings"] = config["max_position_embeddings"]
+    for key in _ROPE[kind]:
+        field = _rope_field(key)
+        read[field] = _read(key, defaults[field] if rope.get(key) is None else rope[key], field)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {"rope_type": kind, "rope_theta": _read("rope_theta", theta, "rope_theta"), **read}
+
+
+def _rope_type(rope: Any) -> str:
+    """Return the type of a rotary embedding in config.json, after checking its keys."""
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json: rope_scaling must be a mapping, got {show(rope)}")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -288,13 +321,7 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError(
             f"config.json has {others[0]} {show(rope[others[0]])} in rope_scaling, which is not supported for {kind}"
         )
-    defaults = {field.name: field.default for field in dataclasses.fields(DecoderShape)}
-    defaults["original_max_position_embeddings"] = config["max_position_embeddings"]
-    for key in _ROPE[kind]:
-        field = _rope_field(key)
-        read[field] = _read(key, defaults[field] if rope.get(key) is None else rope[key], field)
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {"rope_type": kind, "rope_theta": _read("rope_theta", theta, "rope_theta"), **read}
+    return kind
 
 
 def _read(key: str, value: Any, field: str) -> Any:

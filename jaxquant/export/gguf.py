@@ -21,11 +21,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant.config.decoder import DecoderShape, rope_stretch
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
 from jaxquant.export import gguf_file
-from jaxquant.export.decoder import DecoderShape, rope_stretch
-from jaxquant.export.families import FAMILIES, GGUF_KEYS, Family, family_of, layout_of, shape_of_config, tensors_of
+from jaxquant.export.families import Family, families, family_of, gguf_keys, layout_of, shape_of_config, tensors_of
 from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
 from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, align_up, decode, encode, header, row_bytes
 from jaxquant.export.source import GgufLayout, Layout, Source, Vocabulary
@@ -136,7 +136,7 @@ def gguf_layout(layout: Layout) -> GgufLayout:
     found: dict[str, Any] = {"general.architecture": arch}
     experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.mlp_dim} if shape.num_experts else {}
     values = {**layout.config, **experts}
-    for key, theirs in GGUF_KEYS.items():
+    for key, theirs in gguf_keys().items():
         if (value := values.get(theirs)) is not None:
             found[f"{arch}.{key}"] = float(value) if theirs in _FLOATS else U32(value)
     if shape.rope_type in ("linear", "yarn"):
@@ -266,9 +266,9 @@ def read_shape(file: GgufFile) -> DecoderShape:
       NotImplementedError: the decoder does not support the architecture, a tensor or a key of the model.
     """
     found, arch = file.metadata, str(file.metadata.get("general.architecture"))
-    families = [family for family in FAMILIES if family.gguf == arch]
-    if not families:
-        known = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES))
+    candidates = [family for family in families() if family.gguf == arch]
+    if not candidates:
+        known = ", ".join(dict.fromkeys(family.gguf for family in families()))
         raise NotImplementedError(f"{file.path} has general.architecture {show(arch)}; supported are {known}")
     used = {f"{arch}.{key}" for key in ("rope.scaling.type", "rope.scaling.finetuned", "tensor_data_layout")}
 
@@ -283,7 +283,7 @@ def read_shape(file: GgufFile) -> DecoderShape:
     if heads < 1:
         raise ValueError(f"{file.path} has {heads} attention heads, but {arch}.attention.head_count must be at least 1")
     config: dict[str, Any] = {"head_dim": number("attention.key_length", number("embedding_length") // heads)}
-    for key, theirs in GGUF_KEYS.items():
+    for key, theirs in gguf_keys().items():
         if f"{arch}.{key}" in found or key in (
             "feed_forward_length",
             "block_count",
@@ -298,7 +298,7 @@ def read_shape(file: GgufFile) -> DecoderShape:
     config["num_local_experts"] = config.get("num_experts")
     # Llama, Mistral and Mixtral have one architecture in GGUF: take the first with all keys that the file has.
     own = {key for key in ("num_local_experts", "sliding_window") if config.get(key)}
-    family = next((family for family in families if own <= family.keys.keys()), families[0])
+    family = next((family for family in candidates if own <= family.keys.keys()), candidates[0])
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{file.path} has no tensor {_EMBEDDING} with two axes")

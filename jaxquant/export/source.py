@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxquant.config.decoder import DecoderShape
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
-from jaxquant.export.decoder import DecoderShape
 from jaxquant.export.hf import OperandSpec
 from jaxquant.export.hf.quantization import FUSED
 from jaxquant.export.layouts import is_finite

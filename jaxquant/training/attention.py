@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.export import DecoderShape
+from jaxquant.config.decoder import DecoderShape
 
 Array = jax.Array
 Kind = Literal["xla", "cudnn", "splash"]

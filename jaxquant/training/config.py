@@ -6,9 +6,9 @@ import dataclasses
 from typing import Literal
 
 from jaxquant.config.backends import BACKENDS
+from jaxquant.config.decoder import DecoderShape
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.typed import show
-from jaxquant.export import DecoderShape
 
 RUN_CONTROL = frozenset(
     (

@@ -35,7 +35,8 @@ from jaxquant.trace.kernels import LayerKernel
 from jaxquant.training.checkpoint import list_arrays, open_array
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.data import make_iterators
-from jaxquant.training.model import Decoder, DecoderConfig
+from jaxquant.training.layers import DecoderConfig
+from jaxquant.training.model import Decoder
 from jaxquant.training.step import decoder_of, make_model
 from jaxquant.training.sums import check_checkpoint_sums, check_config_file, config_of, sums_of_files
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from jaxquant.core.typed import check_fields
 from jaxquant.serving.kv_cache import KVCache
-from jaxquant.training.model import DecoderConfig, empty_cache
+from jaxquant.training.layers import DecoderConfig
+from jaxquant.training.model import empty_cache
 from jaxquant.training.step import Model
 
 

@@ -21,7 +21,7 @@ from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import converted_shapes, layer_config, open_parameters, quant_fields
 from jaxquant.training.data import make_iterators
 from jaxquant.training.generate import Engine, Prompt, Sampling
-from jaxquant.training.model import DecoderConfig
+from jaxquant.training.layers import DecoderConfig
 from jaxquant.training.step import Model, decoder_of, make_model, token_losses
 from jaxquant.training.sums import check_files
 from jaxquant.training.tokenizer import Tokenizer

@@ -23,7 +23,8 @@ from jaxquant.core.sharding import on_device_of
 from jaxquant.trace.report import Row
 from jaxquant.training.attention import Kind, choose_attention
 from jaxquant.training.config import DecoderOptions, TrainConfig
-from jaxquant.training.model import Decoder, DecoderConfig, cross_entropy
+from jaxquant.training.layers import DecoderConfig
+from jaxquant.training.model import Decoder, cross_entropy
 from jaxquant.training.optimizer import learning_rate_schedule, make_optimizer
 from jaxquant.training.sharding import BATCH, make_mesh, state_shardings
 from jaxquant.training.tokenizer import Tokenizer, open_tokenizer

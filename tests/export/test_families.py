@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from jaxquant.export import HfFolder, Source, export, layout_of, open_gguf
-from jaxquant.export.families import FAMILIES, family_of, shape_of_config, to_config
+from jaxquant.export.families import families, family_of, shape_of_config, to_config
 from tests.export.models import shape_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED_WINDOWS = {"full_attention": {}, "sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}}
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -100,7 +101,7 @@ def test_a_published_config_has_the_published_number_of_parameters(name):
 def test_guide_and_readme_list_all_families():
     guide = (ROOT / "docs/guide/exchange.md").read_text()
     rows = re.findall(r"^\| `(\w+ForCausalLM)` \|.*\| `([\w-]+)`.* \|$", guide, re.M)
-    assert rows == [(family.architecture, family.gguf) for family in FAMILIES]
+    assert rows == [(family.architecture, family.gguf) for family in families()]
     listed = re.search(r"exchange.md\) of ([\w, ]+), \[formats", (ROOT / "README.md").read_text())[1]
     assert set(re.split(", | and ", listed)) == {name.removesuffix("ForCausalLM") for name, _ in rows}
 
@@ -127,7 +128,7 @@ FAMILY_SHAPES = {
 }
 FAMILY_SHAPES = {
     family.architecture: shape_of(*SMALL, **{**family.fixed, **FAMILY_SHAPES[family.architecture]})
-    for family in FAMILIES
+    for family in families()
 }
 
 
@@ -198,6 +199,7 @@ def test_routers_norms_and_biases_stay_in_float(tmp_path, name):
         ("gemma-2-2b", {"hidden_activation": "gelu"}, "has hidden_activation 'gelu'; for .* only 'gelu_pytorch_tanh'"),
         ("Llama-3.1-8B", {"rope_scaling": {"type": "longrope"}}, "has rope_type 'longrope'; supported are default, l"),
         ("Qwen3-8B", {"rope_scaling": {"type": "yarn", "mscale": 0.7}}, "has mscale 0.7 in rope_scaling"),
+        ("gemma-3-1b", {"rope_parameters": SCALED_WINDOWS}, "has rope_type 'linear' in sliding_attention"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]; for Qwen3MoeForCausalLM only \[\]"),
         ("gpt-oss-20b", {"swiglu_limit": 9.0}, "has swiglu_limit 9.0; for GptOssForCausalLM only 7.0"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 3}, r"has layer_types .* and sliding_window 128"),

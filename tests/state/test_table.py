@@ -17,7 +17,8 @@ import jaxquant
 from jaxquant import state
 from jaxquant.ops import initial_state
 from jaxquant.state.table import make_state
-from jaxquant.training.model import Decoder, DecoderConfig
+from jaxquant.training.layers import DecoderConfig
+from jaxquant.training.model import Decoder
 from tests.states import edited, nested
 
 FP8 = {"quantization": "fp8", "amax_history_length": 4, "quant_backend": "native"}

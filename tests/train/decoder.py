@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.training.config import TrainConfig
-from jaxquant.training.model import DecoderConfig
+from jaxquant.training.layers import DecoderConfig
 from jaxquant.training.step import Model, make_model
 
 SHAPE = DecoderConfig(64, 32, 64, 2, 4, 2, 16)

@@ -14,7 +14,7 @@ from jaxquant.core.qtensor import is_tensor
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import convert_run
 from jaxquant.training.generate import Prompt
-from jaxquant.training.model import DecoderConfig, Experts
+from jaxquant.training.layers import DecoderConfig, Experts
 from jaxquant.training.serving import open_served
 from tests import numerics
 from tests.train.conftest import train

@@ -11,7 +11,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxquant.training.attention import Rope, rotate
-from jaxquant.training.model import Decoder, DecoderConfig
+from jaxquant.training.layers import DecoderConfig
+from jaxquant.training.model import Decoder
 from jaxquant.training.optimizer import DECAYED
 from jaxquant.training.sharding import PARAMETER_AXES
 

@@ -1,0 +1,87 @@
+"""Grouped-query attention whose bits do not depend on the batch, padding, chunks or the length of a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.exact.arithmetic import hold, round_to
+from jaxquant.exact.digits import Digits, contract, product_rule, split
+from jaxquant.exact.layers import sigmoid, softmax
+
+Array = jax.Array
+
+
+def attend(
+    query: Array,
+    key: Array | Digits,
+    value: Array | Digits,
+    visible: Array,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
+    """Return the attention of queries over keys and values, in the dtype of ``query``.
+
+    Queries, keys, values and probabilities are split into two int8 digits (14 bits), with a unit for each head of a
+    token. Keys that are not visible have no effect, so padding and stale slots of a cache change no bit. The gradient
+    is that of float attention. Scores of all pairs of tokens are stored.
+
+    Args:
+      query: array [batch, sequence, query heads, head_dim].
+      key, value: arrays [batch, key positions, key heads, head_dim], or their digits as ``split(x, -1)`` returns them.
+      visible: boolean mask [batch or 1, 1, sequence, key positions]; each query needs a visible key.
+      scale: factor of the scores; None means ``head_dim ** -0.5``.
+      soft_cap: bound of the scores, ``soft_cap · tanh(score / soft_cap)``; 0 means no bound.
+      sinks: score [query heads] of a key without a value in each head, or None.
+    """
+    batch, length, heads, size = query.shape
+    num_keys = (key.high if isinstance(key, Digits) else key).shape[2]
+    scaled = hold(query.astype(jnp.float32) * (size**-0.5 if scale is None else scale))
+    groups = scaled.reshape(batch, length, num_keys, -1, size)
+    scores = _score_digits(groups, key) if isinstance(key, Digits) else _score(groups, key)
+    if soft_cap:
+        scores = hold((sigmoid(hold(scores * (2 / soft_cap))) * 2 - 1) * soft_cap)
+    mask = visible[:, :, None]
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, num_keys, -1, 1, 1)
+        scores = jnp.concatenate([jnp.broadcast_to(sink, (*scores.shape[:-1], 1)), scores], axis=-1)
+        mask = jnp.concatenate([jnp.ones_like(mask[..., :1]), mask], axis=-1)
+    share = softmax(scores, mask)[..., 0 if sinks is None else 1 :]
+    mixed = _mix_digits(share, value) if isinstance(value, Digits) else _mix(share, value)
+    return round_to(mixed.reshape(batch, length, heads, -1), query.dtype)
+
+
+def _score_digits(query: Array, key: Digits) -> Array:
+    return contract("bskgd,btkd->bkgst", split(query, -1), key)
+
+
+@jax.custom_jvp
+def _score(query: Array, key: Array) -> Array:
+    return _score_digits(query, split(key, -1))
+
+
+@_score.defjvp
+def _score_jvp(primals, tangents):
+    return _score(*primals), product_rule("bskgd,btkd->bkgst", primals, tangents)
+
+
+def _mix_digits(share: Array, value: Digits) -> Array:
+    # A unit along the key positions would depend on padding, so each value's unit multiplies its share.
+    units = value.unit.transpose(0, 2, 3, 1)[:, :, :, None]
+    weighted = jnp.where(share > 0, share * units, 0.0)
+    digits = dataclasses.replace(value, unit=jnp.ones((1, 1, 1, 1)))
+    return contract("bkgst,btkd->bskgd", split(weighted, -1), digits)
+
+
+@jax.custom_jvp
+def _mix(share: Array, value: Array) -> Array:
+    return _mix_digits(share, split(value, -1))
+
+
+@_mix.defjvp
+def _mix_jvp(primals, tangents):
+    return _mix(*primals), product_rule("bkgst,btkd->bskgd", primals, tangents)
