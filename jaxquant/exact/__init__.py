@@ -9,7 +9,7 @@ cause that each function removes.
 from jaxquant.exact.arithmetic import exp, hold, log, round_to, rsqrt, sum
 from jaxquant.exact.attention import attend
 from jaxquant.exact.digits import Digits, contract, dot, split
-from jaxquant.exact.layers import rms_norm, rotate, sigmoid, softmax, token_log_probs
+from jaxquant.exact.layers import rms_norm, rotate, sigmoid, soft_cap, softmax, token_log_probs
 
 __all__ = [
     "Digits",
@@ -24,6 +24,7 @@ __all__ = [
     "round_to",
     "rsqrt",
     "sigmoid",
+    "soft_cap",
     "softmax",
     "split",
     "sum",

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxquant.exact.arithmetic import hold, round_to
 from jaxquant.exact.digits import Digits, contract, product_rule, split
-from jaxquant.exact.layers import sigmoid, softmax
+from jaxquant.exact.layers import soft_cap as bound_scores
+from jaxquant.exact.layers import softmax
 
 Array = jax.Array
 
@@ -44,7 +45,7 @@ def attend(
     groups = scaled.reshape(batch, length, num_keys, -1, size)
     scores = _score_digits(groups, key) if isinstance(key, Digits) else _score(groups, key)
     if soft_cap:
-        scores = hold((sigmoid(hold(scores * (2 / soft_cap))) * 2 - 1) * soft_cap)
+        scores = bound_scores(scores, soft_cap)
     mask = visible[:, :, None]
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_keys, -1, 1, 1)

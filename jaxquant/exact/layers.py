@@ -30,6 +30,11 @@ def sigmoid(x: Array) -> Array:
     return 1 / (1 + exp(-x.astype(jnp.float32)))
 
 
+def soft_cap(x: Array, cap: float) -> Array:
+    """Return ``cap · tanh(x / cap)`` in float32, with an absolute error below ``cap · 4e-7``."""
+    return hold((sigmoid(hold(x.astype(jnp.float32) * (2 / cap))) * 2 - 1) * cap)
+
+
 def softmax(x: Array, where: Array | None = None) -> Array:
     """Return the softmax of the last axis in float32. Masked elements are 0, and their values have no effect.
 

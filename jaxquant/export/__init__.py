@@ -11,7 +11,7 @@ from jaxquant.export.folder import SHARD_BYTES as SHARD_BYTES
 from jaxquant.export.folder import Row as Row
 from jaxquant.export.folder import write_folder
 from jaxquant.export.gguf import FILE_TYPES, export_gguf
-from jaxquant.export.gguf import open_gguf as open_gguf
+from jaxquant.export.gguf_reader import open_gguf as open_gguf
 from jaxquant.export.named import NamedFolder as NamedFolder
 from jaxquant.export.named import named_source as named_source
 from jaxquant.export.reading import HfFolder as HfFolder

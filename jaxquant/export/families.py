@@ -290,7 +290,8 @@ def _rope_field(key: str) -> str:
 
 def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``DecoderShape`` that describe the rotary embedding."""
-    rope, read = config.get("rope_parameters") or config.get("rope_scaling") or {}, {}
+    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    read = {}
     if isinstance(rope, Mapping) and isinstance(rope.get("sliding_attention"), Mapping):  # as transformers 5 writes it
         local, rope = rope["sliding_attention"], rope.get("full_attention")
         if (kind := _rope_type(local)) != "default":

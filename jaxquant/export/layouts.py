@@ -105,31 +105,33 @@ def block_amax(weight: np.ndarray, block: tuple[int, int]) -> np.ndarray:
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:
     """Pack eight integers, each plus 8, into an int32; the first integer is in the lowest bits."""
-    unsigned = (codes.astype(np.int16) + 8).astype(np.uint32)
-    unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % 8))).reshape(codes.shape[0], -1, 8)
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    return np.bitwise_or.reduce(unsigned << shifts, axis=-1).view(np.int32)
+    unsigned = (codes.astype(np.int8) + 8).view(np.uint8)
+    return _pack_nibbles(np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % 8)))).view(np.int32)
 
 
 def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
     """Unpack integers of 4 or 8 bits to int8 [rows, ``columns``]; inverse of ``pack_int4`` for 4 bits."""
     stored = np.ascontiguousarray(packed).view(np.uint8)
-    if bits == 4:
-        stored = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1)
+    stored = _unpack_nibbles(stored) if bits == 4 else stored
     return (stored[:, :columns] - np.uint8(2 ** (bits - 1))).view(np.int8)
 
 
 def pack_e2m1(elements: np.ndarray) -> np.ndarray:
     """Pack pairs of float4_e2m1fn elements into bytes, the element with the even index in the low bits."""
-    codes = np.asarray(elements).view(np.uint8) & 0xF
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    return _pack_nibbles(np.asarray(elements).view(np.uint8) & 0xF)
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
     """Unpack float4_e2m1fn elements from bytes; the low four bits are the first element of a pair."""
-    out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
-    out[..., 0::2], out[..., 1::2] = packed & 0xF, packed >> 4
-    return out.view(ml_dtypes.float4_e2m1fn)
+    return _unpack_nibbles(packed).view(ml_dtypes.float4_e2m1fn)
+
+
+def _pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def _unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+    return np.stack([packed & 0xF, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -236,11 +236,10 @@ class NamedFolder(TensorFolder, Mapping[str, np.ndarray | QTensor]):
         layer = self._read_layer(module, None)
         assert layer is not None
         check_finite(layer.decode(), place)
-        tensor, amax = layer.to_qtensor(spec), take_input_amax(spec, self.tensors(module))
-        if amax is None or spec.input is None:
-            return tensor
-        scale: Any = np.full((1, 1), amax / element(spec.input.dtype).bound, np.float32)
-        return dataclasses.replace(tensor, input_scale=scale)
+        scale, amax = None, take_input_amax(spec, self.tensors(module))
+        if amax is not None and spec.input is not None:
+            scale = np.full((1, 1), amax / element(spec.input.dtype).bound, np.float32)
+        return layer.to_qtensor(spec.weight, scale)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)

@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, make_qtensor
-from jaxquant.export.hf import LayerSpec, ScaleGranularity
+from jaxquant.core.tensor_spec import TensorSpec
+from jaxquant.export.hf import LayerSpec, OperandSpec, ScaleGranularity
 from jaxquant.export.layouts import (
     NVFP4_RANGE,
     Tensors,
@@ -59,14 +60,19 @@ class StoredLayer:
     zero_point: np.ndarray | None = None
     levels: tuple[np.ndarray, np.ndarray] | None = None
 
-    def to_qtensor(self, spec: LayerSpec) -> QTensor:
-        """Return the weight [out, in] as a ``QTensor`` with the elements and scales of the checkpoint."""
-        dtype, (scale, outer) = spec.weight.dtype, self.levels or (self.scale, None)
-        elements: Any = self.elements.astype(dtype, copy=False)
-        scales: Any = scale.astype(spec.weight.scale_dtype, copy=False)
-        zero_point: Any = None if self.zero_point is None else self.zero_point.astype(dtype)
+    def to_qtensor(self, spec: OperandSpec | TensorSpec, input_scale: Any = None) -> QTensor:
+        """Return the weight [out, in] as a ``QTensor``, with elements and scales in the dtypes of a spec.
+
+        Args:
+          spec: spec of the weight.
+          input_scale: static scale [1, 1] of the input, or None.
+        """
+        scale, outer = self.levels or (self.scale, None)
+        elements: Any = self.elements.astype(spec.dtype, copy=False)
+        scales: Any = scale.astype(spec.scale_dtype, copy=False)
+        zero_point: Any = None if self.zero_point is None else self.zero_point.astype(spec.dtype)
         outer_scale: Any = None if outer is None else outer.reshape(1, 1)
-        return make_qtensor(elements, scales, zero_point, outer_scale, self.block)
+        return make_qtensor(elements, scales, zero_point, outer_scale, self.block, input_scale=input_scale)
 
     def decode(self) -> np.ndarray:
         """Return the weight in float32; each value is rounded once, and becomes infinite if it overflows."""

@@ -3,7 +3,8 @@
 The key and value of a token are quantized once, when they are written, with scales from their own absmax: ``dkv`` uses
 one scale per head of a position, ``heads_and_dkv`` one scale for all heads of a position. The cache contents therefore
 do not depend on the number of tokens written at once. Integers are clipped to ±qmax (the bound of absmax is qmax +
-0.5), and a row of zeros has scale 1. Four-bit elements are packed in pairs along head_dim.
+0.5), and a row of zeros has scale 1. Four-bit elements are packed in pairs along head_dim. ``digits`` stores the digits
+that ``jaxquant.exact.attend`` multiplies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxquant import exact
 from jaxquant.config.quant_config import KV_ELEMENTS, KVCacheName, QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
@@ -24,7 +26,9 @@ from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.typed import either
 from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
 
-KVQuantDtype = Literal[""] | KVCacheName
+KVQuantDtype = Literal["", "digits"] | KVCacheName
+DIGITS: Final = "digits"
+"""``kv_quant_dtype`` of a cache that holds the two int8 digits of each number, high digits first along head_dim."""
 KVQuantAxis = Literal["dkv", "heads_and_dkv"]
 
 SPECS: Final = {name: TensorSpec(element) for name, element in KV_ELEMENTS.items()}
@@ -94,7 +98,7 @@ def empty(
     Raises:
       ValueError: the quantization is unknown, or a size is below 1.
     """
-    if kv_quant_dtype and kv_quant_dtype not in SPECS:
+    if kv_quant_dtype not in ("", DIGITS, *SPECS):
         raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use {either(SPECS)}, or '' for float")
     if kv_quant_axis not in SHARED_AXES:
         raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {either(SHARED_AXES)}")
@@ -103,7 +107,9 @@ def empty(
         if size is not None and size < 1:
             raise ValueError(f"{name} of a KV cache must be at least 1, got {size}")
     lead = (batch,) if layers is None else (batch, layers)
-    width = -(-head_dim // 2) if kv_quant_dtype in PACKED else head_dim
+    width = -(-head_dim // 2) if kv_quant_dtype in PACKED else head_dim * (2 if kv_quant_dtype == DIGITS else 1)
+    if kv_quant_dtype == DIGITS:
+        kv_quant_axis = "dkv"
     stored = jnp.zeros((*lead, length, heads, width), _stored_dtype(kv_quant_dtype, dtype))
     scale = None
     if kv_quant_dtype:
@@ -174,8 +180,10 @@ def append(
     return dataclasses.replace(cache, **new)
 
 
-def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) -> tuple[Any, Any]:
     """Return all keys and values, [B, T, H, D], dequantized in float32 and rounded once to ``dtype``.
+
+    A cache of digits returns ``jaxquant.exact.Digits`` instead.
 
     Args:
       cache: cache to read.
@@ -185,10 +193,12 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
     _check_layer(cache, layer)
     at = (lambda x: x) if layer is None else (lambda x: jax.lax.dynamic_index_in_dim(x, layer, 1, keepdims=False))
 
-    def decode(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def decode(stored: jax.Array, scale: jax.Array | None) -> Any:
         if scale is None:
             return at(stored).astype(dtype)
         stored = at(stored)
+        if cache.kv_quant_dtype == DIGITS:
+            return exact.Digits(*jnp.split(stored, 2, axis=-1), at(scale))
         if cache.kv_quant_dtype in PACKED:
             stored = unpack(stored, PACKED[cache.kv_quant_dtype], cache.head_dim)
         return dequantize(QTensor(stored, at(scale)), dtype)
@@ -204,12 +214,17 @@ def nbytes(cache: KVCache) -> int:
 def _stored_dtype(kv_quant_dtype: KVQuantDtype, dtype: str) -> str:
     if not kv_quant_dtype:
         return dtype
+    if kv_quant_dtype == DIGITS:
+        return "int8"
     return "uint8" if kv_quant_dtype in PACKED else SPECS[kv_quant_dtype].dtype
 
 
 def _encode(cache: KVCache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     if not cache.kv_quant_dtype:
         return x.astype(cache.key.dtype), None
+    if cache.kv_quant_dtype == DIGITS:
+        digits = exact.split(x, -1)
+        return jnp.concatenate([digits.high, digits.low], axis=-1), digits.unit
     tensor = quantize(x, SPECS[cache.kv_quant_dtype], SHARED_AXES[cache.kv_quant_axis])
     return pack(tensor.qvalue) if cache.kv_quant_dtype in PACKED else tensor.qvalue, tensor.scale
 

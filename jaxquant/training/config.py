@@ -42,6 +42,7 @@ class DecoderOptions(DecoderShape):
     saved_activations: Literal["full", "fp8"] = "full"
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     head_chunks: int = 0
+    numerics: Literal["standard", "exact"] = "standard"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
@@ -116,6 +117,9 @@ class TrainConfig(DecoderOptions, QuantConfig):
         the shapes.
       head_chunks: number of chunks into which the loss splits the logits of a sequence. 0 selects a number that keeps
         each chunk under half a gigabyte per sequence.
+      numerics: float functions of the decoder. ``exact`` computes norms, attention, activations and log-probabilities
+        with ``jaxquant.exact``, so that the log-probabilities of a token have the same bits in training, prefill and
+        decoding; all layers then need a batch-invariant recipe such as ``int8``. ``standard`` is faster.
       dtype: dtype of activations and matmuls.
       dataset: type of the training data. ``stdlib`` is the source code of Python's standard library. ``text`` has one
         document in each file of a folder; a single file is split into documents at line ends. ``jsonl`` has one
@@ -227,6 +231,13 @@ class TrainConfig(DecoderOptions, QuantConfig):
             raise ValueError(
                 f"saved_activations 'fp8' has no effect with remat_policy {self.remat_policy!r}, which recomputes "
                 "norms and gates; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
+            )
+        if self.numerics == "exact" and self.attention not in ("auto", "xla"):
+            raise ValueError(f"numerics 'exact' has its own attention, but attention is {self.attention!r}; use 'auto'")
+        if self.numerics == "exact" and self.quantize_kvcache:
+            raise ValueError(
+                "quantize_kvcache changes keys and values that training reads unquantized, but numerics is 'exact'; "
+                "set one of them to its default"
             )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(

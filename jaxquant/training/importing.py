@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import math
 import shutil
@@ -17,20 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import serving
-from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor, mark_stacked_axes
-from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import DecoderShape, HfFolder, Row, Source, check_export, open_gguf
-from jaxquant.export.families import tensors_of
 from jaxquant.export.folder import sqnr, tokenizer_files
-from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.hf import LayerSpec, to_recipe
 from jaxquant.export.layouts import check_finite
-from jaxquant.export.source import HEAD
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.training.checkpoint import Checkpoints, write_config
@@ -39,6 +31,7 @@ from jaxquant.training.conversion import cast_as_read, initial_variables, layer_
 from jaxquant.training.data import make_iterators
 from jaxquant.training.exporting import Location, locate_tensors
 from jaxquant.training.model import Decoder
+from jaxquant.training.native_strings import native_fields
 from jaxquant.training.step import build, decoder_of
 from jaxquant.training.tokenizer import open_tokenizer
 
@@ -256,7 +249,7 @@ def import_to_serve(
     checkpoint, out, changes = Path(checkpoint), require_new(out), dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     if not changes.get("quantization"):
-        changes |= _native_fields(checkpoint, source, folder, changes)
+        changes |= native_fields(checkpoint, source, folder, changes)
     with tempfile.TemporaryDirectory() as place:
         tokenizer, changes = _write_tokenizer(files, place), changes | {"remat_policy": "none"}
         config = imported_config(source.shape, checkpoint, tokenizer, changes)
@@ -295,88 +288,6 @@ def import_to_serve(
     layers = _places_by_path(source, config)
     read = lambda path: _make_parameter(path, layers[path], make)  # noqa: E731
     return save_served(out, unflatten({path: shape_of(path) for path in layers}), config, 0, files, read)
-
-
-def _native_fields(
-    checkpoint: Path, source: Source, folder: HfFolder | None, changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the config fields that keep the weights of a checkpoint and quantize inputs as the checkpoint does.
-
-    The most frequent config string of the layers is ``quantization``, and rules select the others. A layer stays in
-    float if it is float in the checkpoint, or if no config string has its GGML type.
-
-    Raises:
-      ValueError: no config string keeps the weights of a layer, or ``changes`` enables ``scan_layers`` but a type
-        differs between blocks of the decoder.
-    """
-    shape, linears = source.shape, source.layout.linears
-    own: dict[str, str | None] = {}  # config string by module
-    strings: dict[str, str] = {}
-    if folder is None:
-        stored = GgufFile(checkpoint).tensors
-        strings = {name: f"ggml_{stored[tensor.gguf].kind.lower()}" for name, tensor in tensors_of(shape).items()}
-        for module in (*linears, HEAD):
-            if (string := strings.get(f"{module}.weight")) is not None and (module != HEAD or string in RECIPES):
-                own[module] = string if string in RECIPES else None
-    else:
-        by_spec = {spec: spec and _native_string(checkpoint, spec) for spec in {folder.spec(name) for name in linears}}
-        own = {module: by_spec[folder.spec(module)] for module in linears}
-    if not any(own.values()):
-        is_float = folder is not None or set(strings.values()) <= {"ggml_f32", "ggml_f16", "ggml_bf16"}
-        problem = "is a float checkpoint" if is_float else "stores its layers in types that no config string has"
-        raise ValueError(f"{checkpoint} {problem}; pass the quantization to serve it with, such as quantization=int8")
-
-    def strings_by_path(is_scanned: bool) -> dict[str, set[str | None]]:
-        found: dict[str, set[str | None]] = {}
-        for name, place in locate_tensors(TrainConfig(scan_layers=is_scanned), shape).items():
-            if (module := name.removesuffix(".weight")) in own:
-                found.setdefault(place.path.removesuffix("/kernel"), set()).add(own[module])
-        return found
-
-    mixed = [path for path, strings in strings_by_path(True).items() if len(strings) > 1]
-    is_scanned = changes.get("scan_layers", not mixed)
-    if mixed and is_scanned:
-        problem = f"{checkpoint} stores the layers {mixed[0]} in several types, but scanned layers have one"
-        raise ValueError(f"{problem}; leave out scan_layers")
-    base, rules = collections.Counter(filter(None, own.values())).most_common(1)[0][0], {}
-    for path, (string,) in strings_by_path(is_scanned).items():
-        if string != base or path == "logits_dense":  # the head stays in float without a rule
-            rules.setdefault(string, []).append(path)
-    found = [{"path": "|".join(paths), "recipe": string} for string, paths in rules.items()]
-    return {"quantization": base, "rules": [*changes.get("rules", ()), *found], "scan_layers": is_scanned}
-
-
-def _native_string(checkpoint: Path, spec: LayerSpec) -> str:
-    """Return the config string that keeps the weights of a layer and quantizes its input as the checkpoint does.
-
-    Raises:
-      ValueError: there is no such config string; the message names the config strings that keep the weights.
-    """
-    recipes, kept = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}, []
-    with contextlib.suppress(NotImplementedError):  # no matching recipe
-        weight = _comparable_specs(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
-        kept = [name for name, recipe in recipes.items() if _comparable_specs(recipe.fwd)[1] == weight]
-        wanted = _comparable_specs(to_recipe(spec, "").fwd)
-        if found := next((name for name in kept if _comparable_specs(recipes[name].fwd) == wanted), None):
-            return found
-    keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
-    fix = f"pass the quantization to serve it with, such as quantization={kept[0] if kept else 'int8'}"
-    raise ValueError(f"{checkpoint} has a quantization that no config string computes; {keeping}{fix}")
-
-
-def _comparable_specs(forward: MatmulSpec) -> tuple[Any, ...]:
-    """Return the parts of a forward matmul that a checkpoint also describes.
-
-    Recipes with delayed scales compare equal to recipes with static scales.
-    """
-
-    def plain(operand: Any, is_input: bool) -> Any:
-        if not isinstance(operand, TensorSpec):
-            return None
-        bare = dataclasses.replace(operand, scaling="dynamic", reciprocal=False, keeps_grid=False)
-        return bare, is_input and operand.scaling != "dynamic"
-
-    return plain(forward.lhs, True), plain(forward.rhs, False)
 
 
 def _input_scale(source: Source, modules: list[str], layer: LayerKernel) -> np.ndarray | None:
@@ -445,17 +356,16 @@ def _keep_weight(
     grid = scale_shape(size, wanted)
     # One scale of the whole tensor can be repeated for each block.
     fits = layer.scale.size == 1 or tuple(map(min, layer.block, size)) == wanted
-    scale, outer = layer.levels or (layer.scale, None)
-    own = scale.astype(spec.scale_dtype)
-    is_kept = layer.zero_point is None and (outer is not None) == spec.outer_scale
-    is_kept &= fits and np.array_equal(own.astype(np.float32), scale.astype(np.float32))
+    whole, (scale, _) = layer.to_qtensor(spec), layer.levels or (layer.scale, None)
+    is_kept = whole.zero_point is None and (whole.outer_scale is not None) == spec.outer_scale
+    is_kept &= fits and np.array_equal(np.asarray(whole.scale, np.float32), scale.astype(np.float32))
     if not is_kept or math.prod(scale_shape(shape, block)) != math.prod(grid):
         return None
     check_finite(layer.decode(), f"{module}.weight")
-    parts: Any = (layer.elements.astype(spec.dtype, copy=False), np.broadcast_to(own, grid))
-    outer_scale: Any = None if outer is None else outer.reshape(1, 1)
+    scales: Any = np.broadcast_to(np.asarray(whole.scale), grid)
     try:
-        tensor = make_qtensor(*parts, outer_scale=outer_scale, block=wanted).transpose((1, 0)).reshape(shape)
+        tensor = make_qtensor(whole.qvalue, scales, outer_scale=whole.outer_scale, block=wanted)
+        tensor = tensor.transpose((1, 0)).reshape(shape)
     except BlocksError:
         tensor = None
     if tensor is None or tensor.blocks != block:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 
 from jaxquant.config.decoder import rope_magnitude, rope_stretch
 from jaxquant.ops.remat import compress_residuals
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
-from jaxquant.training.attention import Kind, Rope, attend, make_mask, rotate
+from jaxquant.training.attention import Kind, Rope, make_mask
 from jaxquant.training.config import DecoderOptions
-
-GATES: dict[str, Any] = {
-    "silu": lambda a, b: nn.silu(a) * b,
-    "gelu_tanh": lambda a, b: nn.gelu(a, approximate=True) * b,
-    "clipped_swiglu": lambda a, b: clipped_swiglu(jnp.minimum(a, 7), jnp.clip(b, -7, 7)),
-}
-"""Gated activation of each ``mlp_activation``."""
+from jaxquant.training.numerics import NUMERICS, RopeOf, Standard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +31,29 @@ class DecoderConfig(DecoderOptions):
     def dense(
         self, features: int | tuple[int, ...], axis: int | tuple[int, ...] = -1, use_bias: bool = False
     ) -> nn.DenseGeneral:
-        dtype = jnp.dtype(self.dtype)
-        return nn.DenseGeneral(features, axis=axis, use_bias=use_bias, dtype=dtype, param_dtype=jnp.float32)
+        """Return a linear layer that a recipe quantizes."""
+        kind = ExactDense if self.numerics == "exact" else nn.DenseGeneral
+        return kind(features, axis=axis, use_bias=use_bias, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
+
+    def float_dense(self, features: int, dtype: str, use_bias: bool = False) -> nn.DenseGeneral:
+        """Return a linear layer that recipes leave in float: the head or a router."""
+        options: Any = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.float32, "dot_general": self.math.dot_general}
+        return nn.DenseGeneral(features, use_bias=use_bias, **options)
 
     def norm(self) -> nn.RMSNorm:
-        kind = CompressedNorm if self.saved_activations == "fp8" else nn.RMSNorm
+        kind = nn.RMSNorm
+        if self.saved_activations == "fp8" or self.numerics == "exact":
+            kind = functools.partial(DecoderNorm, config=self)
         return kind(epsilon=self.norm_epsilon, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
+
+    @property
+    def math(self) -> Standard:
+        """Float functions of ``numerics``."""
+        return NUMERICS[self.numerics]
 
     def gate(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return the gated activation of an MLP, ``silu(a) * b`` for ``mlp_activation`` "silu"."""
-        gate = GATES[self.mlp_activation]
+        gate = functools.partial(self.math.gate, self.mlp_activation)
         return (compress_residuals(gate, (0, 1)) if self.saved_activations == "fp8" else gate)(a, b)
 
     def is_global(self, layer: int | jax.Array) -> bool | jax.Array:
@@ -63,19 +72,36 @@ class DecoderConfig(DecoderOptions):
         return Rope(jnp.where(is_global, self.rope_theta, theta), jnp.where(is_global, stretch, 1.0))
 
 
-def clipped_swiglu(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return ``a · sigmoid(1.702 a) · (b + 1)``, the activation of gpt-oss after its inputs were clipped."""
-    return a * jax.nn.sigmoid(1.702 * a) * (b + 1)
+class DecoderNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` with the numerics of the decoder, which can save its input in FP8 for the backward pass."""
 
-
-class CompressedNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` that saves its input in FP8 for the backward pass."""
+    config: DecoderConfig = dataclasses.field(kw_only=True)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
-        plain = nn.RMSNorm(epsilon=self.epsilon, dtype=self.dtype, param_dtype=self.param_dtype, parent=None)
-        return compress_residuals(lambda x, scale: plain.apply({"params": {"scale": scale}}, x))(x, scale)
+        c = self.config
+        compute = lambda x, scale: c.math.rms_norm(x, scale, self.epsilon, self.dtype)  # noqa: E731
+        return (compress_residuals(compute) if c.saved_activations == "fp8" else compute)(x, scale)
+
+
+class ExactDense(nn.DenseGeneral):
+    """``nn.DenseGeneral`` whose product, bias and result are rounded to the layer's dtype in every program."""
+
+    dot_general: Any = dataclasses.field(default=lambda *operands, **options: _round_product(*operands, **options))
+    promote_dtype: Any = dataclasses.field(default=lambda *arrays, **options: _promote_and_round(*arrays, **options))
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return NUMERICS["exact"].round(super().__call__(inputs), self.dtype)
+
+
+def _round_product(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+    return NUMERICS["exact"].round(jax.lax.dot_general(lhs, rhs, *arguments, **options), lhs.dtype)
+
+
+def _promote_and_round(inputs: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: Any) -> Any:
+    inputs, kernel = promote_dtype(inputs, kernel, dtype=dtype)
+    return inputs, kernel, None if bias is None else NUMERICS["exact"].round(bias, dtype)
 
 
 class AttentionContext(NamedTuple):
@@ -102,6 +128,15 @@ class AttentionContext(NamedTuple):
         if self.mask is None or self.window_mask is None:  # the kernel's own causal mask has no array
             return self.mask if self.window_mask is None else jnp.where(is_global, 0, self.window_mask)
         return jnp.where(is_global, self.mask, self.window_mask)
+
+    @property
+    def _num_keys(self) -> int:
+        assert self.mask is not None
+        return self.mask.shape[-1]
+
+    def rotate(self, c: DecoderConfig, x: jax.Array, rope_of: RopeOf, is_global: bool | jax.Array = True) -> jax.Array:
+        """Apply the rotary embedding of a layer at the positions of the tokens."""
+        return c.math.rotate(x, self.positions, rope_of, is_global, lambda: self._num_keys)
 
     def update(self, cache: KVCache, key: jax.Array, value: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
         """Write keys and values; return the updated cache, and all cached keys and values in the dtype of ``key``."""
@@ -160,14 +195,15 @@ class SelfAttention(nn.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotate(each, context.positions, c.rope(is_global)) for each in (query, key))
+        query, key = (context.rotate(c, each, c.rope, is_global) for each in (query, key))
         if cache is not None:
             cache, key, value = context.update(cache, key, value)
         # Only XLA's attention supports the mask of a cache.
         kind = c.attention if cache is None else "xla"
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
         options: Any = {"scale": scale, "soft_cap": c.attn_logits_soft_cap, "sinks": self.sinks}
-        mixed = attend(query, key, value, context.select_mask(is_global), kind, c.activation_sharding, **options)
+        mask = context.select_mask(is_global)
+        mixed = c.math.attend(query, key, value, mask, kind, c.activation_sharding, **options)
         return self.out(mixed), cache
 
 
@@ -197,15 +233,16 @@ class LatentAttention(nn.Module):
         query = self.wq_b(self.q_norm(self.wq_a(x))) if c.q_lora_rank else self.query(x)
         latent, rope_key = jnp.split(self.wkv_a(x), [c.kv_lora_rank], axis=-1)
         key, value = jnp.split(self.wkv_b(self.kv_norm(latent)), [num_unrotated], axis=-1)
-        rotated = rotate(rope_key[:, :, None], context.positions, Rope(c.rope_theta))
+        rope_of = lambda is_global: Rope(c.rope_theta)  # noqa: E731
+        rotated = context.rotate(c, rope_key[:, :, None], rope_of)
         rotated = jnp.broadcast_to(rotated, (*key.shape[:-1], c.rope_head_dim))
         key = jnp.concatenate([key, rotated], axis=-1)
-        rotated = rotate(query[..., num_unrotated:], context.positions, Rope(c.rope_theta))
+        rotated = context.rotate(c, query[..., num_unrotated:], rope_of)
         query = jnp.concatenate([query[..., :num_unrotated], rotated], axis=-1)
         if cache is not None:
             cache, key, value = context.update(cache, key, value)
         kind = c.attention if cache is None else "xla"
-        return self.out(attend(query, key, value, context.mask, kind, c.activation_sharding)), cache
+        return self.out(c.math.attend(query, key, value, context.mask, kind, c.activation_sharding)), cache
 
 
 class Mlp(nn.Module):
@@ -234,7 +271,7 @@ class Experts(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.gate = nn.Dense(c.num_experts, use_bias=c.mlp_bias, dtype=jnp.float32, param_dtype=jnp.float32)
+        self.gate = c.float_dense(c.num_experts, "float32", c.mlp_bias)
         make = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
         inner, outer = (c.num_experts, c.emb_dim, c.mlp_dim), (c.num_experts, c.mlp_dim, c.emb_dim)
         self.wi_0, self.wi_1 = self.param("wi_0", make, inner), self.param("wi_1", make, inner)
@@ -246,21 +283,23 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
         tokens = x.reshape(-1, c.emb_dim)
-        share, chosen = jax.lax.top_k(jax.nn.softmax(self.gate(tokens)), c.num_experts_per_tok)
+        share, chosen = jax.lax.top_k(c.math.softmax(self.gate(tokens)), c.num_experts_per_tok)
         if c.norm_topk_prob:
-            share /= share.sum(axis=-1, keepdims=True)
+            share /= c.math.sum(share, -1)[..., None]
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
 
         def experts(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
-            result = jax.lax.ragged_dot(rows, weights.astype(x.dtype), sizes)
-            return result if bias is None else result + bias.astype(x.dtype)[chosen.reshape(-1)[order]]
+            result = c.math.round(jax.lax.ragged_dot(rows, weights.astype(x.dtype), sizes), x.dtype)
+            if bias is None:
+                return result
+            return c.math.add(result, c.math.round(bias.astype(x.dtype), x.dtype)[chosen.reshape(-1)[order]])
 
         rows, (inner, other, outer) = tokens[order // c.num_experts_per_tok], self.biases
         gated = c.gate(experts(rows, self.wi_0, inner), experts(rows, self.wi_1, other))
         rows = experts(gated, self.wo, outer)
         rows = rows[jnp.argsort(order)].reshape(*chosen.shape, c.emb_dim).astype(jnp.float32)
-        return (rows * share[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
+        return c.math.round(c.math.sum(rows * share[..., None], 1).astype(x.dtype), x.dtype).reshape(x.shape)
 
 
 class DecoderLayer(nn.Module):
@@ -281,12 +320,12 @@ class DecoderLayer(nn.Module):
     def __call__(self, x: jax.Array, context: AttentionContext, cache: KVCache | None = None) -> tuple[jax.Array, Any]:
         c = self.config
         mixed, cache = self.self_attention(self.pre_self_attention_layer_norm(x), context, cache)
-        x = x + (self.self_attention_output_norm(mixed) if c.use_post_norms else mixed)
+        x = c.math.add(x, self.self_attention_output_norm(mixed) if c.use_post_norms else mixed)
         normal = self.post_self_attention_layer_norm(x)
         result = self.mlp(normal)
-        x = x + (self.mlp_output_norm(result) if c.use_post_norms else result)
+        x = c.math.add(x, self.mlp_output_norm(result) if c.use_post_norms else result)
         if self.shared_experts is not None:
-            x = x + self.shared_experts(normal)
+            x = c.math.add(x, self.shared_experts(normal))
         return constrain(x, self.config), cache
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from flax.linen.dtypes import promote_dtype
 
 from jaxquant.ops.remat import save_matmuls, save_quantized
@@ -44,9 +43,12 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
     Args:
       c: shape of the decoder; its dtype is the cache's dtype if the cache is not quantized.
       batch, length: number of texts, and number of positions per text.
-      quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``.
+      quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``. Exact numerics store the
+        digits of keys and values.
     """
     sizes = {"layers": c.num_layers, "dtype": c.dtype}
+    if c.numerics == "exact":
+        quantization = {"kv_quant_dtype": kv_cache.DIGITS}
     return kv_cache.empty(batch, length, c.num_kv_heads, c.head_dim, **sizes, **quantization)
 
 
@@ -60,11 +62,6 @@ def head_chunks(c: DecoderConfig, length: int) -> int:
         return c.head_chunks
     fits = (n for n in range(1, length + 1) if length % n == 0 and length // n * c.vocab_size <= HEAD_ELEMENTS)
     return next(fits, length)
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the loss of every token, in float32."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
 class Decoder(nn.Module):
@@ -91,7 +88,7 @@ class Decoder(nn.Module):
         self.layers = DecoderLayer(c) if c.scan_layers else [DecoderLayer(c) for _ in range(c.num_layers)]
         self.decoder_norm = c.norm()
         if not c.logits_via_embedding:
-            self.logits_dense = c.dense(c.vocab_size)
+            self.logits_dense = c.float_dense(c.vocab_size, c.dtype)
 
     def __call__(
         self,
@@ -108,25 +105,25 @@ class Decoder(nn.Module):
             x, cache = carry
             return module(x, context._replace(layer=index), cache)
 
-        x = self.token_embedder(tokens)
+        x = c.math.round(self.token_embedder(tokens), c.dtype)
         if c.scale_embedding:
-            x = x * jnp.asarray(c.emb_dim**0.5, x.dtype)
+            x = c.math.multiply(x, c.emb_dim**0.5)
         x, cache = self.run_layers(layer, (constrain(x, c), cache))
         x = self.decoder_norm(x)
         head = self.token_embedder if c.logits_via_embedding else self.logits_dense
 
         def logits(head: Any, x: jax.Array) -> jax.Array:
-            found, cap = head.attend(x) if c.logits_via_embedding else head(x), c.final_logits_soft_cap
-            return cap * jnp.tanh(found.astype(jnp.float32) / cap) if cap else found
+            found = c.math.logits_of_embedding(head, x) if c.logits_via_embedding else head(x)
+            return c.math.soft_cap(found, c.final_logits_soft_cap) if c.final_logits_soft_cap else found
 
         if targets is None:
             found = logits(head, x).astype(jnp.float32)
             return found if cache is None else (found, cache)
         n = head_chunks(c, x.shape[1])
         if n == 1:
-            return cross_entropy(logits(head, x), targets)
+            return c.math.token_losses(logits(head, x), targets)
         # Compute the logits chunk by chunk, and compute them again in the backward pass.
-        compute_chunk = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
+        compute_chunk = lambda head, item: c.math.token_losses(logits(head, item[0]), item[1])  # noqa: E731
         split = lambda x: x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
         return self.run_chunks(compute_chunk, head, (split(x), split(targets))).swapaxes(0, 1).reshape(targets.shape)
 

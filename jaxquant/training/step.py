@@ -24,7 +24,8 @@ from jaxquant.trace.report import Row
 from jaxquant.training.attention import Kind, choose_attention
 from jaxquant.training.config import DecoderOptions, TrainConfig
 from jaxquant.training.layers import DecoderConfig
-from jaxquant.training.model import Decoder, cross_entropy
+from jaxquant.training.model import Decoder
+from jaxquant.training.numerics import NUMERICS
 from jaxquant.training.optimizer import learning_rate_schedule, make_optimizer
 from jaxquant.training.sharding import BATCH, make_mesh, state_shardings
 from jaxquant.training.tokenizer import Tokenizer, open_tokenizer
@@ -134,7 +135,8 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
     attention: Kind = "xla"
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
-        attention = choose_attention(config.attention, platform, config, config.sequence_length, config.dtype)
+        requested = "xla" if config.numerics == "exact" else config.attention
+        attention = choose_attention(requested, platform, config, config.sequence_length, config.dtype)
     return DecoderConfig(**values | {"vocab_size": rows, "attention": attention}, activation_sharding=sharding)
 
 
@@ -147,7 +149,7 @@ def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the summed cross-entropy over all non-padding targets, and the number of these targets."""
-    return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
+    return _outside_padding(NUMERICS["standard"].token_losses(logits, batch["targets"]), batch)
 
 
 def _outside_padding(losses: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
