@@ -76,14 +76,15 @@ def train(steps, seed, numerics, dtype, quantization, sampler):
         padded, lengths = pad_prompts([prompt for prompt in prompts for _ in range(GROUP)], PROMPT)
         numbers = step * len(padded) + np.arange(len(padded), dtype=np.int32)
         # The sampler runs half of the trainer's batch at a time, without the trainer's two columns of padding.
-        halves = [sample(weights, {}, *half) for half in zip(*(np.split(x, 2) for x in (padded, lengths, numbers)))]
-        texts = jax.tree.map(lambda *parts: np.concatenate(parts), *halves)
+        halves = np.split(np.arange(len(padded)), 2)
+        parts = [sample(weights, {}, padded[half], lengths[half], numbers[half]) for half in halves]
+        texts = jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
         rewards = reward(texts.tokens, texts.is_new, lengths).reshape(PROMPTS, GROUP)
         advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-3)
         texts = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 2))) if x.ndim == 2 else x, texts)
         params, opt_state, difference = update(params, opt_state, texts, advantages.reshape(-1, 1))
         figures = {"step": step, "reward": float(rewards.mean()), "max_difference": float(difference.max())}
-        figures |= {"tokens_that_differ": int((difference > 0).sum()), "tokens": int(texts.is_new.sum())}
+        figures |= {"tokens_that_differ": int((difference != 0).sum()), "tokens": int(texts.is_new.sum())}
         yield figures | {"seconds": time.perf_counter() - start}
 
 
@@ -102,13 +103,17 @@ def plot(logs, path):
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=2, shared_xaxes=True, subplot_titles=("mean reward", "max |Δ log-probability|"))
-    for color, log in enumerate(logs):
-        rows, style = [json.loads(line) for line in Path(log).open()], {"color": f"hsl({100 * color}, 70%, 40%)"}
+    figure = make_subplots(
+        rows=2, shared_xaxes=True, subplot_titles=("mean reward", "max |Δ log-probability|, 0 drawn as 1e-9")
+    )
+    for number, log in enumerate(logs):
+        rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
         for place, name in enumerate(("reward", "max_difference"), start=1):
-            options = {"name": Path(log).stem, "legendgroup": log, "showlegend": place == 1, "line": style}
-            figure.add_scatter(x=[row["step"] for row in rows], y=[row[name] for row in rows], row=place, col=1, **options)
-    figure.update_xaxes(title="step", row=2)
+            values = [max(row[name], 1e-9) for row in rows]  # the second axis is logarithmic
+            line = go.Scatter(x=[row["step"] for row in rows], y=values, name=Path(log).stem)
+            line.update(legendgroup=str(log), showlegend=place == 1, line_color=f"hsl({100 * number}, 70%, 40%)")
+            figure.add_trace(line, row=place, col=1)
+    figure.update_xaxes(title="step", row=2).update_yaxes(type="log", row=2)
     figure.write_html(path)
 
 
@@ -116,8 +121,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", nargs="+", metavar="LOG", help="draw logs to grpo.html instead of training")
     parser.add_argument("--log", default="grpo.jsonl")
-    for name, default in zip(("steps", "seed"), (200, 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numerics", default="exact", choices=("exact", "standard"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--quantization", default="int8", help="config string of the trainer")

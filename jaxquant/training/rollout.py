@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxquant.serving.kv_cache import KVCache
 from jaxquant.training.generate import Sampling, choose, run_rows
-from jaxquant.training.model import DecoderConfig, cross_entropy, empty_cache
+from jaxquant.training.layers import DecoderConfig
+from jaxquant.training.model import empty_cache
 from jaxquant.training.step import Model
 
 
@@ -36,17 +37,18 @@ class Rollout(NamedTuple):
     lengths: jax.Array
 
 
-def token_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def token_log_probs(shape: DecoderConfig, logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the log-probability of each target in float32, which is minus the decoder's loss of the target.
 
     The distribution is the softmax of the logits, for every temperature and top_p of the sampling. A trainer that
     compares its log-probabilities with those of a rollout computes them with this function.
 
     Args:
+      shape: shape and numerics of the decoder.
       logits: array [..., V].
       targets: token ids [...].
     """
-    return -cross_entropy(logits, targets)
+    return -shape.math.token_losses(logits, targets)
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +114,7 @@ def make_rollout(
             texts = Rollout(
                 texts.tokens.at[at].set(jnp.where(active, chosen, 0)),
                 texts.is_new.at[at].set(active),
-                texts.log_probs.at[at].set(jnp.where(active, token_log_probs(logits, chosen), 0)),
+                texts.log_probs.at[at].set(jnp.where(active, token_log_probs(shape, logits, chosen), 0)),
                 texts.lengths + active,
             )
             return texts, active & ~jnp.isin(chosen, ends) & (texts.lengths < limits)
