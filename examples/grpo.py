@@ -103,9 +103,8 @@ def plot(logs, path):
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(
-        rows=2, shared_xaxes=True, subplot_titles=("mean reward", "max |Δ log-probability|, 0 drawn as 1e-9")
-    )
+    titles = ("mean reward", "max |Δ log-probability|, 0 drawn as 1e-9")
+    figure = make_subplots(rows=2, shared_xaxes=True, subplot_titles=titles)
     for number, log in enumerate(logs):
         rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
         for place, name in enumerate(("reward", "max_difference"), start=1):

@@ -38,10 +38,10 @@ class Rollout(NamedTuple):
 
 
 def token_log_probs(shape: DecoderConfig, logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the log-probability of each target in float32, which is minus the decoder's loss of the target.
+    """Return the log-probability of each target in float32.
 
-    The distribution is the softmax of the logits, for every temperature and top_p of the sampling. A trainer that
-    compares its log-probabilities with those of a rollout computes them with this function.
+    The distribution is the softmax of the logits, for every temperature and top_p of the sampling. A trainer computes
+    the same values with this function, or as minus the losses that the decoder returns for ``targets``.
 
     Args:
       shape: shape and numerics of the decoder.

@@ -27,7 +27,7 @@ FILES = sorted(FOLDER.glob("*.py"))
 
 
 def test_every_example_is_short():
-    limits = {"grpo": 130}
+    limits = {"grpo": 140}
     assert [file.name for file in FILES if len(file.read_text().splitlines()) >= limits.get(file.stem, 80)] == []
 
 
