@@ -45,8 +45,8 @@ def train(steps, seed, numerics, dtype, quantization, sampler):
     model, optimizer = make_model(trained, shape, example), optax.adam(2e-3)
     params, quant_state = jax.jit(model.init)(jax.random.key(seed))
     opt_state = optimizer.init(params)
-    sampling = Sampling(temperature=1.0, seed=seed)
-    sample = make_rollout(make_model(converted, shape, example), shape, new_tokens=NEW, sampling=sampling)
+    options = {"new_tokens": NEW, "sampling": Sampling(temperature=1.0, seed=seed), "end_tokens": ()}
+    sample = make_rollout(make_model(converted, shape, example), shape, **options)
 
     @jax.jit
     def refit(params):  # quantizes the weights in the dtype of training, without a file

@@ -71,13 +71,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarr
 
 
 def make_rollout(
-    model: Model,
-    shape: DecoderConfig,
-    *,
-    new_tokens: int,
-    sampling: Sampling,
-    end_tokens: Collection[int] = (),
-    **quantization: Any,
+    model: Model, shape: DecoderConfig, *, new_tokens: int, sampling: Sampling, end_tokens: Collection[int]
 ) -> Callable[[Any, Any, jax.Array, jax.Array, jax.Array], Rollout]:
     """Return a jitted function that continues prompts.
 
@@ -91,7 +85,6 @@ def make_rollout(
       new_tokens: maximum number of new tokens of each text.
       sampling: method of choosing tokens.
       end_tokens: tokens that end a text.
-      quantization: ``kv_quant_dtype`` and ``kv_quant_axis`` of the cache, see ``jaxquant.serving.kv_cache``.
 
     Raises:
       ValueError: ``new_tokens`` is below 1.
@@ -129,7 +122,7 @@ def make_rollout(
         places = jnp.arange(size)[None]
         valid, positions = places < lengths[:, None], jnp.minimum(places, lengths[:, None] - 1)
         copied = jnp.take_along_axis(prompts, positions, axis=1)  # padding copies the last token, as in ``Engine``
-        cache = empty_cache(shape, rows, size + new_tokens, **quantization)
+        cache = empty_cache(shape, rows, size + new_tokens)
         logits, cache = run(cache, copied, valid.astype(jnp.int32), positions)
         tokens = jnp.pad(jnp.where(valid, prompts, 0), ((0, 0), (0, new_tokens)))
         texts = Rollout(tokens, jnp.zeros(tokens.shape, bool), jnp.zeros(tokens.shape), lengths)

@@ -41,7 +41,7 @@ def decoder():
     """Return an unquantized decoder, its variables, and its drawn rollout."""
     model = made(SHAPE, quantization="")
     variables = jax.jit(model.init)(jax.random.key(0))
-    run = make_rollout(model, SHAPE, new_tokens=NEW, sampling=DRAWN)
+    run = make_rollout(model, SHAPE, new_tokens=NEW, sampling=DRAWN, end_tokens=())
     return model, variables, run
 
 
@@ -100,7 +100,7 @@ def test_exact_numerics_give_the_bits_of_the_whole_text():
     shape = dataclasses.replace(SHAPE, numerics="exact")
     model = made(shape, quantization="int8", quant_backend="native")
     variables = jax.jit(model.init)(jax.random.key(0))
-    texts = roll(make_rollout(model, shape, new_tokens=NEW, sampling=Sampling(1.0)), variables)
+    texts = roll(make_rollout(model, shape, new_tokens=NEW, sampling=Sampling(1.0), end_tokens=()), variables)
     expected, _ = full_pass(model, shape, variables, texts)
     is_new = texts.is_new[:, 1:]
     np.testing.assert_array_equal(texts.log_probs[:, 1:][is_new], expected[is_new])
@@ -115,4 +115,4 @@ def test_prompts_of_other_lengths_are_refused():
 
 def test_no_new_tokens_are_refused(decoder):
     with pytest.raises(ValueError, match="new_tokens 0 must be at least 1"):
-        make_rollout(decoder[0], SHAPE, new_tokens=0, sampling=DRAWN)
+        make_rollout(decoder[0], SHAPE, new_tokens=0, sampling=DRAWN, end_tokens=())
