@@ -95,7 +95,7 @@ def main(log, steps=200, seed=0, numerics="exact", dtype="float32", quantization
         for row in rows:
             print(json.dumps(row), file=file, flush=True)
             if row["step"] % 20 == 0 or row["step"] == steps - 1:
-                print(", ".join(f"{name} {value:.3g}" for name, value in row.items()))
+                print(", ".join(f"{name} {value:.3g}" for name, value in row.items()), flush=True)
 
 
 def plot(logs, path):
