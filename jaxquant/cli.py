@@ -22,6 +22,7 @@ from jaxquant.command_line import SETTINGS, Names, exit_code
 BUNDLED = Path(__file__).parent / "training" / "configs"
 """Folder of the configurations that a user can select by name."""
 BUILDER = "jaxquant.training.audit:program"
+GENERATION = ("jaxquant.training.audit:prefill", "jaxquant.training.audit:decode")
 COUNT = click.IntRange(min=1)
 FLOATS = click.Choice(["bfloat16", "float16", "float32"])
 WORDS = "[KEY=VALUE]..."
@@ -117,16 +118,17 @@ def coverage(**options: Any) -> int:
 
 @program.command()
 @_config
-@click.option("--target", default="h200", type=Names("jaxquant.aot.chips:CHIPS"), help="Chip to compile for.")
+@click.option("--target", default="h200", type=Names("jaxquant.aot.command:TARGETS"), help="Chip to compile for.")
 @click.option("--topology", default="", show_default="smallest", help="Number of GPUs (64) or TPU slice (8x8).")
 @click.option("--string", "strings", multiple=True, metavar="S", help="Config string to audit; may be repeated.")
 @click.option("--out", default="", show_default="none", metavar="FOLDER", help="Folder for JSON and markdown.")
 @click.option(
     "--largest-batch", type=COUNT, metavar="N", help="Find the largest multiple of N that fits as batch_size."
 )
+@click.option("--invariant", is_flag=True, help="List operations whose result for a row may depend on the batch.")
 @_program
 @exit_code(ModuleNotFoundError, RuntimeError, interrupted="interrupted")
-def audit(strings: Sequence[str], largest_batch: int | None, **request: Any) -> int:
+def audit(strings: Sequence[str], largest_batch: int | None, invariant: bool, **request: Any) -> int:
     """Compile a training step for a chip that is not here.
 
     CONFIG is a YAML file or the name of a bundled one (quickstart). KEY=VALUE words replace fields of CONFIG. The
@@ -134,11 +136,19 @@ def audit(strings: Sequence[str], largest_batch: int | None, **request: Any) -> 
     Needs the extra audit-gpu or audit-tpu. For a step of your own, --program names a function
     (config, overrides, devices) -> (jitted step, shapes).
 
-    Exit codes: 0 on success, 1 if an 8-bit matmul fell back to a wider dtype or the step does not fit, 2 if the step
-    cannot be audited, 130 after Ctrl-C.
-    """
-    from jaxquant.aot.command import Request, print_audits, print_largest_batches
+    --invariant checks the training step, the prefill and the decoding instead, on a chip or on the target cpu: does a
+    log-probability depend on the batch, on padding or on chunks of the prompt? If the table is empty, it does not.
 
+    Exit codes: 0 on success, 1 if an 8-bit matmul fell back to a wider dtype, the step does not fit, or --invariant
+    lists an operation of the forward pass, 2 if the step cannot be audited, 130 after Ctrl-C.
+    """
+    from jaxquant.aot.command import Request, print_audits, print_largest_batches, print_variant_operations
+
+    if invariant and largest_batch is not None:
+        raise click.UsageError("Pass --invariant or --largest-batch, but not both")
+    if invariant:
+        programs = [request["step"], *(GENERATION if request["step"] == BUILDER else ())]
+        return print_variant_operations(Request(**request), strings, programs)
     if largest_batch is not None:
         return print_largest_batches(Request(**request), strings, largest_batch)
     return print_audits(Request(**request), strings)
@@ -275,6 +285,26 @@ def export(**options: Any) -> None:
     Exit codes: 0 on success, 2 on an error, 130 after Ctrl-C.
     """
     _commands().export(**options)
+
+
+@program.command()
+@click.argument("checkpoint")
+@click.option("--server", metavar="NAME", help="Server that loads the checkpoint; default: a row for each server.")
+@click.option("--chip", metavar="NAME", help="Chip of the server; default: a row for each class of chips.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a layer is not known to be computed as stored.")
+@exit_code(interrupted="interrupted")
+def servers(**options: Any) -> int:
+    """List how servers compute a checkpoint.
+
+    CHECKPOINT is a Hugging Face folder or a GGUF file. Servers change weights and scales when they load them, and some
+    chips do not quantize inputs. With --server and --chip, the table has a row for each layer. A combination without a
+    known rule reads "not known".
+
+    Exit codes: 0 on success, 1 if --strict finds a difference, 2 on an error, 130 after Ctrl-C.
+    """
+    from jaxquant.export.command import print_servers
+
+    return print_servers(**options)
 
 
 @program.command("import")

@@ -19,12 +19,18 @@ from rich.markdown import Markdown
 
 from jaxquant import terminal
 from jaxquant.aot import report
+from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.compile import audit_program
+from jaxquant.aot.invariance import CURES, VariantOperation, find_variant_operations
 from jaxquant.aot.memory import largest_batch
 from jaxquant.aot.plugin import load_program
 from jaxquant.audit.coverage import coverage
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.config.quant_config import QuantConfig
+
+CPU = "cpu"
+"""Target that is this machine, for ``print_variant_operations``."""
+TARGETS = (*CHIPS, CPU)
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
@@ -101,6 +107,50 @@ def print_largest_batches(request: Request, strings: Sequence[str], unit: int) -
     return max([_print_largest(*step, request, unit) for step in _steps(request, strings)])
 
 
+def print_variant_operations(request: Request, strings: Sequence[str], programs: Sequence[str]) -> int:
+    """Print the operations of each program whose result for a row may depend on the batch, padding or chunks.
+
+    Args:
+      request: options of the audit; the target may be ``CPU``.
+      strings: config strings; empty keeps the quantization of the config.
+      programs: functions that build the programs, as ``MODULE:FUNCTION``, instead of the request's step.
+
+    Returns:
+      0 if the forward pass of every program is batch invariant, otherwise 1.
+    """
+    return max(
+        _print_variant(dataclasses.replace(request, step=program, overrides=overrides), name)
+        for name, overrides in _steps(request, strings)
+        for program in programs
+    )
+
+
+def _print_variant(request: Request, name: str) -> int:
+    title = f"{name} {request.step.rpartition(':')[2]}"
+    operations = _variant_operations(request, title)
+    shown = [
+        {"kind": each.kind, "layer": each.layer, "types": each.types, "count": each.count, "use": CURES[each.kind]}
+        for each in operations
+        if each.is_forward
+    ]
+    verdict = f"{len(shown)} kinds of operations may depend" if shown else "No operation of the forward pass depends"
+    lines = [f"# {title} on {request.label}", "", f"{verdict} on the batch, on padding or on chunks.", ""]
+    lines += [*(report.table(shown) if shown else ()), "", f"Backward pass: {len(operations) - len(shown)} kinds.", ""]
+    data = json.dumps([dataclasses.asdict(each) for each in operations], indent=1) + "\n"
+    print_and_write("\n".join(lines), data, request.out, f"invariant-{title.replace(' ', '-')}-{request.label}")
+    return int(bool(shown))
+
+
+def _variant_operations(request: Request, name: str) -> list[VariantOperation]:
+    if request.target == CPU:
+        jitted, shapes = load_program(request.step)(request.config, request.overrides, jax.devices("cpu")[:1])
+        return find_variant_operations(jitted.lower(*shapes).compile())
+    audit = _compile(request, request.overrides, name)
+    if audit.refusal:
+        raise ValueError(report.verdict(audit))
+    return audit.variant_operations
+
+
 def _audits(request: Request, strings: Sequence[str]) -> Iterator[report.Audit]:
     """Yield the audits of the quantized steps; the unquantized step is compiled once and comes first."""
     plain, is_compiled, stem = None, False, Path(request.config).stem
@@ -129,6 +179,8 @@ def _steps(request: Request, strings: Sequence[str]) -> list[tuple[str, list[str
 
 
 def _compile(request: Request, overrides: Sequence[str], name: str) -> report.Audit:
+    if request.target == CPU:
+        raise ValueError(f"--target {CPU} requires --invariant, because a CPU has no estimate; add it, or pass a chip")
     chips = {"target": request.target, "topology": request.topology}
     return audit_program(request.step, request.config, overrides, name=name, **chips)
 

@@ -262,11 +262,11 @@ def _read_matmul(computation: Computation, instruction: Instruction, path: str, 
     kind = kernels.product_name(instruction.target, path) or instruction.opcode
     if kernels.contracts_last(kind):  # each lhs element multiplies one row of a matrix, also in groups
         return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(lhs.shape) * out.shape[-1])
-    flops = 2 * math.prod(out.shape) * _contracted_size(instruction, lhs, rhs)
+    flops = 2 * math.prod(out.shape) * contracted_size(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, flops)
 
 
-def _contracted_size(instruction: Instruction, lhs: Array, rhs: Array) -> int:
+def contracted_size(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     """Return the size of the contracted dimensions."""
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', instruction.rest)
     if found:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxquant.aot.chips import chip
+from jaxquant.aot.invariance import VariantOperation
 from jaxquant.aot.outcome import Outcome, locate
 from jaxquant.aot.price import KERNEL_SHARE, Roofline
 from jaxquant.aot.program import HloStep
@@ -64,6 +65,7 @@ class Audit:
       choices: one row for each part of a quantized op: the selected implementation and the reason.
       unknown: names of custom calls with an unknown number of operations, counted as moves.
       parts: one row per part and dtype of the arguments: bytes, and bytes a parameter if there are parameters.
+      variant_operations: operations whose result for a row may depend on the batch; see ``find_variant_operations``.
       unquantized: audit of the same step without quantization, if there is one.
     """
 
@@ -90,6 +92,7 @@ class Audit:
     choices: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     parts: list[Row] = dataclasses.field(default_factory=list)
+    variant_operations: list[VariantOperation] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the audit and the audit of the unquantized step as JSON, which ``core.typed.build`` reads."""

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxquant.aot import report
 from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.invariance import find_variant_operations
 from jaxquant.aot.memory import part_names, part_rows
 from jaxquant.aot.outcome import compare
 from jaxquant.aot.plugin import load_program
@@ -112,6 +113,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         made = read_program(compiled.as_text())
         memory, figures = _memory(compiled.memory_analysis(), target), report.figures(made)
         figures["roofline"] = estimate(target, made, devices=count)
+        figures["variant_operations"] = find_variant_operations(compiled)
     return report.Audit(
         name=request["name"],
         target=request["target"],

@@ -254,7 +254,7 @@ class Graph:
             ragged = eqn.params.get("ragged_dot_dimension_numbers")
             (contracted, _), _ = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
             depth, is_outer = math.prod(lhs.shape[axis] for axis in contracted), not contracted
-        flops, source, kind = 2 * out.size * depth, _caller(eqn), location.kernel or operation
+        flops, source, kind = 2 * out.size * depth, caller_of(eqn), location.kernel or operation
         self.contractions.append(Contraction(kind, lhs, rhs, out, location, flops, is_outer, source))
 
     def _scan(self, eqn: Any, inputs: list[Value], location: Location) -> list[Value]:
@@ -320,7 +320,7 @@ def _has_own_kernel(jaxpr: Any) -> bool:
     )
 
 
-def _caller(eqn: Any) -> str:
+def caller_of(eqn: Any) -> str:
     """Return the file, line and function of the innermost caller outside of jax and of this package."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith(_HIDDEN):

@@ -17,7 +17,7 @@ LONGEST_AXIS = 4096 * 2**15
 _ROW = 4096  # elements whose limbs one int32 can add
 _LIMB_BITS = 18  # a limb is at most 2**18; a grid that depended on the axis's size would depend on its padding
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # Cody and Waite: n * _LN2_HIGH is exact for |n| < 2**15
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # Cody and Waite
 _LOG2E = math.log2(math.e)
 
 
@@ -125,7 +125,7 @@ def exp(x: Array) -> Array:
     x = x.astype(jnp.float32)
     clipped = jnp.clip(x, -87.0, 88.8)
     n = jnp.round(hold(clipped * _LOG2E))
-    r = (clipped - n * _LN2_HIGH) - hold(n * _LN2_LOW)
+    r = (clipped - hold(n * _LN2_HIGH)) - hold(n * _LN2_LOW)
     y = _polynomial(r, (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0))
     half = jnp.floor(n * 0.5)  # two factors, because 2**128 is not a float32
     y = y * _power_of_two(half) * _power_of_two(n - half)
@@ -151,7 +151,7 @@ def log(x: Array) -> Array:
     m = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) + 0x3F3504F3, jnp.float32)
     s = (m - 1.0) / (m + 1.0)
     p = _polynomial(hold(s * s), (1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0))
-    y = (hold(p * s) * 2.0 + hold(n * _LN2_LOW)) + n * _LN2_HIGH
+    y = (hold(p * s) * 2.0 + hold(n * _LN2_LOW)) + hold(n * _LN2_HIGH)
     special = jnp.where(x == 0, -jnp.inf, jnp.where(x == jnp.inf, x, jnp.nan))
     return jnp.where((x > 0) & (x < jnp.inf), y, special)
 

@@ -30,6 +30,7 @@ class TensorFolder:
 
     Attributes:
       config: contents of ``config.json``.
+      entries: shape and dtype of each stored tensor by name.
       quantization: ordered rules for the quantization of layers, or None for a float checkpoint.
 
     Args:
@@ -46,15 +47,16 @@ class TensorFolder:
         self.config = read_json(self.folder / "config.json")
         sidecar = self.folder / SIDECAR
         self._files = self._open_files()
-        known = {name: (entry.shape, entry.dtype) for file in self._files for name, entry in file.entries.items()}
+        found = [item for file in self._files for item in file.entries.items()]
+        self.entries = {name: (entry.shape, entry.dtype) for name, entry in found}
         self._where = {name: file for file in self._files for name in file.entries}
         self._ends: dict[str, dict[str, str]] = {}
-        if len(known) != sum(len(file) for file in self._files):
+        if len(self.entries) != len(found):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
         if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
             raise ValueError(f"{others[0]} is not listed in the index; move it to another folder")
         self.quantization: CheckpointQuantization | None = read_quantization(
-            self.config, known, read_json(sidecar) if sidecar.exists() else None
+            self.config, self.entries, read_json(sidecar) if sidecar.exists() else None
         )
 
     def spec(self, module: str) -> LayerSpec | None:

@@ -198,7 +198,8 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
             return at(stored).astype(dtype)
         stored = at(stored)
         if cache.kv_quant_dtype == DIGITS:
-            return exact.Digits(*jnp.split(stored, 2, axis=-1), at(scale))
+            high, low = jnp.split(stored, 2, axis=-1)
+            return exact.Digits(high, low, at(scale))
         if cache.kv_quant_dtype in PACKED:
             stored = unpack(stored, PACKED[cache.kv_quant_dtype], cache.head_dim)
         return dequantize(QTensor(stored, at(scale)), dtype)

@@ -93,11 +93,11 @@ class Rewriter:
     def _evaluate(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an equation unchanged. Equal ones share an inlined jit, so that jax differentiates them once."""
         if eqn.effects or not any(isinstance(each, Tracer) for each in ins) or (key := _key_of(eqn)) is None:
-            return _evaluate_one(eqn, ins)
+            return evaluate_equation(eqn, ins)
         info = eqn.source_info
         if key not in self._plain:
             bare = eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)()))
-            self._plain[key] = jax.jit(functools.partial(_evaluate_one, bare), inline=True)
+            self._plain[key] = jax.jit(functools.partial(evaluate_equation, bare), inline=True)
         stack = source_info_util.current_name_stack() + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
             return self._plain[key](ins)
@@ -126,7 +126,7 @@ class Rewriter:
                 return [self._contract(site, eqn, ins, states[site.key], key, prepared)]
             name = eqn.primitive.name
             if not inner:
-                return [converted.replay(eqn, ins[0], _evaluate_one)]
+                return [converted.replay(eqn, ins[0], evaluate_equation)]
             if name in CUSTOM and program is None:  # reads only converted kernels, which have no derivative
                 program = own_program(eqn)
             if program is not None:
@@ -310,7 +310,7 @@ def _key_of(eqn: Any) -> Any:
     return key
 
 
-def _evaluate_one(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+def evaluate_equation(eqn: Any, ins: list[Any]) -> Sequence[Any]:
     """Evaluate an equation unchanged."""
     given = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, Literal)}
     names = tuple("" for _ in given), tuple("" for _ in eqn.outvars)

@@ -244,6 +244,16 @@ class Engine:
         chosen, cache = self._step(self._variables, cache, *columns, numbers)
         return np.asarray(chosen), cache
 
+    def programs(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Return the jitted prefill and decode programs, each with the shapes of its arguments."""
+
+        def program(rows: int, length: int) -> tuple[Any, tuple[Any, ...]]:
+            cache = jax.eval_shape(lambda: self._empty(rows))
+            column, numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
+            return self._step, (self._variables, cache, column, column, column, numbers)
+
+        return {"prefill": program(1, self.prefill_chunk), "decode": program(self.slots, 1)}
+
     def _run_and_choose(
         self,
         variables: Any,

@@ -43,8 +43,8 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
     Args:
       c: shape of the decoder; its dtype is the cache's dtype if the cache is not quantized.
       batch, length: number of texts, and number of positions per text.
-      quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``. Exact numerics store the
-        digits of keys and values.
+      quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``. With exact numerics, the
+        cache stores digits.
     """
     sizes = {"layers": c.num_layers, "dtype": c.dtype}
     if c.numerics == "exact":

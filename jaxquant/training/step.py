@@ -25,7 +25,7 @@ from jaxquant.training.attention import Kind, choose_attention
 from jaxquant.training.config import DecoderOptions, TrainConfig
 from jaxquant.training.layers import DecoderConfig
 from jaxquant.training.model import Decoder
-from jaxquant.training.numerics import NUMERICS
+from jaxquant.training.numerics import NUMERICS, Standard
 from jaxquant.training.optimizer import learning_rate_schedule, make_optimizer
 from jaxquant.training.sharding import BATCH, make_mesh, state_shardings
 from jaxquant.training.tokenizer import Tokenizer, open_tokenizer
@@ -149,12 +149,14 @@ def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the summed cross-entropy over all non-padding targets, and the number of these targets."""
-    return _outside_padding(NUMERICS["standard"].token_losses(logits, batch["targets"]), batch)
+    math = NUMERICS["standard"]
+    return _outside_padding(math.token_losses(logits, batch["targets"]), batch, math)
 
 
-def _outside_padding(losses: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    weights = (batch["segment_ids"] != 0).astype(jnp.float32)
-    return (losses * weights).sum(), weights.sum()
+def _outside_padding(losses: jax.Array, batch: Batch, math: Standard) -> tuple[jax.Array, jax.Array]:
+    is_target = batch["segment_ids"] != 0
+    weighted = losses * is_target.astype(jnp.float32)
+    return math.sum(weighted.reshape(-1), 0), is_target.sum().astype(jnp.float32)
 
 
 def _is_finite(tree: Any) -> jax.Array:
@@ -196,7 +198,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
         losses = model.apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
-        return _outside_padding(losses, batch)
+        return _outside_padding(losses, batch, decoder.math)
 
     def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
         total, count = total_loss(params, quant_state, batch, key)
