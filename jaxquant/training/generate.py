@@ -4,11 +4,12 @@ There are three programs with static shapes, so nothing is compiled again for ot
 depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``, but not on the prompts in other slots:
 
 * A prompt is prefilled separately, in chunks of one size. The last chunk is padded with copies of its last token. These
-  copies are not written to the cache and do not change a per-tensor scale. * Decoding maps a function of one row over
-  the slots, so a dynamic per-tensor scale covers one token. In a prefill, the scale covers a chunk. Such scales occur
-  with ``fp8_current``, ``aqt_fp8_full`` without bounds, and delayed scaling before the first step. With these recipes,
-  another ``prefill_chunk`` may change the completion, and the cache may differ slightly from the cache of one pass over
-  the whole text. All other recipes have scales per token, or static scales.
+  copies are not written to the cache and do not change a per-tensor scale.
+* ``run_rows`` maps a function of one row over the slots, so a dynamic per-tensor scale covers one token in decoding. In
+  a prefill, the scale covers a chunk. Such scales occur with ``fp8_current``, ``aqt_fp8_full`` without bounds, and
+  delayed scaling before the first step. With these recipes, another ``prefill_chunk`` may change the completion, and
+  the cache may differ slightly from the cache of one pass over the whole text. All other recipes have scales per token,
+  or static scales.
 
 The random key depends on the prompt's number and on the position. A finished slot is reused for the next prompt.
 """
@@ -115,6 +116,48 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
+def choose(logits: jax.Array, numbers: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
+    """Choose the next token of each row.
+
+    Args:
+      logits: logits [rows, V].
+      numbers: [rows] int32, numbers of the prompts.
+      positions: [rows] int32, positions of the next tokens. The random key depends on the number and the position.
+      sampling: method of choosing tokens, with the seed.
+    """
+
+    def choose_one(logits: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(sampling.seed), number), position)
+        return sample(logits, key, sampling)
+
+    return jax.vmap(choose_one)(logits, numbers, positions)
+
+
+def run_rows(
+    model: Model, shape: DecoderConfig, variables: tuple[Any, Any], cache: KVCache, *inputs: jax.Array
+) -> tuple[jax.Array, KVCache]:
+    """Run tokens through a decoder with a cache, one row at a time in the sense of ``jax.vmap``.
+
+    Args:
+      model, shape: decoder and its shape.
+      variables: parameters and quant state.
+      cache: cache of all rows.
+      inputs: tokens, mask of the tokens that are not padding, and positions, each [rows, tokens] int32. Padding
+        follows the other tokens.
+
+    Returns:
+      The logits [rows, V] after the last token of each row that is not padding, and the updated cache.
+    """
+
+    def run(row: KVCache, tokens: jax.Array, valid: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
+        one, rngs = jax.tree.map(lambda leaf: leaf[None], row), {"quant": jax.random.key(0)}
+        logits, one = model.apply(*variables, tokens[None], valid[None], positions[None], rngs=rngs, cache=one)
+        return logits[0, valid.sum() - 1], jax.tree.map(lambda leaf: leaf[0], one)
+
+    # jax cannot vmap a ragged matmul with shared weights, so a decoder with experts processes one row at a time.
+    return jax.lax.map(lambda one: run(*one), (cache, *inputs)) if shape.num_experts else jax.vmap(run)(cache, *inputs)
+
+
 class Engine:
     """A decoder with a cache for ``slots`` texts of ``max_length`` tokens each.
 
@@ -151,12 +194,11 @@ class Engine:
             if value < least:
                 raise ValueError(f"{name} {value} must be at least {least}")
         self.max_length, self.slots, self.prefill_chunk = max_length, slots, prefill_chunk
-        self._model, self._variables = model, (params, quant_state)
-        self._sampling, self._ends, self._has_experts = sampling or Sampling(), end_tokens, shape.num_experts > 0
+        self._model, self._shape, self._variables = model, shape, (params, quant_state)
+        self._sampling, self._ends = sampling or Sampling(), end_tokens
         self._empty = lambda rows: empty_cache(shape, rows, max_length, **quantization)
         jax.eval_shape(lambda: self._empty(1))  # raises for an unknown quantization
-        self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
-        self._decode = jax.jit(self._decode_slots, donate_argnums=1)
+        self._step = jax.jit(self._run_and_choose, donate_argnums=1)
         self._insert = jax.jit(_insert, donate_argnums=0)
 
     # -- the three programs ------------------------------------------------------------------------------------------
@@ -164,15 +206,15 @@ class Engine:
     def prefill(self, prompt: Prompt) -> tuple[int, KVCache]:
         """Run a prompt; returns its first new token and a one-row cache that holds the prompt."""
         tokens, size = np.asarray(prompt.tokens, np.int32), self.prefill_chunk
-        cache, token = self._empty(1), None
+        numbers, cache, token = np.asarray([prompt.number], np.int32), self._empty(1), None
         for start in range(0, len(tokens), size):
             positions = np.arange(start, start + size, dtype=np.int32)
             valid = positions < len(tokens)
             positions = np.minimum(positions, len(tokens) - 1)
             chunk = (tokens[positions][None], valid[None].astype(np.int32), positions[None])
-            token, cache = self._prefill(self._variables, cache, *chunk, np.int32(prompt.number))
+            token, cache = self._step(self._variables, cache, *chunk, numbers)
         assert token is not None
-        return int(token), cache
+        return int(token[0]), cache
 
     def empty(self) -> KVCache:
         """Create the cache of all slots."""
@@ -198,48 +240,32 @@ class Engine:
         """
         if (positions[active] >= self.max_length).any() or (positions[active] < 0).any():
             raise ValueError(f"positions {positions[active]} are outside of a cache with max_length {self.max_length}")
-        chosen, cache = self._decode(self._variables, cache, tokens, active.astype(np.int32), positions, numbers)
+        columns = (tokens[:, None], active[:, None].astype(np.int32), positions[:, None])
+        chosen, cache = self._step(self._variables, cache, *columns, numbers)
         return np.asarray(chosen), cache
 
     def programs(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Return the jitted prefill and decode programs, each with the shapes of its arguments."""
 
-        def integers(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
+        def program(rows: int, length: int) -> tuple[Any, tuple[Any, ...]]:
+            cache = jax.eval_shape(lambda: self._empty(rows))
+            column, numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
+            return self._step, (self._variables, cache, column, column, column, numbers)
 
-        rows = [jax.eval_shape(lambda count=count: self._empty(count)) for count in (1, self.slots)]
-        chunk, slots = (integers(1, self.prefill_chunk),) * 3, (integers(self.slots),) * 4
-        return {
-            "prefill": (self._prefill, (self._variables, rows[0], *chunk, integers())),
-            "decode": (self._decode, (self._variables, rows[1], *slots)),
-        }
+        return {"prefill": program(1, self.prefill_chunk), "decode": program(self.slots, 1)}
 
-    def _apply(self, variables: Any, cache: KVCache, *inputs: jax.Array) -> tuple[jax.Array, KVCache]:
-        return self._model.apply(*variables, *inputs, rngs={"quant": jax.random.key(0)}, cache=cache)
-
-    def _sample(self, logits: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
-        """Choose the next token at a position of prompt ``number``."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._sampling.seed), number), position)
-        return sample(logits, key, self._sampling)
-
-    def _prefill_chunk(
-        self, variables: Any, cache: KVCache, tokens: jax.Array, valid: jax.Array, positions: jax.Array, number: Any
+    def _run_and_choose(
+        self,
+        variables: Any,
+        cache: KVCache,
+        tokens: jax.Array,
+        valid: jax.Array,
+        positions: jax.Array,
+        numbers: jax.Array,
     ) -> tuple[jax.Array, KVCache]:
-        logits, cache = self._apply(variables, cache, tokens, valid, positions)
-        last = valid.sum() - 1
-        return self._sample(logits[0, last], number, positions[0, last] + 1), cache
-
-    def _decode_slots(
-        self, variables: Any, cache: KVCache, tokens: Any, valid: Any, positions: Any, numbers: Any
-    ) -> tuple[jax.Array, KVCache]:
-        def decode(row: KVCache, token: Any, valid: Any, position: Any, number: Any) -> tuple[jax.Array, KVCache]:
-            one = jax.tree.map(lambda leaf: leaf[None], row)
-            logits, one = self._apply(variables, one, token[None, None], valid[None, None], position[None, None])
-            return self._sample(logits[0, 0], number, position + 1), jax.tree.map(lambda leaf: leaf[0], one)
-
-        slots = cache, tokens, valid, positions, numbers
-        # jax cannot vmap a ragged matmul with shared weights, so a decoder with experts processes one slot at a time.
-        return jax.lax.map(lambda one: decode(*one), slots) if self._has_experts else jax.vmap(decode)(*slots)
+        """Run a chunk of a prompt, or one token of each slot, and choose the next tokens."""
+        logits, cache = run_rows(self._model, self._shape, variables, cache, tokens, valid, positions)
+        return choose(logits, numbers, positions.max(axis=1) + 1, self._sampling), cache
 
     # -- all prompts -------------------------------------------------------------------------------------------------
 
