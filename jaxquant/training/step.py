@@ -76,6 +76,9 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
       ValueError, NotImplementedError: the quantization is not valid for the model.
     """
     module = jaxquant.maybe_quantize_model(Decoder(shape), config, tokens)
+    layers = jaxquant.describe_layers(Decoder(shape), config, tokens)
+    if shape.numerics == "exact":
+        _check_batch_invariance(layers)
     backend = config.resolved_backend
     # Without the random stream, the native backend derives its noise from the bits of each gradient.
     streams = (RANDOM_STREAM,) if backend and BACKENDS[backend].needs_random_stream else ()
@@ -87,7 +90,18 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
         variables = quantization_state.merge(params, quant_state)
         return module.apply(variables, *inputs, rngs={name: rngs[name] for name in streams}, **given)
 
-    return Model(init, apply, module, jaxquant.describe_layers(Decoder(shape), config, tokens))
+    return Model(init, apply, module, layers)
+
+
+def _check_batch_invariance(layers: Sequence[Row]) -> None:
+    """Raise for a layer whose recipe is not batch invariant on the native backend."""
+    for row in layers:
+        if row.backend != "native" or not (recipe := lookup(row.recipe or "").recipe) or not recipe.is_batch_invariant:
+            used = f"{row.recipe} on backend {row.backend}" if row.recipe else "no recipe"
+            raise ValueError(
+                f"numerics 'exact' requires a batch-invariant recipe for every layer, but {row.path} has {used}; use "
+                "quantization int8 with quant_backend native, or numerics 'standard'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,8 +176,9 @@ def test_the_differentiated_and_the_sharded_forward_pass_have_the_same_bits():
     [
         ({"attention": "cudnn"}, "attention"),
         ({"quantize_kvcache": True}, "quantize_kvcache"),
-        ({"quantization": "fp8"}, "layers/self_attention/query"),
-        ({"quantization": ""}, "numerics 'exact'"),
+        ({"quantization": "fp8"}, "layers/self_attention/query has fp8"),
+        ({"quant_backend": "aqt"}, "has int8 on backend aqt"),
+        ({"quantization": ""}, "layers/self_attention/query has no recipe"),
     ],
 )
 def test_settings_that_are_not_exact_are_refused(fields, message):
