@@ -26,9 +26,12 @@ from jaxquant.export.layouts import (
     encode_mxfp4,
     encode_nvfp4,
     encode_scaled,
+    is_traced,
     pack_e2m1,
     pack_int4,
+    reciprocal,
     scale_of,
+    shorten,
     unpack_e2m1,
     unpack_int,
     weight_scale,
@@ -122,7 +125,7 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
     if spec.input is not None and spec.has_static_input:
         scale = scale_of(source.fused_input_amax(module), _AMAX_PER_SCALE[spec.input.dtype])
         is_reciprocal = spec.packing == "nvfp4-pack"
-        tensors |= {".input_global_scale": np.float32(1) / scale} if is_reciprocal else {".input_scale": scale}
+        tensors |= {".input_global_scale": reciprocal(scale)} if is_reciprocal else {".input_scale": scale}
     return tensors
 
 
@@ -240,7 +243,7 @@ def _encode(
     """Return elements and scales that map the amax of the tensor, row or block to the largest element value.
 
     A layer that is already in the format keeps its elements and scales. Scales keep their dtype if ``scale_dtype``
-    would round them.
+    would round them, and in a traced program.
     """
     own, dtype, block = source.scaled_elements(module, spec.weight), spec.weight.dtype, spec.weight.block_size
     if own is not None:
@@ -249,10 +252,12 @@ def _encode(
         scale = scale_of(source.fused_amax(module), element(dtype).max)
     else:
         scale = weight_scale(weight, dtype, block or (1, weight.shape[1]))
-    short = scale.astype(scale_dtype or scale.dtype)
+    short = shorten(scale, scale_dtype or scale.dtype)
     if own is None:
         return encode_scaled(weight, short, dtype, block), short
-    return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
+    # The dtype of a traced array cannot depend on its values.
+    is_exact = not is_traced(scale) and np.array_equal(short.astype(np.float32), scale.astype(np.float32))
+    return own.elements, short if is_exact else scale
 
 
 def _read_packed(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
@@ -294,11 +299,11 @@ def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
     else:
         outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
         # If the reciprocal is stored, encode with the scale that a reader will compute from the reciprocal.
-        outer = outer if is_modelopt else np.float32(1) / (np.float32(1) / outer)
-        packed, scale = encode_nvfp4(weight, float(outer))
+        outer = outer if is_modelopt else reciprocal(reciprocal(outer))
+        packed, scale = encode_nvfp4(weight, outer)
     if is_modelopt:
         return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": outer}
-    return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
+    return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": reciprocal(outer)}
 
 
 def _read_mxfp4(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
