@@ -77,9 +77,8 @@ def named_tensors(source: Source, format: str, *, dtype: str = "bfloat16") -> di
             return export.named_tensors(export.named_source(params, names, {}), "ct_int8")
 
     The bits are equal to the bits of the file, with three exceptions under ``jax.jit``: ``weight_shape`` is int32;
-    scales of converted kernels stay float32 in ``ct_w4a16``; and a converted kernel with several scales where the
-    format stores one is quantized again, even if these scales are equal. Values are not checked for NaN, infinity and
-    overflow.
+    scales of converted kernels stay float32 in ``ct_w4a16``; and concatenated kernels with outer scales are quantized
+    again, even if these scales are equal. Values are not checked for NaN, infinity and overflow.
 
     Args:
       source: model, from ``named_source`` or ``jaxquant.training.exporting.decoder_source``.

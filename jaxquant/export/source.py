@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -104,18 +105,27 @@ class Vocabulary:
 
 
 class ScaledElements(NamedTuple):
-    """A quantized weight [out, in]: elements, scale of each block, and outer scale [] (1 if there is none)."""
+    """A quantized weight [out, in].
+
+    Attributes:
+      elements: elements [out, in].
+      scale: scale of each block.
+      outer: outer scale [], 1 if there is none.
+      is_exact: whether the weight has a single scale in each block; a tracer for a traced weight with several scales,
+        which can be equal.
+    """
 
     elements: np.ndarray
     scale: np.ndarray
     outer: np.ndarray
+    is_exact: Any = True
 
     @classmethod
     def from_qtensor(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
         """Return a tensor [out, in] with a scale for each block of a format.
 
-        Returns None if the dtypes differ, or if the tensor has different scales in a block of the format. Several
-        scales of a traced tensor in a block count as different.
+        Returns None if the dtypes differ, or if the tensor has different scales in a block of the format and is not
+        traced.
         """
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
@@ -124,16 +134,19 @@ class ScaledElements(NamedTuple):
         if numbers != (operand.dtype, operand.scale_dtype, operand.outer_scale):
             return None
         scale, blocks = to_host(tensor.scale), zip(tensor.blocks, operand.block_size or whole, strict=True)
+        is_exact: Any = True
         for axis, (own, wanted) in enumerate(blocks):
             places = np.arange(tensor.shape[axis]) // own
             firsts = places[::wanted]
             equal = np.repeat(firsts, wanted)[: len(places)]
-            is_finer = bool((places != equal).any())
-            if is_finer and (is_traced(scale) or (scale.take(places, axis) != scale.take(equal, axis)).any()):
+            if (places != equal).any():
+                is_exact &= (scale.take(places, axis) == scale.take(equal, axis)).all()
+            if not is_traced(is_exact) and not is_exact:
                 return None
-            scale = scale.take(firsts, axis)
+            if not np.array_equal(firsts, np.arange(scale.shape[axis])):  # explicit sharding does not support a gather
+                scale = scale.take(firsts, axis)
         outer = np.ones((), np.float32) if tensor.outer_scale is None else to_host(tensor.outer_scale).reshape(())
-        return cls(to_host(tensor.qvalue), scale.reshape(()) if operand.is_tensor else scale, outer)
+        return cls(to_host(tensor.qvalue), scale.reshape(()) if operand.is_tensor else scale, outer, is_exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +196,8 @@ class Source:
         """Return the stored elements and scales of a linear layer's weight [out, in], in the blocks of a format.
 
         If the weight has larger blocks than the format, their scales are repeated. Returns None if the dtypes or
-        scales differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
-        Scales of several traced tensors count as different.
+        scales differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ;
+        for traced weights, ``is_exact`` is then false.
         """
         elements: dict[str, ScaledElements] = {}
         for name in self._fused_with(module) if operand.is_tensor else (module,):
@@ -193,9 +206,10 @@ class Source:
             if scaled is None:
                 return None
             elements[name] = scaled
-        scales = [scaled.scale for scaled in elements.values()]
-        is_single = len(scales if is_traced(scales[0]) else {x.tobytes() for x in scales}) == 1
-        return elements[module] if is_single else None
+        own = elements.pop(module)
+        equal = [each.is_exact & (each.scale == own.scale).all() for each in elements.values()]
+        is_exact = functools.reduce(operator.and_, equal, own.is_exact)
+        return own._replace(is_exact=is_exact) if is_traced(is_exact) or is_exact else None
 
     def fused_amax(self, module: str) -> np.ndarray:
         """Return the largest magnitude of a weight and of the weights that servers fuse with it."""
