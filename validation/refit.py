@@ -1,0 +1,64 @@
+"""Time and peak memory of refit in memory, compared with ``convert`` and with an export to a folder.
+
+    python validation/refit.py [WIDTH] [LAYERS]
+
+The model has square kernels in bfloat16. Each row runs in its own process. Peak memory excludes the parameters.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant
+from jaxquant import export
+
+FORMAT, CONFIG = "ct_int8", {"quantization": "int8", "quant_backend": "native"}
+ROWS = ("convert", "refit", f"refit to {FORMAT}", f"export {FORMAT}")
+
+
+def resident(field: str) -> int:
+    """Return bytes of memory: VmRSS is the current value, VmHWM the maximum since it was cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def measure(row: str, width: int, layers: int) -> None:
+    """Print the time of the first run and the least time of two later runs, and the peak memory of all."""
+    dense = [nn.Dense(width, use_bias=False, dtype="bfloat16", param_dtype="bfloat16") for _ in range(layers)]
+    model, x, rng = nn.Sequential(dense), jax.ShapeDtypeStruct((1, width), "bfloat16"), np.random.default_rng(0)
+    draw = lambda: jnp.asarray(rng.standard_normal((width, width), np.float32).astype("bfloat16"))  # noqa: E731
+    variables = {"params": {f"layers_{n}": {"kernel": draw()} for n in range(layers)}}
+    convert = lambda variables: jaxquant.convert(model, variables, CONFIG, x)  # noqa: E731
+    names = {"layers_*/kernel": "layers.{}.weight"}
+    source = lambda variables: export.named_source(convert(variables)["params"], names, {})  # noqa: E731
+    tensors = lambda variables: export.named_tensors(source(variables), FORMAT)  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        out = (Path(folder) / name for name in "abc")
+        write = lambda variables: export.export(source(variables), next(out), FORMAT)  # noqa: E731
+        run = dict(zip(ROWS, (convert, jax.jit(convert), jax.jit(tensors), write), strict=True))[row]
+        Path("/proc/self/clear_refs").write_text("5")
+        before, times = resident("VmRSS"), []
+        for _ in range(3):
+            start = time.perf_counter()
+            jax.block_until_ready(run(variables))
+            times.append(time.perf_counter() - start)
+    peak = (resident("VmHWM") - before) / 1e9
+    print(f"{row}: first {times[0]:.1f} s, later {min(times[1:]):.1f} s, peak {peak:.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    width, layers = (int(value) for value in (*sys.argv[1:], *("12288", "8")[len(sys.argv) - 1 :]))
+    print(f"{layers} kernels of {width} x {width}, {layers * width * width / 1e9:.2f} billion parameters in bfloat16")
+    for row in ROWS:
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(row, width, layers))
+        process.start()
+        process.join()
