@@ -116,7 +116,7 @@ def write_folder(
     return rows
 
 
-def folder_tensors(source: Source, scheme: Scheme, dtype: str = "bfloat16") -> dict[str, Any]:
+def folder_tensors(source: Source, scheme: Scheme, dtype: str) -> dict[str, Any]:
     """Return the tensors that ``write_folder`` writes, by name; see ``jaxquant.export.named_tensors``.
 
     Args:
@@ -157,7 +157,8 @@ class _Experts:
             return [(name, array, cast)]
         parts = self._parts.setdefault(part.stored, {})
         parts[part] = array if cast is None else array.astype(cast)
-        return [(part.stored, join(parts), None)] if len(parts) == part.step * self._count else []
+        is_complete = len(parts) == part.step * self._count
+        return [(part.stored, join(self._parts.pop(part.stored)), None)] if is_complete else []
 
 
 def _check_layout(layout: Layout, scheme: Scheme, dtype: str) -> None:
