@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -38,13 +39,13 @@ def measure(row: str, width: int, layers: int) -> None:
     kernel = np.random.default_rng(0).standard_normal((width, width), np.float32).astype("bfloat16")
     variables = {"params": {f"layers_{n}": {"kernel": jnp.array(kernel)} for n in range(layers)}}
     convert = lambda variables: jaxquant.convert(model, variables, CONFIG, x)  # noqa: E731
-    names = {"layers_*/kernel": "layers.{}.weight"}
+    names: Any = {"layers_*/kernel": "layers.{}.weight"}
     source = lambda variables: export.named_source(convert(variables)["params"], names, {})  # noqa: E731
     tensors = lambda variables: export.named_tensors(source(variables), FORMAT)  # noqa: E731
     with tempfile.TemporaryDirectory() as folder:
         out = (Path(folder) / name for name in "ab")
         write = lambda variables: export.export(source(variables), next(out), FORMAT)  # noqa: E731
-        run = dict(zip(ROWS, (convert, jax.jit(convert), jax.jit(tensors), write), strict=True))[row]
+        run = (convert, jax.jit(convert), jax.jit(tensors), write)[ROWS.index(row)]
         Path("/proc/self/clear_refs").write_text("5")
         before, times = resident("VmRSS"), []
         for _ in range(2):
