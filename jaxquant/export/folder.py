@@ -100,16 +100,7 @@ def write_folder(
         format.
     """
     out = Path(out)
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype {dtype!r} is not supported; use one of {', '.join(FLOATS)}")
-    if scheme.config is not None and source.layout.has_fused_experts != (scheme.name == "mxfp4"):
-        known = "hf, mxfp4 or a GGUF format" if source.layout.has_fused_experts else "another format"
-        model = source.layout.config.get("architectures", ["this model"])[0]
-        raise NotImplementedError(f"{model} cannot be stored as {scheme.name}; use {known}")
-    for name, (_, depth) in source.layout.linears.items():
-        if depth % scheme.multiple:
-            block = f"the block size {scheme.multiple} of {scheme.name}"
-            raise ValueError(f"{name} contracts {depth} elements, but {block} does not divide that; use another format")
+    _check_layout(source.layout, scheme, dtype)
     with partial_path(out) as folder:
         folder.mkdir()
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
@@ -123,6 +114,65 @@ def write_folder(
         for name, text in (files | tokenizer_files(source.vocabulary)).items():
             (folder / name).write_text(text, encoding="utf-8")
     return rows
+
+
+def folder_tensors(source: Source, scheme: Scheme, dtype: str) -> dict[str, Any]:
+    """Return the tensors that ``write_folder`` writes, by name; see ``jaxquant.export.named_tensors``.
+
+    Args:
+      source, scheme, dtype: same as for ``write_folder``.
+
+    Raises:
+      ValueError: ``dtype`` is unknown, or the tile size does not divide a contraction.
+    """
+    _check_layout(source.layout, scheme, dtype)
+    layout, rules, found = source.layout, scheme.quantization(source.layout), {}
+    experts = _Experts(layout)
+    for name in layout.tensors:
+        module, weight = name.removesuffix(".weight"), source.read(name)
+        spec, tensors = _encode(source, scheme, rules, name, weight)
+        for end, array in tensors.items():
+            ready = experts.add(f"{module}{end}", array, None if spec else FLOATS[dtype])
+            found |= {stored: x if cast is None else x.astype(cast) for stored, x, cast in ready}
+    return found
+
+
+class _Experts:
+    """Tensors of single experts, until the tensor in which they are stored together is complete."""
+
+    def __init__(self, layout: Layout):
+        self._count = layout.config["num_local_experts"] if layout.has_fused_experts else 0
+        self._parts: dict[str, dict[Slice, Any]] = {}
+
+    def add(self, name: str, array: Any, cast: Any) -> list[tuple[str, Any, Any]]:
+        """Return name, array and the dtype to cast it to, if the stored tensor with this part is complete.
+
+        Args:
+          name: name of the tensor.
+          array: tensor, which can be a part of a stored tensor.
+          cast: dtype in which the tensor is stored, or None for the dtype of the array.
+        """
+        part = Slice.of(name) if self._count else None
+        if part is None:
+            return [(name, array, cast)]
+        parts = self._parts.setdefault(part.stored, {})
+        parts[part] = array if cast is None else array.astype(cast)
+        is_complete = len(parts) == part.step * self._count
+        return [(part.stored, join(self._parts.pop(part.stored)), None)] if is_complete else []
+
+
+def _check_layout(layout: Layout, scheme: Scheme, dtype: str) -> None:
+    """Raise if a format cannot store the tensors of a model; see ``write_folder``."""
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype {dtype!r} is not supported; use one of {', '.join(FLOATS)}")
+    if scheme.config is not None and layout.has_fused_experts != (scheme.name == "mxfp4"):
+        known = "hf, mxfp4 or a GGUF format" if layout.has_fused_experts else "another format"
+        model = layout.config.get("architectures", ["this model"])[0]
+        raise NotImplementedError(f"{model} cannot be stored as {scheme.name}; use {known}")
+    for name, (_, depth) in layout.linears.items():
+        if depth % scheme.multiple:
+            block = f"the block size {scheme.multiple} of {scheme.name}"
+            raise ValueError(f"{name} contracts {depth} elements, but {block} does not divide that; use another format")
 
 
 @contextlib.contextmanager
@@ -155,34 +205,36 @@ def _with_ignored(contents: Any, layout: Layout) -> Any:
 def _write_tensors(
     source: Source, folder: Path, scheme: Scheme, dtype: str, limit: int, progress: Callable[[Row], None] | None
 ) -> list[Row]:
-    layout, names, rules = source.layout, list(source.layout.tensors), scheme.quantization(source.layout)
-    shards, rows, places = _ShardWriter(folder, limit, 5 * len(names)), [], {}
-    together: dict[str, dict[Slice, np.ndarray]] = {}
-    for name in names:
-        module = name.removesuffix(".weight")
-        weight = source.finite(name)
-        format, back, tensors, cast = dtype, weight, {name.removeprefix(module): weight}, np.dtype(FLOATS[dtype])
-        if module in layout.linears and rules is not None and (spec := rules.spec(module)) is not None:
-            tensors = write_layer(spec, source, module, weight)
-            tensors = {end: part if part.ndim else part.reshape(scheme.scalar) for end, part in tensors.items()}
+    layout, rules = source.layout, scheme.quantization(source.layout)
+    shards, experts, rows, places = _ShardWriter(folder, limit, 5 * len(layout.tensors)), _Experts(layout), [], {}
+    for name in layout.tensors:
+        module, weight = name.removesuffix(".weight"), source.finite(name)
+        spec, tensors = _encode(source, scheme, rules, name, weight)
+        format, back, cast = dtype, weight, np.dtype(FLOATS[dtype])
+        if spec is not None:
             format, back, cast = scheme.name, read_layer(spec, tensors, weight.shape).decode(), None
         check_fits(name, weight, back, cast, format, "export with dtype float32" if cast else "use another format")
-        size = 0
+        size = sum(array.size * (cast or array.dtype).itemsize for array in tensors.values())
         for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
-            stored, part = f"{module}{end}", Slice.of(f"{module}{end}") if layout.has_fused_experts else None
-            size += array.size * (cast or array.dtype).itemsize
-            if part is not None:
-                together.setdefault(part.stored, {})[part] = array.astype(cast or array.dtype)
-                if len(together[part.stored]) < part.step * layout.config["num_local_experts"]:
-                    continue
-                stored, array, cast = part.stored, join(together.pop(part.stored)), None
             # The writer casts chunk by chunk, so that a large embedding is not in memory twice.
-            places[stored] = shards.add(stored, array, cast)
+            places |= {ready[0]: shards.add(*ready) for ready in experts.add(f"{module}{end}", array, cast)}
         rows.append(Row(name, format, weight.shape, size, sqnr(weight, back, cast)))
         if progress is not None:
             progress(rows[-1])
     shards.finish(places)
     return rows
+
+
+def _encode(
+    source: Source, scheme: Scheme, rules: CheckpointQuantization | None, name: str, weight: Any
+) -> tuple[LayerSpec | None, dict[str, Any]]:
+    """Return the quantization of a tensor, or None for float, and its stored tensors by the end of their name."""
+    module = name.removesuffix(".weight")
+    spec = rules.spec(module) if rules is not None and module in source.layout.linears else None
+    if spec is None:
+        return None, {name.removeprefix(module): weight}
+    tensors = write_layer(spec, source, module, weight)
+    return spec, {end: part if part.ndim else part.reshape(scheme.scalar) for end, part in tensors.items()}
 
 
 @np.errstate(over="ignore")

@@ -1,4 +1,4 @@
-"""Writer of GGUF files, as llama.cpp loads them.
+"""Layout of decoders in GGUF files, as llama.cpp loads them.
 
 Linear layers are stored in a GGML type, embedding and head in F16, everything else in F32. A mixture selects the type
 of each matrix, including embedding and head. The experts of a layer are one tensor with three axes.
@@ -11,23 +11,16 @@ Source: convert_hf_to_gguf.py, llama-arch.cpp and llama-model.cpp of llama.cpp.
 
 from __future__ import annotations
 
-import math
-import os
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxquant.config.decoder import DecoderShape, rope_stretch
-from jaxquant.core.qtensor import QTensor
 from jaxquant.export import gguf_file
 from jaxquant.export.families import Family, family_of, gguf_keys, tensors_of
-from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
-from jaxquant.export.gguf_file import ALIGNMENT, U32, align_up, decode, encode, header, row_bytes
+from jaxquant.export.gguf_file import U32
 from jaxquant.export.source import GgufLayout, Layout, Source
-from jaxquant.export.vocabulary import gguf_metadata
 
 FILE_TYPES = {
     "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "MXFP4": 38
@@ -170,87 +163,3 @@ def _check_llama_cpp(shape: DecoderShape) -> None:
 def query_scalar(family: Family, layers: int, size: int, heads: int) -> int:
     """Return llama.cpp's ``query_pre_attn_scalar`` of a Gemma; 0 means ``head_dim``, as in all but the 27B models."""
     return size // heads if layers == {"gemma2": 46, "gemma3": 62}[family.gguf] else 0
-
-
-def export_gguf(
-    source: Source, out: str | Path, kind: str, *, name: str = "jaxquant", progress: Callable[[Row], None] | None = None
-) -> list[Row]:
-    """Write a model as one GGUF file, tensor by tensor.
-
-    A layer that was trained or converted in the same format keeps its bytes. If the block size of the type does not
-    divide the row size of a layer, the layer is written in llama.cpp's fallback type.
-
-    Args:
-      source: model to write.
-      out: file to write; it must not exist yet.
-      kind: type of linear layers or mixture, a key of ``FILE_TYPES``.
-      name: value of ``general.name`` in the metadata.
-      progress: function that is called with the ``Row`` of each written tensor, or None.
-
-    Raises:
-      FileExistsError: ``out`` exists.
-      ValueError: a tensor has a value that is not finite, or too large for its type.
-      NotImplementedError: GGUF does not support the tokenizer, or a type needs the package gguf, which is not
-        installed.
-    """
-    out, rows, layout = Path(out), [], gguf_layout(source.layout)
-    stored, extra, sizes = layout.tensors, layout.extra, source.layout.tensors
-    if kind == "MXFP4" and not any("_exps." in each for each in stored):
-        raise NotImplementedError("GGUF files store only experts in MXFP4, and the model has none; use another format")
-    general = {
-        "general.name": name,
-        "general.file_type": U32(FILE_TYPES[kind]),
-        "general.quantization_version": U32(2),
-        "general.alignment": U32(ALIGNMENT),
-    }
-    # A tokenizer has a token for each row of the embedding.
-    tokens = gguf_metadata(source.vocabulary, sizes[stored[EMBEDDING][0]][0] if EMBEDDING in stored else 0)
-    metadata = {**layout.metadata, **general, **layout.metadata, **tokens}
-    kinds = {each: (tensor_kind(source, names[0], kind), sizes[names[0]]) for each, names in stored.items()}
-    heads = {each: ("F32", array.shape) for each, array in extra.items()}
-    for each, (own, size) in kinds.items():
-        heads[each] = (own, size if stored[each] == [each] or "_exps." not in each else (len(stored[each]), *size))
-    with partial_path(out) as partial, partial.open("wb") as file:
-        file.write(header(metadata, heads))
-        for array in extra.values():
-            file.write(array.tobytes().ljust(align_up(array.nbytes), b"\0"))
-        for each, (own, size) in kinds.items():
-            total = 0
-            for part in stored[each]:
-                data, back = _encode_tensor(source, layout, part, own)
-                if data.nbytes != row_bytes(own, size[-1]) * math.prod(size[:-1]):
-                    raise ValueError(f"{part} has {data.nbytes} bytes, but {own} of shape {size} has another size")
-                file.write(np.ascontiguousarray(data).data)
-                total += data.nbytes
-                rows.append(Row(part, own, size, data.nbytes, back))
-                if progress is not None:
-                    progress(rows[-1])
-            file.write(b"\0" * (align_up(total) - total))
-        file.flush()
-        os.fsync(file.fileno())
-    return rows
-
-
-def _encode_tensor(source: Source, layout: GgufLayout, name: str, kind: str) -> tuple[np.ndarray, float]:
-    """Return the encoded bytes of a tensor, and the SQNR of the encoding in dB."""
-    heads = layout.heads.get(name)
-    tensor = source.quantized(name.removesuffix(".weight")) if name.endswith(".weight") else None
-    if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
-        data = np.asarray(tensor.qvalue)
-        return data if heads is None else rows_to_gguf(data, heads), float("inf")
-    weight = source.finite(name) + np.float32(layout.offsets.get(name, 0))
-    if heads is not None:
-        weight = rows_to_gguf(weight, heads)
-    if kind == "F32":
-        return weight.view(np.uint8), float("inf")
-    if kind == "F16":
-        where = "GGUF type F16" if name.removesuffix(".weight") in source.layout.linears else "every GGUF type"
-        check_fits(name, weight, weight, np.float16, f"float16 in {where}", "export to a Hugging Face folder")
-        half = weight.astype(np.float16)
-        return half.view(np.uint8), sqnr(weight, half, half.dtype)
-    blocks = encode(kind, weight)
-    back = decode(kind, blocks)
-    largest = max(weight.max(), -weight.min())
-    if largest > np.finfo(np.float16).max and np.abs(weight - back).max() > largest / 4:  # scales are float16
-        raise ValueError(f"{name} has magnitude {largest:g}, which is too large for {kind}; use another format")
-    return blocks, sqnr(weight, back)

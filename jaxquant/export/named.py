@@ -21,9 +21,18 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.core.typed import show
 from jaxquant.export.gguf_file import U32
 from jaxquant.export.hf import LayerSpec, to_recipe
-from jaxquant.export.layouts import check_finite
+from jaxquant.export.layouts import check_finite, is_traced, namespace, to_host, transpose
 from jaxquant.export.reading import TensorFolder, check_float
-from jaxquant.export.source import GgufLayout, Layout, Source, Vocabulary, layer_slice, quantized_matrix, to_float
+from jaxquant.export.source import (
+    GgufLayout,
+    Layout,
+    Source,
+    Vocabulary,
+    largest,
+    layer_slice,
+    quantized_matrix,
+    to_float,
+)
 from jaxquant.export.stored import take_input_amax
 
 Names = Mapping[str | tuple[str, ...], str | Mapping[str, int]]
@@ -107,13 +116,13 @@ def named_source(
                     raise ValueError(f"{path} has the name {name}, which must end in .weight; rename, or set floats=")
                 linears[module := name.removesuffix(".weight")] = tensors[name]
                 if amax.keys() >= {*paths}:
-                    found = [np.asarray(amax[each]) for each in paths]
-                    amaxes[module] = max(float(np.max(array[index[: array.ndim]])) for array in found)
+                    found = [to_host(amax[each]) for each in paths]
+                    amaxes[module] = largest([array[index[: array.ndim]].max() for array in found])
 
     def read(name: str) -> np.ndarray:
         paths, index, rows = places[name]
         parts = [_to_matrix(to_float(layer_slice(leaves[path], index)), inputs.get(path)) for path in paths]
-        return (np.concatenate(parts) if parts[1:] else parts[0])[rows]
+        return (namespace(parts[0]).concatenate(parts) if parts[1:] else parts[0])[rows]
 
     def quantized(module: str) -> QTensor | None:
         if module not in linears:
@@ -168,7 +177,7 @@ def _matrix_shape(shape: tuple[int, ...], inputs: int | None) -> tuple[int, ...]
 
 def _to_matrix(array: np.ndarray, inputs: int | None) -> np.ndarray:
     shape = _matrix_shape(array.shape, inputs)
-    return np.ascontiguousarray(array.reshape(shape[::-1]).T) if inputs and inputs > 0 else array.reshape(shape)
+    return transpose(array.reshape(shape[::-1])) if inputs and inputs > 0 else array.reshape(shape)
 
 
 def _scale_rows(leaf: Any, inputs: int) -> QTensor | None:
@@ -179,19 +188,25 @@ def _scale_rows(leaf: Any, inputs: int) -> QTensor | None:
     if tensor is None or tensor.zero_point is not None or tensor.ndim != 2:
         return None
     if tensor.codec is None:
-        scale: Any = np.repeat(np.asarray(tensor.scale), tensor.blocks[0], axis=0)[: tensor.shape[0]]
+        scale: Any = to_host(tensor.scale)
+        scale = namespace(scale).repeat(scale, tensor.blocks[0], axis=0)[: tensor.shape[0]]
         tensor = dataclasses.replace(tensor, scale=scale, block=(1, tensor.blocks[1]))
     return tensor
 
 
 def _join(parts: list[QTensor | None], rows: Any) -> QTensor | None:
-    """Return rows of the concatenation of quantized matrices, or None if their formats differ."""
+    """Return rows of the concatenation of quantized matrices, or None if their formats or outer scales differ.
+
+    The outer scales of several traced matrices count as different.
+    """
     found = [part for part in parts if part is not None]
     outers = [part.outer_scale for part in found]
     kinds = {(jax.tree.structure(part), *(each.dtype.name for each in part.parts.values())) for part in found}
-    if len(found) < len(parts) or len(kinds) > 1 or any(outer != outers[0] for outer in outers):
+    if len(found) < len(parts) or len(kinds) > 1:
         return None
-    joined = jax.tree.map(lambda *each: np.concatenate(each)[rows], *found)
+    if any(is_traced(outer) or outer != outers[0] for outer in outers[1:] if outer is not None):
+        return None
+    joined = jax.tree.map(lambda *each: namespace(each[0]).concatenate(each)[rows], *found)
     return dataclasses.replace(joined, outer_scale=outers[0])
 
 

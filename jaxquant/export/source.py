@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.export.hf import OperandSpec
 from jaxquant.export.hf.quantization import FUSED
-from jaxquant.export.layouts import is_finite
+from jaxquant.export.layouts import is_finite, is_traced, namespace, to_host
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -104,17 +105,27 @@ class Vocabulary:
 
 
 class ScaledElements(NamedTuple):
-    """A quantized weight [out, in]: elements, scale of each block, and outer scale [] (1 if there is none)."""
+    """A quantized weight [out, in].
+
+    Attributes:
+      elements: elements [out, in].
+      scale: scale of each block.
+      outer: outer scale [], 1 if there is none.
+      is_exact: whether the weight has a single scale in each block; a tracer for a traced weight with several scales,
+        which can be equal.
+    """
 
     elements: np.ndarray
     scale: np.ndarray
     outer: np.ndarray
+    is_exact: Any = True
 
     @classmethod
     def from_qtensor(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
         """Return a tensor [out, in] with a scale for each block of a format.
 
-        Returns None if the dtypes differ, or if the tensor has different scales in a block of the format.
+        Returns None if the dtypes differ, or if the tensor has different scales in a block of the format and is not
+        traced.
         """
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
@@ -122,16 +133,20 @@ class ScaledElements(NamedTuple):
         numbers = (tensor.qvalue.dtype.name, tensor.scale.dtype.name, tensor.outer_scale is not None)
         if numbers != (operand.dtype, operand.scale_dtype, operand.outer_scale):
             return None
-        scale, blocks = np.asarray(tensor.scale), zip(tensor.blocks, operand.block_size or whole, strict=True)
+        scale, blocks = to_host(tensor.scale), zip(tensor.blocks, operand.block_size or whole, strict=True)
+        is_exact: Any = True
         for axis, (own, wanted) in enumerate(blocks):
             places = np.arange(tensor.shape[axis]) // own
             firsts = places[::wanted]
             equal = np.repeat(firsts, wanted)[: len(places)]
-            if (places != equal).any() and (scale.take(places, axis) != scale.take(equal, axis)).any():
+            if (places != equal).any():
+                is_exact &= (scale.take(places, axis) == scale.take(equal, axis)).all()
+            if not is_traced(is_exact) and not is_exact:
                 return None
-            scale = scale.take(firsts, axis)
-        outer = np.ones((), np.float32) if tensor.outer_scale is None else np.asarray(tensor.outer_scale).reshape(())
-        return cls(np.asarray(tensor.qvalue), scale.reshape(()) if operand.is_tensor else scale, outer)
+            if not np.array_equal(firsts, np.arange(scale.shape[axis])):  # explicit sharding does not support a gather
+                scale = scale.take(firsts, axis)
+        outer = np.ones((), np.float32) if tensor.outer_scale is None else to_host(tensor.outer_scale).reshape(())
+        return cls(to_host(tensor.qvalue), scale.reshape(()) if operand.is_tensor else scale, outer, is_exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +196,8 @@ class Source:
         """Return the stored elements and scales of a linear layer's weight [out, in], in the blocks of a format.
 
         If the weight has larger blocks than the format, their scales are repeated. Returns None if the dtypes or
-        scales differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ.
+        scales differ from the format's, or if servers fuse the layer with others and their per-tensor scales differ;
+        for traced weights, ``is_exact`` is then false.
         """
         elements: dict[str, ScaledElements] = {}
         for name in self._fused_with(module) if operand.is_tensor else (module,):
@@ -190,13 +206,16 @@ class Source:
             if scaled is None:
                 return None
             elements[name] = scaled
-        return elements[module] if len({scaled.scale.tobytes() for scaled in elements.values()}) == 1 else None
+        own = elements.pop(module)
+        equal = [each.is_exact & (each.scale == own.scale).all() for each in elements.values()]
+        is_exact = functools.reduce(operator.and_, equal, own.is_exact)
+        return own._replace(is_exact=is_exact) if is_traced(is_exact) or is_exact else None
 
-    def fused_amax(self, module: str) -> float:
+    def fused_amax(self, module: str) -> np.ndarray:
         """Return the largest magnitude of a weight and of the weights that servers fuse with it."""
-        return max(float(np.max(np.abs(self.weight(name)))) for name in self._fused_with(module))
+        return largest([abs(self.weight(name)).max() for name in self._fused_with(module)])
 
-    def fused_input_amax(self, module: str) -> float:
+    def fused_input_amax(self, module: str) -> np.ndarray:
         """Return the largest magnitude of the input of a linear layer and of the layers that servers fuse with it.
 
         Raises:
@@ -209,12 +228,18 @@ class Source:
                 f"the input of {error.args[0]} has no amax, but this format stores its scale; calibrate the "
                 "model, or use a format with dynamic scales"
             ) from None
-        if not all(np.isfinite(value) and value > 0 for value in amaxes):
+        if not all(is_traced(value) or (np.isfinite(value) and value > 0) for value in amaxes):
             raise ValueError(f"the input of {module} has the invalid amax {max(amaxes)}; calibrate the model")
-        return max(amaxes)
+        return largest(amaxes)
 
     def _fused_with(self, module: str) -> list[str]:
         return [name for name in fused_with(module) if name in self.layout.linears]
+
+
+def largest(values: list[Any]) -> np.ndarray:
+    """Return the largest of several numbers in float32; with a tracer among them, as a tracer."""
+    xp = namespace(next((value for value in values if is_traced(value)), None))
+    return functools.reduce(xp.maximum, [xp.asarray(value, np.float32) for value in values])
 
 
 def quantized_matrix(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
@@ -235,7 +260,7 @@ def quantized_matrix(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
     if contraction != list(range(contraction[-1] + 1)):
         return None
-    data = np.asarray(tensor.qvalue).reshape(-1, shape[0]).T
+    data = to_host(tensor.qvalue).reshape(-1, shape[0]).T
     return QTensor(data, block=(1, shape[1]), codec=tensor.codec)  # pyright: ignore[reportArgumentType]
 
 
@@ -251,7 +276,7 @@ def layer_slice(leaf: Any, index: tuple[int, ...]) -> Any:
 
 def to_float(leaf: Any) -> np.ndarray:
     """Return a parameter, which can be a ``QTensor``, in float32."""
-    return np.asarray(dequantize(leaf) if isinstance(leaf, QTensor) else leaf, np.float32)
+    return to_host(dequantize(leaf) if isinstance(leaf, QTensor) else leaf).astype(np.float32, copy=False)
 
 
 def fused_with(module: str) -> tuple[str, ...]:

@@ -27,15 +27,20 @@ from jaxquant.export.layouts import (
     encode_mxfp4,
     encode_nvfp4,
     encode_scaled,
+    is_traced,
     pack_e2m1,
     pack_int4,
+    reciprocal,
     scale_of,
+    shorten,
     unpack_e2m1,
     unpack_int,
     weight_scale,
 )
-from jaxquant.export.source import Source
+from jaxquant.export.source import ScaledElements, Source
 
+_Own = ScaledElements | None
+"""Elements and scales of a layer that is already in the format, or None."""
 _SCALE_DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
 _INPUT_SCALE_NAMES = (".input_scale", ".activation_scale", ".input_global_scale")
 _AMAX_PER_SCALE = {**{name: element(name).bound for name in ("float8_e4m3fn", "int8")}, "float4_e2m1fn": NVFP4_RANGE}
@@ -124,11 +129,15 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
     Raises:
       ValueError: the format needs a static scale of an input that was not measured.
     """
-    tensors = _PACKINGS[spec.packing].write(spec, source, module, weight)
+    own, write = source.scaled_elements(module, spec.weight), _PACKINGS[spec.packing].write
+    tensors: dict[str, Any] = write(spec, source, module, weight, own)
+    if own is not None and is_traced(own.is_exact):
+        others = write(spec, source, module, weight, None)
+        tensors = {end: jnp.where(own.is_exact, part, others[end]) for end, part in tensors.items()}
     if spec.input is not None and spec.has_static_input:
         scale = scale_of(source.fused_input_amax(module), _AMAX_PER_SCALE[spec.input.dtype])
         is_reciprocal = spec.packing == "nvfp4-pack"
-        tensors |= {".input_global_scale": np.float32(1) / scale} if is_reciprocal else {".input_scale": scale}
+        tensors |= {".input_global_scale": reciprocal(scale)} if is_reciprocal else {".input_scale": scale}
     return tensors
 
 
@@ -235,30 +244,32 @@ def _read_plain(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors)
     return _make_layer(spec, shape, weight, scale, _take_zero_point(spec, unused, 8, shape[0]))
 
 
-def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    elements, scale = _encode(spec, source, module, weight)
+def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own) -> Tensors:
+    elements, scale = _encode(spec, source, module, weight, own)
     return {".weight": elements, ".weight_scale" if spec.weight.block_size is None else ".weight_scale_inv": scale}
 
 
 def _encode(
-    spec: LayerSpec, source: Source, module: str, weight: np.ndarray, scale_dtype: Any = None
+    spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own, scale_dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return elements and scales that map the amax of the tensor, row or block to the largest element value.
 
     A layer that is already in the format keeps its elements and scales. Scales keep their dtype if ``scale_dtype``
-    would round them.
+    would round them, and in a traced program.
     """
-    own, dtype, block = source.scaled_elements(module, spec.weight), spec.weight.dtype, spec.weight.block_size
+    dtype, block = spec.weight.dtype, spec.weight.block_size
     if own is not None:
         scale = own.scale
     elif spec.weight.granularity is ScaleGranularity.TENSOR:
         scale = scale_of(source.fused_amax(module), element(dtype).max)
     else:
         scale = weight_scale(weight, dtype, block or (1, weight.shape[1]))
-    short = scale.astype(scale_dtype or scale.dtype)
+    short = shorten(scale, scale_dtype or scale.dtype)
     if own is None:
         return encode_scaled(weight, short, dtype, block), short
-    return own.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
+    # The dtype of a traced array cannot depend on its values.
+    is_exact = not is_traced(scale) and np.array_equal(short.astype(np.float32), scale.astype(np.float32))
+    return own.elements, short if is_exact else scale
 
 
 def _read_packed(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
@@ -274,8 +285,8 @@ def _read_packed(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors
     return _make_layer(spec, shape, elements, scale, _take_zero_point(spec, unused, bits, shape[0]))
 
 
-def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    elements, scale = _encode(spec, source, module, weight, ml_dtypes.bfloat16)
+def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own) -> Tensors:
+    elements, scale = _encode(spec, source, module, weight, own, ml_dtypes.bfloat16)
     shape = np.array(weight.shape, np.int64)
     return {".weight_packed": pack_int4(elements), ".weight_scale": scale, ".weight_shape": shape}
 
@@ -293,18 +304,18 @@ def _read_nvfp4(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors)
     return dataclasses.replace(_make_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
 
 
-def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    is_modelopt, own = spec.packing == "modelopt", source.scaled_elements(module, spec.weight)
+def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own) -> Tensors:
+    is_modelopt = spec.packing == "modelopt"
     if own is not None:
         packed, scale, outer = pack_e2m1(own.elements), own.scale, own.outer
     else:
         outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
         # If the reciprocal is stored, encode with the scale that a reader will compute from the reciprocal.
-        outer = outer if is_modelopt else np.float32(1) / (np.float32(1) / outer)
-        packed, scale = encode_nvfp4(weight, float(outer))
+        outer = outer if is_modelopt else reciprocal(reciprocal(outer))
+        packed, scale = encode_nvfp4(weight, outer)
     if is_modelopt:
         return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": outer}
-    return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
+    return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": reciprocal(outer)}
 
 
 def _read_mxfp4(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:
@@ -315,8 +326,7 @@ def _read_mxfp4(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors)
     return _make_layer(spec, shape, unpack_e2m1(packed), scale, None)
 
 
-def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    own = source.scaled_elements(module, spec.weight)
+def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own) -> Tensors:
     if own is not None:
         return {".weight_packed": pack_e2m1(own.elements), ".weight_scale": own.scale.view(np.uint8)}
     packed, scale = encode_mxfp4(weight)
@@ -325,7 +335,7 @@ def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 
 class _Packing(NamedTuple):
     read: Callable[[LayerSpec, tuple[int, ...], _UnusedTensors], StoredLayer]
-    write: Callable[[LayerSpec, Source, str, np.ndarray], Tensors]
+    write: Callable[[LayerSpec, Source, str, np.ndarray, _Own], Tensors]
 
 
 _PACKINGS = {

@@ -275,8 +275,8 @@ def find_kernels(
       Kernels by "/"-joined path of the parameter.
 
     Raises:
-      ValueError: the variables have no parameters; a parameter is already converted; a kernel is missing, has another
-        shape, or is read in a dtype that cannot be inferred after conversion; quant state is missing.
+      ValueError: the variables have no parameters; a parameter is already converted, is missing or has another shape;
+        a kernel is read in a dtype that cannot be inferred after conversion; quant state is missing.
     """
     if "params" not in variables:
         raise ValueError(f"variables have no collection 'params', got {sorted(variables)}; pass all of model.init")
@@ -305,36 +305,22 @@ def find_kernels(
     kernels = find(stored)
     served = kernels if jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, stored, made)) else find(made)
     made = leaves_by_path(made)
+    for path, leaf in made.items():
+        if path not in given:
+            raise ValueError(f"the variables have no parameter {path!r}; pass all parameters of the model")
+        if tuple(given[path].shape) != tuple(leaf.shape):
+            raise ValueError(
+                f"parameter {path!r} has shape {tuple(given[path].shape)}, but the model needs {tuple(leaf.shape)}; "
+                "pass the parameters of this model"
+            )
     for path, kernel in kernels.items():
-        _check_stored(path, kernel, given.get(path), made[path], served[path].dtype)
+        if kernel.dtype != served[path].dtype:
+            own, stored = made[path].dtype.name, given[path].dtype.name
+            raise ValueError(
+                f"{layer_name(kernel.path)} has param_dtype {own} and no dtype, but the kernel to convert is {stored}; "
+                f"set dtype or param_dtype of the layer to {stored}"
+            )
     return kernels
-
-
-def _check_stored(path: str, kernel: LayerKernel, given: Any, made: Any, served_dtype: str) -> None:
-    """Raise if a parameter does not fit the model.
-
-    Args:
-      path: path of the parameter.
-      kernel: kernel to convert.
-      given: stored parameter, or None if it is missing.
-      made: the parameter of a newly initialized model.
-      served_dtype: dtype name in which the op of a newly initialized model reads the parameter.
-    """
-    if given is None:
-        raise ValueError(
-            f"the variables have no parameter {path!r}, which recipe {kernel.recipe.name!r} converts; pass all "
-            "parameters of the model"
-        )
-    if tuple(given.shape) != tuple(made.shape):
-        raise ValueError(
-            f"parameter {path!r} of {at_layer(kernel.path)} has shape {tuple(given.shape)}, but the model needs "
-            f"{tuple(made.shape)}; pass the parameters of this model"
-        )
-    if kernel.dtype != served_dtype:
-        raise ValueError(
-            f"{layer_name(kernel.path)} has param_dtype {made.dtype.name} and no dtype, but the kernel to convert is "
-            f"{given.dtype.name}; set dtype or param_dtype of the layer to {given.dtype.name}"
-        )
 
 
 def _hashable_filter(mutable: Any) -> Any:

@@ -48,6 +48,10 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
     ``convert(model, variables, config, *example_inputs)`` converts the variables of a Linen model;
     ``convert(model, config, *example_inputs)`` converts an NNX model. The arguments are not modified.
 
+    ``jax.jit(lambda variables: convert(model, variables, config, *example_inputs))``, or ``nnx.jit`` for an NNX model,
+    compiles the conversion to one program with equal bits. A training loop can call it after each step: the arrays stay
+    on their devices, and values are not checked for NaN, infinity and static scales without observations.
+
     Args:
       model: float Linen model whose variables are converted, or NNX model.
       variables: all variables of a trained Linen model: ``{"params": …}`` and, if the recipe has state,
@@ -64,7 +68,7 @@ def convert(model: Any, /, *arguments: Any, **example_kwargs: Any) -> Any:
 
     Raises:
       TypeError: the arguments are in the wrong order, or the model is not a Flax module.
-      ValueError: a kernel is missing, has another shape, or is already converted; quant state is missing, or has
+      ValueError: a parameter is missing, has another shape, or is already converted; quant state is missing, or has
         no amax for a static scale; ``save_quantized_params_path`` is set, but ``convert`` writes no files.
       TypeError, ValueError, NotImplementedError: the config is invalid, see ``QuantConfig.from_any``.
     """

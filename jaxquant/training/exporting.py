@@ -21,6 +21,7 @@ from jaxquant.core.quant_state import HISTORY
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, DecoderShape, Row, Source, export, layout_of
 from jaxquant.export.families import Tensor, family_of, tensors_of
+from jaxquant.export.layouts import transpose
 from jaxquant.export.source import layer_slice, quantized_matrix, to_float
 from jaxquant.export.vocabulary import byte_vocabulary, read_tokenizer
 from jaxquant.state import rows_of
@@ -50,13 +51,13 @@ class Location(NamedTuple):
         shape = self.tensor.shape
         if len(shape) == 1 or self.path == "token_embedder/embedding":
             return array.reshape(shape) - np.float32(self.offset)
-        return np.ascontiguousarray(array.reshape(shape[1], shape[0]).T)
+        return transpose(array.reshape(shape[1], shape[0]))
 
     def from_hf(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Return a checkpoint's array in the layout of the parameter, which has ``shape``; the inverse of ``to_hf``."""
         if len(array.shape) == 1 or self.path == "token_embedder/embedding":
             return array.reshape(shape) + np.float32(self.offset)
-        return np.ascontiguousarray(array.T).reshape(shape)
+        return transpose(array).reshape(shape)
 
 
 Read = Callable[[str, tuple[int, ...]], Any]
@@ -164,13 +165,28 @@ def _open_run(folder: Path, step: int | None, measures: bool, say: Callable[[str
 
 def _open_converted(folder: Path) -> Source:
     found = open_served(folder)
-    leaves = leaves_by_path(found.params, is_leaf=is_tensor)
+    return decoder_source(found.config, found.params, found.params)
+
+
+def decoder_source(config: TrainConfig, params: Mapping[str, Any], converted: Mapping[str, Any]) -> Source:
+    """Return the parameters of a run's decoder as a ``Source`` with Hugging Face's names of its family.
+
+    Args:
+      config: configuration of the run.
+      params: parameters; arrays, ``QTensor`` leaves, or tracers of either.
+      converted: parameters from ``convert``, whose ``QTensor`` leaves are stored as they are if the format can store
+        them. Other kernels of ``params`` are quantized.
+
+    Raises:
+      NotImplementedError: no supported family of checkpoints has these parameters.
+    """
+    leaves, kernels = (leaves_by_path(tree, is_leaf=is_tensor) for tree in (params, converted))
     read = lambda path, index: to_float(layer_slice(leaves[path], index))  # noqa: E731
 
     def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
-        return layer_slice(leaves[path], index) if is_tensor(leaves[path]) else None
+        return layer_slice(kernels[path], index) if is_tensor(kernels[path]) else None
 
-    return _as_source(found.config, leaves, read, quantized)
+    return _as_source(config, leaves, read, quantized)
 
 
 def _as_source(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:

@@ -160,8 +160,8 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
         return QTensor(rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn), scale, block=block)
 
     for given in (tensor((300, 260), (1, 1)), tensor((300, 260), (2, 2), (256, 256)), tensor((256, 512), (2, 1))):
-        elements, scale, outer = ScaledElements.from_qtensor(given, fp8)
-        assert (elements.shape, outer.tolist()) == (given.shape, 1)
+        elements, scale, outer, is_exact = ScaledElements.from_qtensor(given, fp8)
+        assert (elements.shape, outer.tolist(), is_exact) == (given.shape, 1, True)
         rows, columns = given.shape
         expected = np.kron(given.scale, np.ones(given.blocks))[:rows, :columns]
         np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[:rows, :columns], expected)

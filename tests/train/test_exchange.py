@@ -15,13 +15,24 @@ from jaxquant.config.loader import load_yaml
 from jaxquant.config.rules import Rule
 from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.qtensor import dequantize, is_tensor
-from jaxquant.export import STATIC_INPUTS, HfFolder, Source, export, layout_of, open_gguf
+from jaxquant.export import (
+    STATIC_INPUTS,
+    HfFolder,
+    SafetensorsFile,
+    Source,
+    export,
+    layout_of,
+    named_tensors,
+    open_gguf,
+)
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.vocabulary import byte_vocabulary
 from jaxquant.training.conversion import convert_run, open_parameters
-from jaxquant.training.exporting import export_run, open_source
+from jaxquant.training.exporting import decoder_source, export_run, open_source
 from jaxquant.training.importing import import_to_run, import_to_serve
+from jaxquant.training.model import Decoder
 from jaxquant.training.serving import open_served
+from jaxquant.training.step import decoder_of
 from tests.export.models import shape_of
 from tests.numerics import RECIPROCAL
 
@@ -99,6 +110,25 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
             if string == "fp8":
                 scale = float(kernel.input_scale[layer].reshape(()))
                 assert scale == read.tensors(name)[".input_scale"].reshape(())
+
+
+def test_traced_parameters_of_a_run_have_the_tensors_of_its_exports(run, tmp_path):
+    convert_run(run, tmp_path / "served", {"quantization": "int8"}, say=quiet)
+    served = open_served(run)
+    _, shape, tokens = decoder_of(served.config)
+
+    @jax.jit
+    def refit(params):
+        converted = serving.convert(Decoder(shape), {"params": params}, "int8", tokens)["params"]
+        sources = (decoder_source(served.config, *trees) for trees in ((params, params), (converted, converted)))
+        return [named_tensors(source, "ct_int8") for source in sources]
+
+    for folder, found in zip((run, tmp_path / "served"), refit(served.params), strict=True):
+        export_run(folder, out := tmp_path / f"hf-{Path(folder).name}", "ct_int8", say=quiet)
+        file = SafetensorsFile(out / "model.safetensors")
+        assert found.keys() == file.keys()
+        for name, array in file.items():
+            assert np.asarray(found[name]).tobytes() == array.tobytes(), name
 
 
 def test_a_weight_of_another_format_gets_its_own_scale_under_a_delayed_recipe(run, tmp_path):
