@@ -23,10 +23,11 @@ jaxquant jaxquant
 state jaxquant.state
 optim jaxquant.optim
 ops jaxquant.ops
+exact jaxquant.exact
 serving jaxquant.serving
 serving jaxquant.serving.kv_cache empty append read nbytes quantization_of
 export jaxquant.export export check_export FORMATS SCHEMES STATIC_INPUTS Source Layout Vocabulary DecoderShape layout_of
-export jaxquant.export named_source HfFolder NamedFolder open_gguf Row
+export jaxquant.export named_source named_tensors HfFolder NamedFolder open_gguf Row
 export jaxquant.export.hf read_quantization to_recipe CheckpointQuantization LayerRule LayerSpec OperandSpec
 formats jaxquant.formats CODECS Codec codec BlockParameters block_parameters PackedArray pack_array matmul
 formats jaxquant.formats fake_quantize encode_tensor
@@ -38,6 +39,7 @@ recipes jaxquant.core.qtensor QTensor make_qtensor dequantize
 trace jaxquant.trace
 audit jaxquant.audit.rows Coverage Row
 audit jaxquant.audit.cost saved_for_backward
+audit jaxquant.audit
 aot jaxquant.aot
 maxtext jaxquant.compat.maxtext
 mlc jaxquant.compat.mlc

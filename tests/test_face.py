@@ -52,7 +52,7 @@ def test_the_import_loads_nothing_training_no_checkpoint_library_and_no_public_n
 
 def test_a_public_name_is_a_function_a_class_or_a_subpackage():
     packages = {name for name in jaxquant.__all__ if name not in jaxquant._DEFINED_IN}
-    assert packages == {"aot", "audit", "compat", "ops", "optim", "serving", "state"}
+    assert packages == {"aot", "audit", "compat", "exact", "ops", "optim", "serving", "state"}
     with pytest.raises(AttributeError, match=r"; use jaxquant\.compat\.maxtext\.configure_quantization"):
         jaxquant.configure_quantization  # noqa: B018
 
