@@ -56,8 +56,7 @@ OPTIONS = {"QuantConfig": "config.quant_config", "TrainConfig": "training.config
 
 def public_names() -> dict[str, list[str]]:
     """Return the full names on each page; an object with two public names is listed under the first."""
-    pages: dict[str, list[str]] = {page: [] for page in PAGES}
-    seen: set[int] = set()
+    pages, seen = {page: list[str]() for page in PAGES}, set[int]()
     for page, name, *listed in NAMES:
         module = importlib.import_module(name)
         for each in listed or module.__all__:
