@@ -91,7 +91,7 @@ def sum(x: Array) -> Array:
         raise ValueError(f"an axis of {x.shape[-1]} elements is longer than {LONGEST_AXIS}; split the sum")
     x = x.astype(jnp.float32)
     unit = unit_above(largest(x, axis=-1, keepdims=True))
-    rest, total = x * (1 / unit), jnp.zeros(())
+    rest, total = hold(x * (1 / unit)), jnp.zeros(())
     parts, scale = [], 2.0**_LIMB_BITS
     for _ in range(2):
         limb = jnp.round(rest * scale)
@@ -128,7 +128,7 @@ def exp(x: Array) -> Array:
     r = (clipped - hold(n * _LN2_HIGH)) - hold(n * _LN2_LOW)
     y = _polynomial(r, (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0))
     half = jnp.floor(n * 0.5)  # two factors, because 2**128 is not a float32
-    y = y * _power_of_two(half) * _power_of_two(n - half)
+    y = hold(y * _power_of_two(half) * _power_of_two(n - half))
     return jnp.where(x < -87.0, 0.0, jnp.where(x > 88.8, jnp.inf, jnp.where(x == x, y, jnp.nan)))
 
 

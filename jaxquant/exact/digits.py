@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.scales import largest
-from jaxquant.exact.arithmetic import unit_above
+from jaxquant.exact.arithmetic import hold, unit_above
 
 Array = jax.Array
 
@@ -42,7 +42,7 @@ def split(x: Array, axis: int | tuple[int, ...]) -> Digits:
     """
     x = x.astype(jnp.float32)
     unit = unit_above(largest(x, axis=axis, keepdims=True)) * (1 / _DIGIT)
-    scaled = x * (1 / unit)
+    scaled = hold(x * (1 / unit))
     high = jnp.round(scaled)
     low = jnp.round((scaled - high) * _BASE)
     return Digits(high.astype(jnp.int8), low.astype(jnp.int8), unit)
