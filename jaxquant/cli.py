@@ -136,8 +136,9 @@ def audit(strings: Sequence[str], largest_batch: int | None, invariant: bool, **
     Needs the extra audit-gpu or audit-tpu. For a step of your own, --program names a function
     (config, overrides, devices) -> (jitted step, shapes).
 
-    --invariant checks the training step, the prefill and the decoding instead, on a chip or on the target cpu: does a
-    log-probability depend on the batch, on padding or on chunks of the prompt? If the table is empty, it does not.
+    --invariant compiles the training step, the prefill and the decoding instead, for a chip or for the target cpu. It
+    lists forward operations whose result for a row may depend on the batch, on padding or on chunks of the prompt. It
+    does not find operations that combine rows.
 
     Exit codes: 0 on success, 1 if an 8-bit matmul fell back to a wider dtype, the step does not fit, or --invariant
     lists an operation of the forward pass, 2 if the step cannot be audited, 130 after Ctrl-C.

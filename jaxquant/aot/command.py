@@ -133,7 +133,11 @@ def _print_variant(request: Request, name: str) -> int:
         for each in operations
         if each.is_forward
     ]
-    verdict = f"{len(shown)} kinds of operations may depend" if shown else "No operation of the forward pass depends"
+    verdict = (
+        f"{len(shown)} kinds of operations may depend"
+        if shown
+        else "No operation of the forward pass was found that depends"
+    )
     lines = [f"# {title} on {request.label}", "", f"{verdict} on the batch, on padding or on chunks.", ""]
     lines += [*(report.table(shown) if shown else ()), "", f"Backward pass: {len(operations) - len(shown)} kinds.", ""]
     data = json.dumps([dataclasses.asdict(each) for each in operations], indent=1) + "\n"

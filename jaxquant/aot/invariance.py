@@ -1,7 +1,10 @@
 """Operations of a compiled program whose result for a row may depend on the batch, on padding or on chunks.
 
-A program without such an operation is batch invariant. The check reads optimized HLO text, and assumes:
+A program without such an operation is batch invariant if it does not combine rows. The check reads optimized HLO text,
+and assumes:
 
+- Rows are not combined. The check does not find a maximum, an integer sum or a sort over the batch, such as the amax of
+  a tensor.
 - A compiler may join a float multiplication and the addition that reads it if both are in one fusion. XLA:CPU does.
   XLA for H200 (jax 0.10.2) writes ``mul.rn`` and ``add.rn``, which are not joined. TPU compilers were not examined.
 - Products with a power of two do not underflow. They are then exact, and joining them changes no bit.

@@ -49,10 +49,10 @@ def first_difference(
 ) -> Difference | None:
     """Return the first value that differs bit by bit between two runs of a function on the same rows, or None.
 
-    The two runs may have different batch sizes or padding. Where the shapes of a value differ, the common part is
-    compared: on the first axis that differs, block ``row`` of the longer run (a block has the size of the shorter
-    axis); on every other axis, the first elements. To find an error of batching, pass a batch of 8 and its row 3 with
-    ``row=3``. To find an error of padding, pass one row, and the row with padding at its end.
+    The runs may have different batch sizes or padding. If the shapes of a value differ, a part of the longer value is
+    compared. On the first axis with different sizes, it is block number ``row``, where a block has the size of the
+    shorter axis. On other axes, it is the first elements. To find an error of batching, pass a batch of 8 and its row 3
+    with     ``row=3``. To find an error of padding, pass one row, and the row with padding at its end.
 
     Both runs are compiled, and every equation returns its value: also equations in jitted functions, rematerialized
     blocks, functions with custom derivatives, and scans. For a ``while`` or a ``cond``, only the results are compared.
@@ -71,7 +71,12 @@ def first_difference(
     """
     runs = [list(_values(_run(function, each))) for each in (arguments, other_arguments)]
     for tap, other in itertools.zip_longest(*runs):
-        if tap is None or other is None or tap[0] != other[0] or tap[2].ndim != other[2].ndim:
+        if (
+            tap is None
+            or other is None
+            or tap[0] != other[0]
+            or (tap[2].ndim, tap[2].dtype) != (other[2].ndim, other[2].dtype)
+        ):
             names = " and ".join(f"{each[0][0]} {each[2].shape}" if each else "nothing" for each in (tap, other))
             raise ValueError(f"the two runs compute different equations, first {names}; pass arguments of equal rank")
         (primitive, path, source), steps, value = tap
@@ -173,7 +178,7 @@ def _common_part(value: np.ndarray, other: np.ndarray, row: int) -> tuple[np.nda
     for axis, sizes in enumerate(zip(value.shape, other.shape, strict=True)):
         if sizes[0] != sizes[1]:
             start = block * min(sizes)
-            if start + min(sizes) > max(sizes):
+            if start < 0 or start + min(sizes) > max(sizes):
                 raise ValueError(
                     f"row {row} is not in the longer run, whose axis {axis} has size {max(sizes)}; pass a row in it"
                 )

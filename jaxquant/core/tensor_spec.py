@@ -187,8 +187,8 @@ class TensorSpec:
         if self.scaling == "delayed":
             return "history"
         is_constant = self.calibration.method == "fixed" or (self.scaling == "static" and not self.outer_scale)
-        is_dynamic = self.granularity == "per_tensor" or (self.outer_scale and self.scaling == "dynamic")
-        is_shared = not is_constant and (is_dynamic or (self.free_size or 1) > 1)
+        has_tensor_scale = self.granularity == "per_tensor" or (self.outer_scale and self.scaling == "dynamic")
+        is_shared = not is_constant and (has_tensor_scale or (self.free_size or 1) > 1)
         return "batch" if is_shared or self.draws else "row"
 
     @property

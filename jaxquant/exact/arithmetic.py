@@ -68,10 +68,13 @@ _round_bfloat16.defjvp(lambda primals, tangents: (_round_bfloat16(primals[0]), t
 
 
 def unit_above(amax: Array) -> Array:
-    """Return the smallest power of two that is not below a positive amax, 1 for zero, or NaN if it is not finite."""
+    """Return the smallest power of two that is not below a positive amax, or 1 for zero.
+
+    The unit is NaN if the amax is not finite or above 2**123, whose unit would have no normal reciprocal.
+    """
     exponent = ((bits_of(amax) + 0x7FFFFF) >> 23).clip(30, 250)  # both the unit and its reciprocal are normal numbers
     unit = jnp.where(amax > 0, jax.lax.bitcast_convert_type(exponent << 23, jnp.float32), 1.0)
-    return jnp.where(amax < jnp.inf, unit, jnp.nan)
+    return jnp.where(amax <= 2.0**123, unit, jnp.nan)
 
 
 @jax.custom_jvp
@@ -79,10 +82,12 @@ def sum(x: Array) -> Array:
     """Return the float32 sums of the last axis, added in int32.
 
     Each element is rounded to 36 bits below the power of two above the row's amax, in two limbs of 18 bits. Zeros
-    appended to the axis change no bit. The largest error of a row is ``n · amax · 2**-36`` and one rounding.
+    appended to the axis change no bit. If the amax is above 2**-97, the error is at most ``n · amax · 2**-36`` and
+    three roundings of the total.
 
     Args:
-      x: array [..., n], n at most ``LONGEST_AXIS``. A row with an element that is not finite has the sum NaN.
+      x: array [..., n], n at most ``LONGEST_AXIS``. A row with an element that is not finite, or whose magnitude is
+        above 2**123, has the sum NaN.
 
     Raises:
       ValueError: the last axis is longer than ``LONGEST_AXIS``.
@@ -170,7 +175,7 @@ def rsqrt(x: Array) -> Array:
     x = x.astype(jnp.float32)
     y = jax.lax.bitcast_convert_type(0x5F375A86 - (bits_of(x) >> 1), jnp.float32)
     for _ in range(4):
-        y = y * (1.5 - hold(hold(x * 0.5 * y) * y))
+        y = y * (1.5 - hold(hold(x * y) * y) * 0.5)
     return jnp.where((x > 0) & (x < jnp.inf), y, jnp.where(x == 0, jnp.inf, jnp.where(x == jnp.inf, 0.0, jnp.nan)))
 
 

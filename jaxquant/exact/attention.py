@@ -38,9 +38,15 @@ def attend(
       scale: factor of the scores; None means ``head_dim ** -0.5``.
       soft_cap: bound of the scores, ``soft_cap · tanh(score / soft_cap)``; 0 means no bound.
       sinks: score [query heads] of a key without a value in each head, or None.
+
+    Raises:
+      ValueError: the number of query heads is not a multiple of the number of key heads, or there are more key
+        positions than int32 sums of digits hold (262,143).
     """
     batch, length, heads, size = query.shape
     num_keys = (key.high if isinstance(key, Digits) else key).shape[2]
+    if heads % num_keys:
+        raise ValueError(f"query has {heads} heads, which is not a multiple of the {num_keys} key heads")
     scaled = hold(query.astype(jnp.float32) * (size**-0.5 if scale is None else scale))
     groups = scaled.reshape(batch, length, num_keys, -1, size)
     scores = _score_digits(groups, key) if isinstance(key, Digits) else _score(groups, key)
@@ -73,7 +79,7 @@ def _score_jvp(primals, tangents):
 def _mix_digits(share: Array, value: Digits) -> Array:
     # A unit along the key positions would depend on padding, so each value's unit multiplies its share.
     units = value.unit.transpose(0, 2, 3, 1)[:, :, :, None]
-    weighted = jnp.where(share > 0, share * units, 0.0)
+    weighted = jnp.where(share == 0, 0.0, share * units)  # a share that is NaN stays NaN
     digits = dataclasses.replace(value, unit=jnp.ones((1, 1, 1, 1)))
     return contract("bkgst,btkd->bskgd", split(weighted, -1), digits)
 

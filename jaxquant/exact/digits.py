@@ -25,7 +25,8 @@ class Digits:
 
     Attributes:
       high, low: int8 arrays of the array's shape, between -64 and 64.
-      unit: float32 powers of two with size 1 along the axes that share a unit; NaN if an element is not finite.
+      unit: float32 powers of two with size 1 along the axes that share a unit; NaN if an element is
+        not finite or its magnitude is above 2**123.
     """
 
     high: Array
@@ -61,7 +62,7 @@ def contract(equation: str, lhs: Digits, rhs: Digits) -> Array:
     Raises:
       ValueError: a unit varies along a contracted axis, or a contraction is too long for int32.
     """
-    labels, result = _parse(equation)
+    labels, result = _parse(equation, lhs.high, rhs.high)
     sizes = dict(zip(labels[0], lhs.high.shape, strict=True)) | dict(zip(labels[1], rhs.high.shape, strict=True))
     depth = 1
     for label in set("".join(labels)) - set(result):
@@ -76,11 +77,15 @@ def contract(equation: str, lhs: Digits, rhs: Digits) -> Array:
     return total
 
 
-def _parse(equation: str) -> tuple[list[str], str]:
+def _parse(equation: str, *arrays: Array) -> tuple[list[str], str]:
     operands, _, result = equation.replace(" ", "").partition("->")
     labels = operands.split(",")
     if len(labels) != 2 or not result or not "".join([*labels, result]).isalpha():
         raise ValueError(f"equation {equation!r} must have two operands and a result of letters, such as 'ij,jk->ik'")
+    for letters, array in zip(labels, arrays, strict=True):
+        if len(letters) != array.ndim:
+            given = f"an operand of shape {array.shape}"
+            raise ValueError(f"{equation} has {len(letters)} letters for {given}; write one for each axis")
     return labels, result
 
 
@@ -108,7 +113,7 @@ def dot(equation: str, lhs: Array, rhs: Array) -> Array:
     Raises:
       ValueError: the equation is invalid, or a contraction is too long for int32.
     """
-    labels, result = _parse(equation)
+    labels, result = _parse(equation, lhs, rhs)
     axes = [tuple(i for i, label in enumerate(own) if label not in result) for own in labels]
     return contract(equation, split(lhs, axes[0]), split(rhs, axes[1]))
 

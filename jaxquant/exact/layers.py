@@ -25,9 +25,16 @@ def rms_norm(x: Array, scale: Array, epsilon: float = 1e-6, dtype: jax.typing.DT
     return round_to(hold(normal), x.dtype if dtype is None else dtype)
 
 
+@jax.custom_jvp
 def sigmoid(x: Array) -> Array:
     """Return ``1 / (1 + exp(-x))`` in float32."""
     return 1 / (1 + exp(-x.astype(jnp.float32)))
+
+
+@sigmoid.defjvp
+def _sigmoid_jvp(primals, tangents):
+    y = sigmoid(primals[0])
+    return y, y * (1 - y) * tangents[0].astype(jnp.float32)  # finite where exp(-x) is infinite
 
 
 def soft_cap(x: Array, cap: float) -> Array:

@@ -14,6 +14,7 @@ from jaxquant.export.servers import (
     SERVERS,
     Layer,
     ServedLayer,
+    check_names,
     read_layers,
     served_layers,
     surviving_strings,
@@ -66,7 +67,7 @@ def summary_rows(layers: list[Layer], server: str | None = None, chip: str | Non
     Raises:
       ValueError: the server or the chip is unknown.
     """
-    served_layers((), server or next(iter(SERVERS)), chip or next(iter(CHIPS)))  # checks the names
+    check_names(server, chip)
     for name, about in SERVERS.items():
         for kind in dict.fromkeys(CHIPS.values()):
             chips = [each for each in CHIPS if CHIPS[each] == kind]

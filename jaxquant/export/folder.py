@@ -129,7 +129,7 @@ def folder_tensors(source: Source, scheme: Scheme, dtype: str) -> dict[str, Any]
     layout, rules, found = source.layout, scheme.quantization(source.layout), {}
     experts = _Experts(layout)
     for name in layout.tensors:
-        module, weight = name.removesuffix(".weight"), source.read(name)
+        module, weight = name.removesuffix(".weight"), source.finite(name)
         spec, tensors = _encode(source, scheme, rules, name, weight)
         for end, array in tensors.items():
             ready = experts.add(f"{module}{end}", array, None if spec else FLOATS[dtype])

@@ -49,7 +49,7 @@ class Slice(NamedTuple):
 def join(parts: Mapping[Slice, np.ndarray]) -> np.ndarray:
     """Return the stored tensor that consists of ``parts``; the inverse of ``Slice.read``."""
     order = sorted(parts)
-    step, name, stack = order[0].step, order[0].stored, namespace(parts[order[0]]).stack
+    step, name, stack = order[0].step, order[0].stored, namespace(*parts.values()).stack
     rows = [stack([parts[each] for each in order[at : at + step]], 1) for at in range(0, len(order), step)]
     whole = stack([each.reshape(-1, *each.shape[2:]) for each in rows])
     if name.endswith("_blocks"):

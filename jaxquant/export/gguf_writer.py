@@ -52,6 +52,7 @@ def export_gguf(
     }
     # A tokenizer has a token for each row of the embedding.
     tokens = gguf_metadata(source.vocabulary, sizes[stored[EMBEDDING][0]][0] if EMBEDDING in stored else 0)
+    # The architecture comes first, and values of the model replace general ones.
     metadata = {**layout.metadata, **general, **layout.metadata, **tokens}
     kinds = {each: (tensor_kind(source, names[0], kind), sizes[names[0]]) for each, names in stored.items()}
     heads = {each: ("F32", array.shape) for each, array in extra.items()}
@@ -92,7 +93,7 @@ def gguf_tensors(source: Source, kind: str) -> dict[str, Any]:
     for stored, names in layout.tensors.items():
         own = tensor_kind(source, names[0], kind)
         parts = [_encode(source, layout, name, own) for name in names]
-        found[stored] = namespace(parts[0]).stack(parts) if _is_stacked(layout, stored) else parts[0]
+        found[stored] = namespace(*parts).stack(parts) if _is_stacked(layout, stored) else parts[0]
     return found
 
 
@@ -138,7 +139,7 @@ def _encode_checked(source: Source, layout: GgufLayout, name: str, kind: str) ->
 def _encode(source: Source, layout: GgufLayout, name: str, kind: str) -> Any:
     """Return a tensor in its type: float32, float16 or bytes."""
     own = _own_bytes(source, layout, name, kind)
-    return _encode_rows(name, kind, _read(layout, name, source.read)) if own is None else own
+    return _encode_rows(name, kind, _read(layout, name, source.finite)) if own is None else own
 
 
 def _own_bytes(source: Source, layout: GgufLayout, name: str, kind: str) -> Any:

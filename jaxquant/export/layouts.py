@@ -43,9 +43,9 @@ def to_host(x: Any) -> Any:
     return x if is_traced(x) else np.asarray(x)
 
 
-def namespace(x: Any) -> Any:
-    """Return the module that computes with an array: ``jax.numpy`` for a tracer, otherwise ``numpy``."""
-    return jnp if is_traced(x) else np
+def namespace(*arrays: Any) -> Any:
+    """Return the module that computes with arrays: ``jax.numpy`` if one is a tracer, otherwise ``numpy``."""
+    return jnp if any(map(is_traced, arrays)) else np
 
 
 def transpose(matrix: Any) -> Any:

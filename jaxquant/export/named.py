@@ -122,7 +122,7 @@ def named_source(
     def read(name: str) -> np.ndarray:
         paths, index, rows = places[name]
         parts = [_to_matrix(to_float(layer_slice(leaves[path], index)), inputs.get(path)) for path in paths]
-        return (namespace(parts[0]).concatenate(parts) if parts[1:] else parts[0])[rows]
+        return (namespace(*parts).concatenate(parts) if parts[1:] else parts[0])[rows]
 
     def quantized(module: str) -> QTensor | None:
         if module not in linears:
@@ -206,7 +206,7 @@ def _join(parts: list[QTensor | None], rows: Any) -> QTensor | None:
         return None
     if any(is_traced(outer) or outer != outers[0] for outer in outers[1:] if outer is not None):
         return None
-    joined = jax.tree.map(lambda *each: namespace(each[0]).concatenate(each)[rows], *found)
+    joined = jax.tree.map(lambda *each: namespace(*each).concatenate(each)[rows], *found)
     return dataclasses.replace(joined, outer_scale=outers[0])
 
 

@@ -123,10 +123,13 @@ def read_layers(path: str | Path) -> list[Layer]:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged.
+      ValueError: a file is damaged, or no linear layer is found.
       NotImplementedError: the quantization is not supported.
     """
-    return list(_hf_layers(NamedFolder(path)) if Path(path).is_dir() else _gguf_layers(GgufFile(path)))
+    layers = list(_hf_layers(NamedFolder(path)) if Path(path).is_dir() else _gguf_layers(GgufFile(path)))
+    if not layers:
+        raise ValueError(f"{path} has no linear layer with a known name; pass a checkpoint of a decoder")
+    return layers
 
 
 def served_layers(layers: Iterable[Layer], server: str, chip: str) -> list[ServedLayer]:
@@ -140,10 +143,15 @@ def served_layers(layers: Iterable[Layer], server: str, chip: str) -> list[Serve
     Raises:
       ValueError: the server or the chip is unknown.
     """
-    for name, known, word in ((server, SERVERS, "server"), (chip, CHIPS, "chip")):
-        if name not in known:
-            raise ValueError(f"{word} {name!r} is not known; {nearest(name, known)}")
+    check_names(server, chip)
     return [_serve(layer, server, CHIPS[chip]) for layer in layers]
+
+
+def check_names(server: str | None, chip: str | None) -> None:
+    """Raise ValueError if the server or the chip is unknown; None is accepted."""
+    for name, known, word in ((server, SERVERS, "server"), (chip, CHIPS, "chip")):
+        if name is not None and name not in known:
+            raise ValueError(f"{word} {name!r} is not known; {nearest(name, known)}")
 
 
 def worst_result(served: Iterable[ServedLayer]) -> str:

@@ -180,15 +180,15 @@ class Source:
         return self.read(f"{module}.weight")
 
     def finite(self, name: str) -> np.ndarray:
-        """Return a tensor in float32, after checking its shape and values.
+        """Return a tensor in float32, after checking its shape and, unless it is traced, its values.
 
         Raises:
           ValueError: the shape is not the model's, or a value is not finite.
         """
-        array, shape = np.asarray(self.read(name), np.float32), self.layout.tensors[name]
+        array, shape = to_host(self.read(name)).astype(np.float32, copy=False), self.layout.tensors[name]
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, but must have shape {shape}")
-        if not is_finite(array):
+        if not is_traced(array) and not is_finite(array):
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array
 
@@ -238,7 +238,7 @@ class Source:
 
 def largest(values: list[Any]) -> np.ndarray:
     """Return the largest of several numbers in float32; with a tracer among them, as a tracer."""
-    xp = namespace(next((value for value in values if is_traced(value)), None))
+    xp = namespace(*values)
     return functools.reduce(xp.maximum, [xp.asarray(value, np.float32) for value in values])
 
 

@@ -153,7 +153,7 @@ def rescale(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Arra
 
 
 def round_result(recipe: Recipe, out: Array, dtype: str) -> Array:
-    """Cast a product to the dtype of the result. If the sums are exact, every compiler keeps this rounding."""
+    """Cast a product to the dtype of the result. If the sums are exact, GPU compilers keep this rounding."""
     out = out.astype(dtype)
     return out if recipe.exact_contraction_size is None else prevent_excess_precision(out)
 

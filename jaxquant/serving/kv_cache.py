@@ -93,13 +93,15 @@ def empty(
       heads, head_dim: number and size of the heads of keys and values.
       layers: size of the layer axis, or None for no layer axis.
       dtype: dtype of keys and values if ``kv_quant_dtype`` is "".
-      kv_quant_dtype, kv_quant_axis: quantization, see ``QuantConfig``.
+      kv_quant_dtype, kv_quant_axis: quantization, see ``QuantConfig``. ``digits`` always has a unit for each head.
 
     Raises:
       ValueError: the quantization is unknown, or a size is below 1.
     """
     if kv_quant_dtype not in ("", DIGITS, *SPECS):
-        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use {either(SPECS)}, or '' for float")
+        raise ValueError(
+            f"kv_quant_dtype {kv_quant_dtype!r} is not known; use {either((*SPECS, DIGITS))}, or '' for float"
+        )
     if kv_quant_axis not in SHARED_AXES:
         raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {either(SHARED_AXES)}")
     sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "layers": layers}

@@ -174,7 +174,7 @@ class Analysis:
 
     def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> list[Flow]:
         name = eqn.primitive.name
-        if (operation := OPERATIONS.get(name)) is not None and not (place.closed and _is_integer(eqn)):
+        if (operation := OPERATIONS.get(name)) is not None:
             site = self.found.setdefault(place.context, Contraction(operation, "/".join(place.scopes)))
             site.is_einsum, site.precision = place.is_einsum, eqn.params.get("precision")
             plan.sites[index] = site
@@ -316,8 +316,6 @@ class Analysis:
         """Record a nested program that cannot be analyzed if it receives a parameter that it may multiply."""
         weights = [each for each in ins if each.is_weight]
         name = eqn.primitive.name
-        if name in OPERATIONS:
-            return  # integers of a function with a custom derivative, such as jaxquant.exact.dot
         is_matrix = any(each.is_weight and atom.aval.ndim > 1 for each, atom in zip(ins, eqn.invars, strict=True))
         is_foreign = ("callback" in name and name != "debug_callback") or (name == "ffi_call" and is_matrix)
         is_product = "dot_general" in name or any(map(_multiplies, programs(eqn.params)))  # also of sparse matrices
@@ -521,7 +519,3 @@ def programs(params: dict[str, Any]) -> Iterator[Any]:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(open_jaxpr(item), "eqns"):
                 yield open_jaxpr(item)
-
-
-def _is_integer(eqn: Any) -> bool:
-    return all(jnp.issubdtype(atom.aval.dtype, jnp.integer) for atom in eqn.invars[:2])

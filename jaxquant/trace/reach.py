@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxquant.trace.plan import CONTRACTIONS, Contraction
 
+INTEGER = "multiplies integers in a function with a custom derivative"
 NOT_FLOAT = "its inputs are not float"
 NO_CONTRACTION = "contracts no axis"
 """Reason for an outer or elementwise product, such as a norm's scale in an einsum, which has no matmul to quantize."""
@@ -58,7 +59,8 @@ class Place:
 def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     """Return the reason for which a parameter contraction cannot be quantized, or ""."""
     if place.closed:
-        return place.closed
+        is_float = any(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2])
+        return place.closed if is_float or eqn.primitive.name not in CONTRACTIONS else INTEGER
     if eqn.primitive.name not in CONTRACTIONS:
         return "multiplies blocks that are already quantized"
     if place.is_differentiated:

@@ -14,7 +14,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.terminal import Tabular
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction
-from jaxquant.trace.reach import NOT_FLOAT
+from jaxquant.trace.reach import INTEGER, NOT_FLOAT
 
 Shape = tuple[int, ...]
 
@@ -205,4 +205,9 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
 def _is_lost_kernel(site: Contraction) -> bool:
     """Whether a contraction cannot be quantized although its parameter is named like a kernel of flax's layers."""
     is_kernel = all(name.rpartition("/")[2] == "kernel" for name in site.names)
-    return site.is_out_of_reach and site.operation == "dot_general" and is_kernel and site.reason != NOT_FLOAT
+    return (
+        site.is_out_of_reach
+        and site.operation == "dot_general"
+        and is_kernel
+        and site.reason not in (NOT_FLOAT, INTEGER)
+    )

@@ -285,7 +285,7 @@ class Experts(nn.Module):
         tokens = x.reshape(-1, c.emb_dim)
         share, chosen = jax.lax.top_k(c.math.softmax(self.gate(tokens)), c.num_experts_per_tok)
         if c.norm_topk_prob:
-            share /= c.math.sum(share, -1)[..., None]
+            share = c.math.normalize(share)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
 

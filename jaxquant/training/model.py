@@ -48,6 +48,8 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
     """
     sizes = {"layers": c.num_layers, "dtype": c.dtype}
     if c.numerics == "exact":
+        if name := quantization.get("kv_quant_dtype"):
+            raise ValueError(f"numerics 'exact' stores digits in the cache, got kv_quant_dtype {name!r}; leave it out")
         quantization = {"kv_quant_dtype": kv_cache.DIGITS}
     return kv_cache.empty(batch, length, c.num_kv_heads, c.head_dim, **sizes, **quantization)
 

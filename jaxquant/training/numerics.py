@@ -52,7 +52,7 @@ class Standard:
         return a * jax.nn.sigmoid(1.702 * a) * (b + 1)
 
     def rotate(self, x: Array, positions: Array, rope_of: RopeOf, is_global: Any, length: Callable[[], int]) -> Array:
-        """Apply the rotary embedding of a layer; ``length()`` is an upper bound of all positions."""
+        """Apply the rotary embedding of a layer; ``length()`` is above all positions, others give NaN."""
         return rotate(x, positions, rope_of(is_global))
 
     def attend(
@@ -65,6 +65,10 @@ class Standard:
 
     def sum(self, x: Array, axis: int) -> Array:
         return x.sum(axis)
+
+    def normalize(self, x: Array) -> Array:
+        """Return x divided by the sum of its last axis."""
+        return x / x.sum(axis=-1, keepdims=True)
 
     def logits_of_embedding(self, embed: nn.Embed, x: Array) -> Array:
         return embed.attend(x)
@@ -126,7 +130,7 @@ class Exact(Standard):
             tables = _rope_table(rope_of(is_global), length(), half)
         else:
             tables = jnp.where(is_global, *(_rope_table(rope_of(each), length(), half) for each in (True, False)))
-        sin, cos = (jnp.asarray(table)[positions][:, :, None] for table in tables)
+        sin, cos = (jnp.asarray(table).at[positions].get(mode="fill")[:, :, None] for table in tables)
         return exact.rotate(x, sin, cos)
 
     def attend(
@@ -139,6 +143,9 @@ class Exact(Standard):
 
     def sum(self, x: Array, axis: int) -> Array:
         return exact.sum(jnp.moveaxis(exact.hold(x), axis, -1))
+
+    def normalize(self, x: Array) -> Array:
+        return exact.hold(x * (1 / exact.sum(x))[..., None])
 
     def logits_of_embedding(self, embed: nn.Embed, x: Array) -> Array:
         return exact.dot("bsd,vd->bsv", x, exact.round_to(embed.embedding, x.dtype))

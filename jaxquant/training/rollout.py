@@ -1,8 +1,8 @@
 """Batched sampling with the log-probabilities of the sampled tokens, for reinforcement learning.
 
-A rollout is one jitted function of the parameters, so new parameters do not compile it again. A row depends only on its
-prompt, its number, the sampling, the padded prompt length and the parameters. Its tokens equal the tokens of
-``generate.Engine``, which runs the same functions for a stream of prompts.
+A rollout is one jitted function of the parameters, so new parameters do not compile it again. With exact numerics, a
+row depends only on its prompt, its number, the sampling and the parameters, and its tokens equal the tokens of
+``generate.Engine``. With standard numerics, last bits also depend on the shapes.
 """
 
 from __future__ import annotations

@@ -203,6 +203,6 @@ def _jit_forward(served: Served) -> Any:
     def run(params: Any, quant_state: Any, batch: Any) -> Any:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
         logits = served.model.apply(params, quant_state, *inputs, rngs={"quant": jax.random.key(0)})
-        return *token_losses(logits, batch), logits
+        return *token_losses(served.shape.math, logits, batch), logits
 
     return run

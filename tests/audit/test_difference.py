@@ -73,3 +73,8 @@ def test_runs_that_cannot_be_compared_are_errors():
         first_difference(lambda x: x * 2 if len(x) > 1 else -x, (X,), (X[:1],), 0)
     with pytest.raises(ValueError, match="row 8 is not in the longer run, whose axis 0 has size 8"):
         first_difference(jnp.negative, (X,), (X[:1],), 8)
+
+
+def test_a_row_before_the_first_is_refused():
+    with pytest.raises(ValueError, match="row -1"):
+        first_difference(lambda x: x * 2, [jnp.ones((4, 2))], [jnp.ones((1, 2))], row=-1)

@@ -84,6 +84,13 @@ def test_a_row_that_is_not_finite_shows(bad):
     assert np.isnan(np.asarray(exact.dot("ij,jk->ik", x, x.T))[1]).all()
 
 
+def test_magnitudes_whose_unit_has_no_reciprocal_show():
+    large = np.full((2, 16), [[2.0**123], [1.001 * 2.0**123]], F32)
+    assert np.isfinite(exact.sum(large)[0])
+    assert np.isnan(exact.sum(large)[1])
+    assert np.isnan(exact.dot("ij,kj->ik", large, np.ones((1, 16), F32))[1])
+
+
 def test_an_axis_that_int32_cannot_add_is_refused():
     with pytest.raises(ValueError, match="longer than 134217728"):
         jax.eval_shape(exact.sum, jax.ShapeDtypeStruct((2, 2**28), F32))
@@ -142,6 +149,9 @@ def test_elementary_functions(name, low, high, error):
 
 
 def test_elementary_functions_at_their_limits():
+    assert jax.vmap(jax.grad(exact.sigmoid))(jnp.array([-1e4, -100.0, 0.0, 100.0])).tolist() == [0, 0, 0.25, 0]
+    tiny = np.array([1.2e-38, 2e-38], F32)
+    np.testing.assert_allclose(exact.rsqrt(tiny), tiny.astype(np.float64) ** -0.5, rtol=2e-7)
     assert exact.exp(jnp.array([-np.inf, -200.0, 200.0, np.inf])).tolist() == [0, 0, np.inf, np.inf]
     assert exact.log(jnp.array([0.0, np.inf, 1.0])).tolist() == [-np.inf, np.inf, 0]
     assert exact.rsqrt(jnp.array([0.0, np.inf])).tolist() == [np.inf, 0]
@@ -184,6 +194,8 @@ def test_products_by_digits():
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
     with pytest.raises(ValueError, match="two operands"):
         exact.dot("ij->i", a, b)
+    with pytest.raises(ValueError, match="2 letters for an operand of shape"):
+        exact.dot("ij,jk->ik", a, b)
     with pytest.raises(ValueError, match="contracted"):
         exact.contract("bij,jk->bik", exact.split(a, 0), exact.split(b, 0))
 

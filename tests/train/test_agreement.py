@@ -144,6 +144,24 @@ def test_log_probs_have_the_same_bits(name):
     assert compare(dataclasses.replace(EXACT, **DECODERS[name]), served=name == "bfloat16") == 0
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clipped_swiglu"])
+def test_gates_have_the_values_and_the_gradients_of_the_standard_ones(activation):
+    inputs = jnp.array([-200.0, -20.0, -10.1, -1.0, 0.0, 1.0, 10.0])
+    gate = lambda name: lambda a, b: dataclasses.replace(EXACT, numerics=name).math.gate(activation, a, b)  # noqa: E731
+    exact, standard = (
+        jax.vmap(jax.value_and_grad(gate(name), (0, 1)))(inputs, inputs) for name in ("exact", "standard")
+    )
+    for found, want in zip(jax.tree.leaves(exact), jax.tree.leaves(standard), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_position_beyond_the_table_gives_nan():
+    model, params, quant_state = make(EXACT)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    found = _apply(model, quant_state, params, tokens, jnp.ones_like(tokens), jnp.arange(8)[None] + 1)
+    assert np.isnan(found[0, -1]).all()
+
+
 @pytest.mark.slow
 def test_standard_numerics_differ():
     assert compare(dataclasses.replace(EXACT, numerics="standard")) > 0
