@@ -52,7 +52,7 @@ def first_difference(
     The runs may have different batch sizes or padding. If the shapes of a value differ, a part of the longer value is
     compared. On the first axis with different sizes, it is block number ``row``, where a block has the size of the
     shorter axis. On other axes, it is the first elements. To find an error of batching, pass a batch of 8 and its row 3
-    with     ``row=3``. To find an error of padding, pass one row, and the row with padding at its end.
+    with ``row=3``. To find an error of padding, pass one row, and the row with padding at its end.
 
     Both runs are compiled, and every equation returns its value: also equations in jitted functions, rematerialized
     blocks, functions with custom derivatives, and scans. For a ``while`` or a ``cond``, only the results are compared.
