@@ -22,7 +22,7 @@ from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Derived, Flow, Leaf, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan, scan_counts
-from jaxquant.trace.reach import Place, out_of_reach
+from jaxquant.trace.reach import INTEGER, Place, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 from jaxquant.trace.structure import steps_of
 
@@ -205,11 +205,11 @@ class Analysis:
                 lost = self._record_readers(ins, f"{name} with a custom derivative")
                 body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
                 plan.inner[index] = [body]
-                return [dataclasses.replace(each, route=lost) for each in outs]
+                return [_through_integers(dataclasses.replace(each, route=lost)) for each in outs]
         if program is not None:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
-            return outs
+            return [*map(_through_integers, outs)]
         self._record_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None
@@ -519,3 +519,9 @@ def programs(params: dict[str, Any]) -> Iterator[Any]:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(open_jaxpr(item), "eqns"):
                 yield open_jaxpr(item)
+
+
+def _through_integers(flow: Flow) -> Flow:
+    """Return the flow of a function's result; integer contractions in the function hide those before it."""
+    sites = frozenset(site for site in flow.marked("result") if site.reason == INTEGER)
+    return dataclasses.replace(flow, after=sites, marks=frozenset({("result", s) for s in sites})) if sites else flow
