@@ -119,7 +119,7 @@ REFUSED = [
     (lambda: _append(2, 0, width=7), r"must have shape \(2, tokens, 3, 8\) for this KV cache, got"),
     (lambda: _append(2, 0, layers=2), "a KV cache with 2 layers got layer None; pass a number"),
     (lambda: _append(2, 0, layers=2, layer=2), "layer of this KV cache must be from 0 to 1, got 2"),
-    (lambda: make(("fp4", "dkv")), "kv_quant_dtype 'fp4' is not known; use 'int8' or 'int4' or 'fp8', or ''"),
+    (lambda: make(("fp4", "dkv")), "kv_quant_dtype 'fp4' is not known; use 'int8' or 'int4' or 'fp8' or 'digits'"),
     (lambda: make(("int8", "heads")), "kv_quant_axis 'heads' is not known; use 'dkv' or 'heads_and_dkv'"),
     (lambda: make(("int8", "dkv"), length=0), "length of a KV cache must be at least 1, got 0"),
 ]
