@@ -71,14 +71,11 @@ def first_difference(
     """
     runs = [list(_values(_run(function, each))) for each in (arguments, other_arguments)]
     for tap, other in itertools.zip_longest(*runs):
-        if (
-            tap is None
-            or other is None
-            or tap[0] != other[0]
-            or (tap[2].ndim, tap[2].dtype) != (other[2].ndim, other[2].dtype)
-        ):
-            names = " and ".join(f"{each[0][0]} {each[2].shape}" if each else "nothing" for each in (tap, other))
-            raise ValueError(f"the two runs compute different equations, first {names}; pass arguments of equal rank")
+        kinds = [None if each is None else (each[0], each[2].ndim, each[2].dtype) for each in (tap, other)]
+        if tap is None or other is None or kinds[0] != kinds[1]:
+            values = (f"{each[0][0]} {each[2].shape} {each[2].dtype}" if each else "nothing" for each in (tap, other))
+            first = f"the two runs compute different equations, first {' and '.join(values)}"
+            raise ValueError(f"{first}; pass arguments of equal rank and dtype")
         (primitive, path, source), steps, value = tap
         mine, others = _common_part(value, other[2], row)
         differs = (_bits(mine) != _bits(others)).any(-1)

@@ -78,7 +78,8 @@ def named_tensors(source: Source, format: str, *, dtype: str = "bfloat16") -> di
 
     The bits are equal to the bits of the file, with three exceptions under ``jax.jit``: ``weight_shape`` is int32;
     scales of converted kernels stay float32 in ``ct_w4a16``; and concatenated kernels with outer scales are quantized
-    again, even if these scales are equal. Values are not checked for NaN, infinity and overflow.
+    again, even if these scales are equal. Values are not checked for overflow, and under ``jax.jit`` not for NaN and
+    infinity.
 
     Args:
       source: model, from ``named_source`` or ``jaxquant.training.exporting.decoder_source``.
