@@ -9,7 +9,8 @@ and assumes:
   XLA for H200 (jax 0.10.2) writes ``mul.rn`` and ``add.rn``, which are not joined. TPU compilers were not examined.
 - Products with a power of two do not underflow. They are then exact, and joining them changes no bit.
 - All casts are kept. The text does not show that a compiler removed a cast from float32 to bfloat16 and back.
-- Custom calls may depend on the batch, because the text does not contain their code.
+- Custom calls may depend on the batch, because the text does not contain their code. The exception is our own matmul
+  kernel for int8 operands: it adds in int32, and multiplies the sums by the scales (``kernels/fp8_einsum``).
 - Results without ``transpose(`` upstream are forward results (``find_variant_operations``).
 """
 
@@ -148,7 +149,7 @@ def _kind_of(flow: Flow, place: Place) -> str:
     if not any(map(_is_float, [*each.arrays, *(array for operand in operands for array in operand.arrays)])):
         return ""
     if each.opcode == "custom-call":
-        return _kind_of_call(each, flow.op_name(place))
+        return _kind_of_call(each, flow.op_name(place), operands)
     if each.opcode in ("convolution", "ragged-dot", "fft", "cholesky", "triangular-solve"):
         return "matmul"
     if each.opcode == "dot":
@@ -163,8 +164,10 @@ def _kind_of(flow: Flow, place: Place) -> str:
     return "product in a sum" if is_sum and any(_products(flow, place)) else ""
 
 
-def _kind_of_call(each: Instruction, path: str) -> str:
+def _kind_of_call(each: Instruction, path: str, operands: Sequence[Instruction]) -> str:
     if kernels.NO_WORK.fullmatch(each.target) or kernels.MOVES.fullmatch(each.target):
+        return ""
+    if kernels.is_own_matmul(each.target, path) and all(x.arrays[0].dtype == "s8" for x in operands[:2]):
         return ""
     is_product = kernels.product_name(each.target, path) or re.search("gemm|matmul", each.target)
     return "matmul" if is_product else "kernel"

@@ -11,6 +11,7 @@ import math
 import re
 
 from jaxquant.aot.hlo import Array, Instruction
+from jaxquant.kernels.fp8_einsum.reference import NAME
 
 MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
 """Library calls that are one matrix product; ``program.read_program`` reads their contracted dimensions."""
@@ -60,6 +61,11 @@ def product_name(target: str, path: str) -> str:
     if target.startswith("mosaic_gpu") and (own := _OWN.search(path)):
         return own[0]
     return target if target in MATMUL_CALLS + BLOCK_CALLS else ""
+
+
+def is_own_matmul(target: str, path: str) -> bool:
+    """Check whether a custom call is our matmul of operands without blocks, for GPUs or TPUs; see ``product_name``."""
+    return target.startswith(("mosaic_gpu", "tpu_custom_call")) and bool(re.search(rf"\b{NAME}\b", path))
 
 
 def has_blocks(name: str) -> bool:

@@ -167,6 +167,28 @@ def test_library_calls_kernels_and_collectives_of_chips_are_read_from_text():
     assert find_variant_operations(TEXT.replace("T[", "s32[")) == []
 
 
+OWN = """HloModule own
+
+ENTRY %main (a: T[1,128,64], b: T[1,256,64], s: f32[1,128], t: f32[1,256]) -> f32[1,128,256] {
+  %a = T[1,128,64]{2,1,0} parameter(0)
+  %b = T[1,256,64]{2,1,0} parameter(1)
+  %s = f32[1,128]{1,0} parameter(2)
+  %t = f32[1,256]{1,0} parameter(3)
+  ROOT %o = f32[1,128,256]{2,1,0} custom-call(%a, %b, %s, %t), custom_call_target="TARGET", metadata={op_name="PATH"}
+}
+"""
+
+
+@pytest.mark.parametrize("target", ["mosaic_gpu_v2", "tpu_custom_call"])
+def test_our_int8_kernel_adds_integers_and_other_kernels_may_not(target):
+    def found(dtype: str, path: str = "wo/jaxquant_fp8_einsum/pallas_call") -> int:
+        text = OWN.replace("T[", f"{dtype}[").replace("TARGET", target).replace("PATH", path)
+        return len(find_variant_operations(text))
+
+    assert found("s8") == 0
+    assert found("f8e4m3fn") == found("s8", "wo/other_kernel/pallas_call") == 1
+
+
 MERGED = """HloModule merged
 
 %add (x: f32[], y: f32[]) -> f32[] {
