@@ -7,6 +7,7 @@ and assumes:
   a tensor.
 - A compiler may join a float multiplication and the addition that reads it if both are in one fusion. XLA:CPU does.
   XLA for H200 (jax 0.10.2) writes ``mul.rn`` and ``add.rn``, which are not joined. TPU compilers were not examined.
+- Slices that devices write into zeros, at an index computed from the device's number, are disjoint.
 - Products with a power of two do not underflow. They are then exact, and joining them changes no bit.
 - All casts are kept. The text does not show that a compiler removed a cast from float32 to bfloat16 and back.
 - Custom calls may depend on the batch, because the text does not contain their code. The exception is our own matmul
@@ -157,7 +158,7 @@ def _kind_of(flow: Flow, place: Place) -> str:
     if each.opcode in _FUNCTIONS:
         return each.opcode
     if each.opcode.removesuffix("-start") in ("all-reduce", "reduce-scatter") and _adds(flow, each):
-        return "sum across devices"
+        return "" if all(_is_slice_in_zeros(flow, source) for source in flow.sources(place)) else "sum across devices"
     if each.opcode in ("reduce", "reduce-window", "scatter", "select-and-scatter") and _adds(flow, each):
         return "sum" if each.opcode != "reduce" or _reduced_size(each, operands[0].arrays[0]) > 1 else ""
     is_sum = each.opcode in ("add", "subtract") and place.computation in flow.kernels
@@ -255,6 +256,19 @@ def _adds(flow: Flow, each: Instruction) -> bool:
     reducers = (flow.module.computations[name].values() for name in each.called)
     steps = [step for reducer in reducers for step in reducer if step.opcode in ("add", "multiply")]
     return any(_is_float(array) for step in steps for array in step.arrays)
+
+
+def _is_slice_in_zeros(flow: Flow, place: Place) -> bool:
+    """Return whether each device writes its own slice into zeros; the sum across devices then gathers the slices."""
+    if flow.instruction(place).opcode != "dynamic-update-slice":
+        return False
+    zeros, part, *starts = _operands(flow, place)
+    if part.bytes == zeros.bytes or zeros.opcode != "broadcast":
+        return False
+    filled = flow.module.computations[place.computation][zeros.operands[0]]
+    by = reach([place._replace(name=start.name) for start in starts], flow.sources)
+    is_own = any(flow.instruction(each).opcode in ("partition-id", "replica-id") for each in by)
+    return is_own and filled.opcode == "constant" and float(filled.arguments) == 0
 
 
 def _reduced_size(each: Instruction, operand: Array) -> int:

@@ -189,6 +189,40 @@ def test_our_int8_kernel_adds_integers_and_other_kernels_may_not(target):
     assert found("f8e4m3fn") == found("s8", "wo/other_kernel/pallas_call") == 1
 
 
+GATHERED = """HloModule gathered
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: f32[32]) -> f32[128] {
+  %a = f32[32]{0} parameter(0)
+  %fill = f32[] constant(0)
+  %zeros = f32[128]{0} broadcast(%fill), dimensions={}
+  %number = u32[] partition-id()
+  %size = u32[] constant(32)
+  %start = u32[] multiply(%number, %size)
+  %own = f32[128]{0} dynamic-update-slice(%zeros, %a, %start)
+  ROOT %all = f32[128]{0} all-reduce(%own), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "count"),
+    [
+        ("", "", 0),
+        ("constant(0)", "constant(1)", 1),
+        ("multiply(%number", "multiply(%size", 1),
+        ("(%own)", "(%zeros)", 1),
+    ],
+)
+def test_a_sum_of_slices_in_zeros_is_a_gather(old, new, count):
+    assert len(find_variant_operations(GATHERED.replace(old, new))) == count
+
+
 MERGED = """HloModule merged
 
 %add (x: f32[], y: f32[]) -> f32[] {
