@@ -112,7 +112,7 @@ class ScaledElements(NamedTuple):
     Attributes:
       elements: elements [out, in].
       scale: scale of each block.
-      outer: outer scale [], 1 if there is none.
+      outer: outer scale of the tensor as a scalar; 1 for a format without outer scales.
       is_exact: whether the weight has a single scale in each block; a tracer for a traced weight with several scales,
         which can be equal.
     """
