@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def attend(
         raise ValueError(f"query has {heads} heads, which is not a multiple of the {num_keys} key heads")
     scaled = hold(query.astype(jnp.float32) * (size**-0.5 if scale is None else scale))
     groups = scaled.reshape(batch, length, num_keys, -1, size)
-    scores = _score_digits(groups, key) if isinstance(key, Digits) else _score(groups, key)
+    scores = _score(groups, key)
     if soft_cap:
         scores = bound_scores(scores, soft_cap)
     mask = visible[:, :, None]
@@ -58,37 +59,31 @@ def attend(
         scores = jnp.concatenate([jnp.broadcast_to(sink, (*scores.shape[:-1], 1)), scores], axis=-1)
         mask = jnp.concatenate([jnp.ones_like(mask[..., :1]), mask], axis=-1)
     share = softmax(scores, mask)[..., 0 if sinks is None else 1 :]
-    mixed = _mix_digits(share, value) if isinstance(value, Digits) else _mix(share, value)
-    return round_to(mixed.reshape(batch, length, heads, -1), query.dtype)
+    return round_to(_mix(share, value).reshape(batch, length, heads, -1), query.dtype)
 
 
-def _score_digits(query: Array, key: Digits) -> Array:
-    return contract("bskgd,btkd->bkgst", split(query, -1), key)
+def _make_product(
+    equation: str, multiply: Callable[[str, Array, Digits], Array]
+) -> Callable[[Array, Array | Digits], Array]:
+    """Return a function that multiplies an array by an array or its digits, with the gradient of ``jnp.einsum``."""
+
+    @jax.custom_jvp
+    def multiply_arrays(lhs: Array, rhs: Array) -> Array:
+        return multiply(equation, lhs, split(rhs, -1))
+
+    @multiply_arrays.defjvp
+    def _jvp(primals, tangents):
+        return multiply_arrays(*primals), product_rule(equation, primals, tangents)
+
+    return lambda lhs, rhs: multiply(equation, lhs, rhs) if isinstance(rhs, Digits) else multiply_arrays(lhs, rhs)
 
 
-@jax.custom_jvp
-def _score(query: Array, key: Array) -> Array:
-    return _score_digits(query, split(key, -1))
-
-
-@_score.defjvp
-def _score_jvp(primals, tangents):
-    return _score(*primals), product_rule("bskgd,btkd->bkgst", primals, tangents)
-
-
-def _mix_digits(share: Array, value: Digits) -> Array:
+def _mix_digits(equation: str, share: Array, value: Digits) -> Array:
     # A unit along the key positions would depend on padding, so each value's unit multiplies its share.
     units = value.unit.transpose(0, 2, 3, 1)[:, :, :, None]
     weighted = jnp.where(share == 0, 0.0, share * units)  # a share that is NaN stays NaN
-    digits = dataclasses.replace(value, unit=jnp.ones((1, 1, 1, 1)))
-    return contract("bkgst,btkd->bskgd", split(weighted, -1), digits)
+    return contract(equation, split(weighted, -1), dataclasses.replace(value, unit=jnp.ones((1, 1, 1, 1))))
 
 
-@jax.custom_jvp
-def _mix(share: Array, value: Array) -> Array:
-    return _mix_digits(share, split(value, -1))
-
-
-@_mix.defjvp
-def _mix_jvp(primals, tangents):
-    return _mix(*primals), product_rule("bkgst,btkd->bskgd", primals, tangents)
+_score = _make_product("bskgd,btkd->bkgst", lambda equation, query, key: contract(equation, split(query, -1), key))
+_mix = _make_product("bkgst,btkd->bskgd", _mix_digits)

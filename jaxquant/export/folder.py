@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxquant.export.fused import Slice, join
 from jaxquant.export.hf import CheckpointQuantization, LayerSpec, read_quantization
+from jaxquant.export.layouts import to_host
 from jaxquant.export.safetensors import SafetensorsWriter
 from jaxquant.export.source import HEAD, Layout, Source, Vocabulary
 from jaxquant.export.stored import read_layer, write_layer
@@ -234,7 +235,7 @@ def _encode(
     if spec is None:
         return None, {name.removeprefix(module): weight}
     tensors = write_layer(spec, source, module, weight)
-    return spec, {end: part if part.ndim else part.reshape(scheme.scalar) for end, part in tensors.items()}
+    return spec, {end: to_host(part if part.ndim else part.reshape(scheme.scalar)) for end, part in tensors.items()}
 
 
 @np.errstate(over="ignore")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxquant.export.layouts import namespace
+from jaxquant.export.layouts import concatenate
 
 _PARTS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
 ENDS = {".weight": "", ".bias": "_bias", ".weight_packed": "_blocks", ".weight_scale": "_scales"}
@@ -49,9 +49,9 @@ class Slice(NamedTuple):
 def join(parts: Mapping[Slice, np.ndarray]) -> np.ndarray:
     """Return the stored tensor that consists of ``parts``; the inverse of ``Slice.read``."""
     order = sorted(parts)
-    step, name, stack = order[0].step, order[0].stored, namespace(*parts.values()).stack
-    rows = [stack([parts[each] for each in order[at : at + step]], 1) for at in range(0, len(order), step)]
-    whole = stack([each.reshape(-1, *each.shape[2:]) for each in rows])
+    name, whole = order[0].stored, concatenate([parts[each][None] for each in order])
+    pairs = whole.reshape(-1, order[0].step, *whole.shape[1:]).swapaxes(1, 2)
+    whole = pairs.reshape(len(pairs), -1, *pairs.shape[3:])
     if name.endswith("_blocks"):
         return whole.reshape(*whole.shape[:2], -1, 16)
     return whole.swapaxes(1, 2) if name.endswith("_proj") else whole

@@ -76,8 +76,8 @@ def decode(kind: str, data: np.ndarray) -> np.ndarray:
 def encode(kind: str, rows: np.ndarray) -> np.ndarray:
     """Encode float32 rows in a block type; the package gguf encodes the types that are not in ``OWN``."""
     if kind in OWN:
-        return encode_blocks(kind, rows)["blocks"]
-    return _package(kind).quants.quantize(rows, _package(kind).GGMLQuantizationType[kind])
+        return encode_blocks(kind, rows)
+    return _package(kind).quants.quantize(np.asarray(rows), _package(kind).GGMLQuantizationType[kind])
 
 
 def _package(kind: str) -> Any:

@@ -172,13 +172,13 @@ def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
 
 
 def _read_vocabulary(file: GgufFile) -> Vocabulary | None:
-    beside, found = file.path.with_name("tokenizer.json"), None
+    tokenizer_json, found = file.path.with_name("tokenizer.json"), None
     try:
         found = read_gguf(file.metadata)
     except NotImplementedError as error:
-        if not beside.is_file():
+        if not tokenizer_json.is_file():
             raise NotImplementedError(f"{file.path}: {error}; put the model's tokenizer.json next to it") from None
-    if found is None and beside.is_file():
+    if found is None and tokenizer_json.is_file():
         ids = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
-        return read_tokenizer(beside, ids | {"pad_token_id": ids.get("padding_token_id")})
+        return read_tokenizer(tokenizer_json, ids | {"pad_token_id": ids.get("padding_token_id")})
     return found

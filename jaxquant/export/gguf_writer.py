@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.export.folder import Row, check_fits, partial_path, sqnr
 from jaxquant.export.gguf import EMBEDDING, FILE_TYPES, gguf_layout, rows_to_gguf, tensor_kind
-from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, align_up, decode, encode, header, row_bytes
-from jaxquant.export.layouts import is_traced, namespace, to_host
+from jaxquant.export.gguf_file import ALIGNMENT, U32, align_up, decode, encode, header, row_bytes
+from jaxquant.export.layouts import concatenate, to_host
 from jaxquant.export.source import GgufLayout, Source
 from jaxquant.export.vocabulary import gguf_metadata
 
@@ -93,7 +94,7 @@ def gguf_tensors(source: Source, kind: str) -> dict[str, Any]:
     for stored, names in layout.tensors.items():
         own = tensor_kind(source, names[0], kind)
         parts = [_encode(source, layout, name, own) for name in names]
-        found[stored] = namespace(*parts).stack(parts) if _is_stacked(layout, stored) else parts[0]
+        found[stored] = concatenate([part[None] for part in parts]) if _is_stacked(layout, stored) else parts[0]
     return found
 
 
@@ -167,6 +168,8 @@ def _encode_rows(name: str, kind: str, weight: Any) -> Any:
     """
     if kind in _FLOATS:
         return weight.astype(_FLOATS[kind])
-    if is_traced(weight) and kind not in OWN:
-        raise NotImplementedError(f"{name} is encoded in {kind} on the host, not under jax.jit; use export")
-    return encode(kind, weight)
+    try:
+        return encode(kind, weight)
+    except jax.errors.TracerArrayConversionError:
+        message = f"{name} is encoded in {kind} on the host, not under jax.jit; use export"
+        raise NotImplementedError(message) from None

@@ -1,12 +1,14 @@
 """Encoders and decoders of the layouts of quantized weights in checkpoints.
 
 Weights are float32 arrays [out, in]. All formats are decoded in float32, and each product is rounded once. Encoders
-accept numpy arrays, which are encoded chunk by chunk in host memory, and tracers of ``jax.jit``; the bits are equal.
+accept numpy arrays, which are encoded chunk by chunk, and tracers of ``jax.jit``; the bits are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,94 +18,138 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.blocks import reduce_blocks
+from jaxquant.core.blocks import apply_blocks, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
 from jaxquant.core.rounding import prevent_excess_precision
 from jaxquant.core.scales import scale_of_amax
 from jaxquant.core.tensor_spec import TensorSpec, keep_grid
 from jaxquant.formats import codec
-from jaxquant.formats.packing import pack
+from jaxquant.formats.packing import pack, pack_codes
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 NVFP4_RANGE = E4M3_MAX * E2M1_MAX
 _SMALLEST = float(np.finfo(np.float32).tiny)
-_CHUNK = 1 << 22
-_CODEC_CHUNK, _SMALL_CODEC_CHUNK = 1 << 20, 1 << 16
-Tensors = dict[str, np.ndarray]
+_HOST_CHUNK, _CHUNK, _SMALL_CHUNK = 1 << 22, 1 << 20, 1 << 16
+"""Number of elements that numpy computes together, and that an encoder does, for large and small arrays."""
+Tensors = dict[str, Any]
 
 
-def is_traced(x: Any) -> bool:
-    """Return whether an array is a tracer of ``jax.jit``, which is encoded on its devices."""
+def _is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
 def to_host(x: Any) -> Any:
     """Return an array in host memory; a tracer is returned unchanged."""
-    return x if is_traced(x) else np.asarray(x)
-
-
-def namespace(*arrays: Any) -> Any:
-    """Return the module that computes with arrays: ``jax.numpy`` if one is a tracer, otherwise ``numpy``."""
-    return jnp if any(map(is_traced, arrays)) else np
+    return x if _is_traced(x) else np.asarray(x)
 
 
 def transpose(matrix: Any) -> Any:
     """Return the transposed matrix, contiguous in host memory."""
-    return matrix.T if is_traced(matrix) else np.ascontiguousarray(matrix.T)
+    return matrix.T if _is_traced(matrix) else np.ascontiguousarray(matrix.T)
 
 
-def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Return arrays concatenated along the first axis, in host memory unless one of them is traced."""
+    return (jnp if any(map(_is_traced, parts)) else np).concatenate(parts)
+
+
+def is_true(condition: Any, *, if_traced: bool) -> bool:
+    """Return whether a condition is true, or ``if_traced`` for a tracer, whose value is not known."""
+    return if_traced if _is_traced(condition) else bool(condition)
+
+
+def by_rows(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile an encoder of rows, which then accepts a tracer, or an array in host memory that is encoded in chunks.
+
+    Keyword-only arguments are static. A ``block`` has rows that a chunk must not separate.
+    """
+    static = inspect.getfullargspec(encode).kwonlyargs
+    compiled = jax.jit(encode, static_argnames=static)
+
+    @functools.wraps(encode)
+    def run(rows: Any, *others: Any, **options: Any) -> Any:
+        return _in_chunks(lambda part: compiled(part, *others, **options), rows, options.get("block", (1,))[0])
+
+    return run
+
+
+def _in_chunks(run: Callable[[Any], Any], rows: np.ndarray, multiple: int = 1) -> Any:
+    """Return the results of a function of rows: of chunks of one shape, so that the function compiles once.
+
+    A tracer is one chunk.
+
+    Args:
+      run: function of [n, columns]; its results have a row for each row, or for each ``multiple`` rows.
+      rows: array [rows, columns].
+      multiple: number of rows that a chunk must not separate.
+    """
+    if _is_traced(rows):
+        return run(rows)
+    small, large = (max(1, size // (rows.shape[1] * multiple)) * multiple for size in (_SMALL_CHUNK, _CHUNK))
+    step = small if len(rows) <= small else large
+    parts = []
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        filled = np.pad(part, ((0, step - len(part)), (0, 0))) if len(part) < step else part
+        cut = lambda each: np.asarray(each)[: -(-len(part) * len(each) // step)]  # noqa: B023, E731
+        parts.append(jax.tree.map(cut, run(filled)))
+    return jax.tree.map(lambda *each: np.concatenate(each), *parts)
+
+
+def scale_of(amax: Any, largest: float) -> jax.Array:
     """Return the scale ``amax · (1 / largest)`` in float32, computed as in training; 1 for an amax of zero."""
-    xp = namespace(amax)
-    scale = xp.asarray(amax, np.float32) * np.float32(1 / largest)
-    return xp.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
+    scale = jnp.asarray(amax, np.float32) * np.float32(1 / largest)
+    return jnp.where(scale >= _SMALLEST, scale, np.float32(1))
 
 
-def reciprocal(scale: np.ndarray) -> np.ndarray:
+def reciprocal(scale: Any) -> jax.Array:
     """Return ``1 / scale`` in float32."""
-    xp = namespace(scale)
     # XLA would simplify the reciprocal of a reciprocal; the minimum, which changes no number, prevents this.
-    return xp.minimum(np.float32(1) / scale, np.finfo(np.float32).max)
+    return jnp.minimum(np.float32(1) / scale, np.finfo(np.float32).max)
 
 
-def divide(x: Any, scale: Any) -> Any:
+def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return ``x / scale``, where the scale is broadcast."""
     # XLA would multiply by the reciprocal of a broadcast scale; the selection, which depends on x, prevents this.
-    return x / (jnp.where(x == x, scale, np.float32(1)) if is_traced(x) else scale)
+    return x / jnp.where(x == x, scale, np.float32(1))
 
 
 def shorten(scale: Any, dtype: Any) -> Any:
     """Round scales to bfloat16, or return them unchanged if that is not ``dtype``."""
-    if dtype == ml_dtypes.bfloat16 and is_traced(scale):
-        # XLA would drop a cast to bfloat16 before a cast to float32.
-        scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
-    return scale.astype(dtype)
+    if dtype != ml_dtypes.bfloat16:
+        return scale
+    # XLA would drop a cast to bfloat16 before a cast to float32.
+    return jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7).astype(dtype)
 
 
-def weight_scale(weight: Any, dtype: str, block: tuple[int, int]) -> np.ndarray:
+def weight_scale(weight: jax.Array, dtype: str, block: tuple[int, int]) -> jax.Array:
     """Return the scale of each block, computed as in training."""
     spec = keep_grid(TensorSpec(dtype))
     if spec.has_grid_scale:
-        weight = namespace(weight).where(weight < 0, weight * np.float32(spec.negative_factor), weight)
-    amax = jnp.asarray(block_amax(weight, block))
-    return to_host(scale_of_amax(amax, element(dtype).max, spec, _SMALLEST)[0])
+        weight = jnp.where(weight < 0, weight * np.float32(spec.negative_factor), weight)
+    return scale_of_amax(reduce_blocks(jnp.abs(weight), block, jnp.max), element(dtype).max, spec, _SMALLEST)[0]
 
 
-def cast(x: Any, dtype: str) -> Any:
+def cast(x: jax.Array, dtype: str) -> jax.Array:
     """Round to nearest in an element type, saturating at its limits; integer types are returned as int8."""
-    kind, xp = element(dtype), namespace(x)
+    kind = element(dtype)
     if kind.kind == "int":
-        return xp.clip(xp.rint(x), -kind.max - 1, kind.max).astype(np.int8)
-    rounded = xp.clip(x, -kind.max, kind.max).astype(kind.dtype)
-    return prevent_excess_precision(rounded) if is_traced(x) else rounded
+        return jnp.clip(jnp.rint(x), -kind.max - 1, kind.max).astype(np.int8)
+    return prevent_excess_precision(jnp.clip(x, -kind.max, kind.max).astype(kind.dtype))
 
 
-def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tuple[int, int] | None) -> np.ndarray:
-    """Return ``cast(weight / scale)``, computed in chunks of rows; ``scale`` is per tensor, per row or per block."""
-    parts = encoded_chunks(weight, 1 if block is None else block[0])
-    found = [cast(divide(weight[rows], _expand(scale, weight.shape, block, rows)), dtype) for rows in parts]
-    return namespace(weight).concatenate(found)
+@by_rows
+def encode_scaled(weight: Any, scale: jax.Array, *, dtype: str) -> Any:
+    """Return ``cast(weight / scale)`` for one scale."""
+    return cast(divide(weight, scale), dtype)
+
+
+@by_rows
+def encode_scaled_blocks(weight: Any, *, dtype: str, block: tuple[int, int], scale_dtype: Any) -> Any:
+    """Return ``cast(weight / scale)`` and the scale of each block, rounded by ``shorten``."""
+    scale = shorten(weight_scale(weight, dtype, block), scale_dtype)
+    return cast(apply_blocks(divide, weight, scale.astype(np.float32), block), dtype), scale
 
 
 def decode_scaled(
@@ -131,9 +177,11 @@ def check_finite(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Return whether every value is finite, checked chunk by chunk."""
+    """Return whether every value is finite, checked chunk by chunk; True for a tracer."""
     flat = array.reshape(-1)
-    return all(np.isfinite(flat[start : start + _CHUNK]).all() for start in range(0, flat.size, _CHUNK))
+    return _is_traced(array) or all(
+        np.isfinite(flat[start : start + _HOST_CHUNK]).all() for start in range(0, flat.size, _HOST_CHUNK)
+    )
 
 
 def _expand(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:
@@ -143,24 +191,15 @@ def _expand(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | 
     if block is None:
         return scale.reshape(-1, 1)[rows]
     start, stop, _ = rows.indices(shape[0])
-    repeat = namespace(scale).repeat
-    part = repeat(scale[start // block[0] : -(-stop // block[0])], block[0], axis=0)[: stop - start]
-    return part if part.shape[1] == 1 else repeat(part, block[1], axis=1)[:, : shape[1]]
+    part = np.repeat(scale[start // block[0] : -(-stop // block[0])], block[0], axis=0)[: stop - start]
+    return part if part.shape[1] == 1 else np.repeat(part, block[1], axis=1)[:, : shape[1]]
 
 
-def block_amax(weight: Any, block: tuple[int, int]) -> Any:
-    """Return the largest magnitude of each block; blocks at the edges may be smaller."""
-    if is_traced(weight):
-        return reduce_blocks(jnp.abs(weight), block, jnp.max)
-    by_rows = np.maximum.reduceat(np.abs(weight), np.arange(0, weight.shape[0], block[0]), axis=0)
-    return np.maximum.reduceat(by_rows, np.arange(0, weight.shape[1], block[1]), axis=1)
-
-
-def pack_int4(codes: np.ndarray) -> np.ndarray:
+@by_rows
+def pack_int4(codes: Any) -> Any:
     """Pack eight integers, each plus 8, into an int32; the first integer is in the lowest bits."""
     unsigned = (codes.astype(np.int8) + 8).view(np.uint8)
-    unsigned = namespace(codes).pad(unsigned, ((0, 0), (0, -codes.shape[1] % 8)))
-    return _pack_nibbles(unsigned).view(np.int32)
+    return pack_codes(jnp.pad(unsigned, ((0, 0), (0, -codes.shape[1] % 8))), 4).view(np.int32)
 
 
 def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
@@ -170,11 +209,10 @@ def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
     return (stored[:, :columns] - np.uint8(2 ** (bits - 1))).view(np.int8)
 
 
+@by_rows
 def pack_e2m1(elements: Any) -> Any:
     """Pack pairs of float4_e2m1fn elements into bytes, the element with the even index in the low bits."""
-    if is_traced(elements):
-        return pack(elements)
-    return _pack_nibbles(np.asarray(elements).view(np.uint8) & 0xF)
+    return pack(elements)
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
@@ -182,86 +220,47 @@ def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
     return _unpack_nibbles(packed).view(ml_dtypes.float4_e2m1fn)
 
 
-def _pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
 def _unpack_nibbles(packed: np.ndarray) -> np.ndarray:
     return np.stack([packed & 0xF, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def encode_nvfp4(weight: np.ndarray, tensor_scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@by_rows
+def encode_nvfp4(weight: Any, tensor_scale: jax.Array) -> Any:
     """Return packed e2m1 elements, and an e4m3 scale for each 16 neighbouring elements of a row.
 
     The e4m3 scales are relative to ``tensor_scale``, which must be at least ``max|x| / 2688``.
     """
-    xp, depth = namespace(weight), weight.shape[1]
-    packed, scales = [], []
-    for part in encoded_chunks(weight, 1):
-        blocks = weight[part].reshape(-1, depth // 16, 16)
-        scale = cast(divide(abs(blocks).max(-1) * np.float32(1 / E2M1_MAX), tensor_scale), "float8_e4m3fn")
-        product = scale.astype(np.float32) * tensor_scale
-        steps = xp.where(product >= _SMALLEST, product, np.float32(1))[..., None]
-        packed.append(pack_e2m1(cast(divide(blocks, steps), "float4_e2m1fn").reshape(-1, depth)))
-        scales.append(scale)
-    return xp.concatenate(packed), xp.concatenate(scales)
+    blocks = weight.reshape(len(weight), -1, 16)
+    scale = cast(divide(abs(blocks).max(-1) * np.float32(1 / E2M1_MAX), tensor_scale), "float8_e4m3fn")
+    product = scale.astype(np.float32) * tensor_scale
+    steps = jnp.where(product >= _SMALLEST, product, np.float32(1))[..., None]
+    return pack(cast(divide(blocks, steps), "float4_e2m1fn").reshape(weight.shape)), scale
 
 
-def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Encode an array along its last axis, in chunks of equal shape, so that the encoder compiles once.
+@by_rows
+def encode_mxfp4(weight: Any) -> Any:
+    """Return packed e2m1 elements [..., in / 2] and E8M0 scales as bytes [..., in / 32]."""
+    recipe = RECIPES["mxfp4w"].recipe
+    assert recipe is not None
+    found: Any = quantize(weight.reshape(-1, 32), recipe.fwd.rhs, (1,))  # pyright: ignore[reportArgumentType]
+    return pack(found.qvalue).reshape(len(weight), -1), found.scale.view(np.uint8).reshape(len(weight), -1)
 
-    Args:
-      format: name of a codec that encodes each block to one row.
-      x: float array; its last axis is a multiple of the block.
-    """
+
+def encode_blocks(format: str, x: np.ndarray) -> np.ndarray:
+    """Encode a float array along its last axis, which is a multiple of the block, in a format with one part."""
     row = codec(format)
     blocks = x.reshape(-1, row.elements_per_block)
-    found = _in_chunks(lambda part: row.encode(jnp.asarray(part, jnp.float32)), blocks, row.elements_per_block)
-    return {name: part.reshape(*x.shape[:-1], -1) for name, part in found.items()}
+    return _in_chunks(lambda part: row.encode(jnp.asarray(part))["blocks"], blocks).reshape(*x.shape[:-1], -1)
 
 
 def decode_blocks(format: str, data: np.ndarray) -> np.ndarray:
-    """Decode the bytes of a format to float32, in chunks of one shape; the inverse of ``encode_blocks``."""
+    """Decode the bytes of a format to float32; the inverse of ``encode_blocks``."""
     row = codec(format)
     blocks = data.reshape(-1, row.bytes_per_block)
-    found = _in_chunks(lambda part: {"": row.decode({"blocks": jnp.asarray(part)})}, blocks, row.elements_per_block)
-    return found[""].reshape(*data.shape[:-1], -1)
-
-
-def _in_chunks(run: Callable[[np.ndarray], dict[str, Any]], blocks: np.ndarray, elements: int) -> Tensors:
-    if is_traced(blocks):
-        return run(blocks)
-    size = max(1, _CODEC_CHUNK // elements)
-    small = _SMALL_CODEC_CHUNK // elements
-    step = small if len(blocks) <= small else size
-    parts = []
-    for start in range(0, len(blocks), step):
-        part = blocks[start : start + step]
-        filled = np.pad(part, ((0, step - len(part)), (0, 0))) if len(part) < step else part
-        parts.append({name: np.asarray(each)[: len(part)] for name, each in run(filled).items()})
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return packed e2m1 elements [..., in / 2] and E8M0 scales as bytes [..., in / 32]."""
-    found = _in_chunks(_encode_mxfp4, weight.reshape(-1, 32), 32)
-    packed, scale = pack_e2m1(found["qvalue"]), found["scale"].view(np.uint8)
-    return packed.reshape(*weight.shape[:-1], -1), scale.reshape(*weight.shape[:-1], -1)
-
-
-@jax.jit
-def _encode_mxfp4(blocks: jax.Array) -> dict[str, jax.Array]:
-    recipe = RECIPES["mxfp4w"].recipe
-    assert recipe is not None
-    return quantize(blocks, recipe.fwd.rhs, (1,)).parts  # pyright: ignore[reportArgumentType]
-
-
-def encoded_chunks(weight: np.ndarray, multiple: int) -> list[slice]:
-    """Return the chunks of rows that are encoded together: ``row_chunks``, or one chunk for a tracer."""
-    return [slice(0, len(weight))] if is_traced(weight) else row_chunks(weight.shape, multiple)
+    return _in_chunks(lambda part: row.decode({"blocks": jnp.asarray(part)}), blocks).reshape(*data.shape[:-1], -1)
 
 
 def row_chunks(shape: tuple[int, ...], multiple: int) -> list[slice]:
     """Split rows into chunks of a few million elements; each chunk holds a multiple of ``multiple`` rows."""
-    size = max(1, _CHUNK // max(1, shape[1]) // multiple) * multiple
+    size = max(1, _HOST_CHUNK // max(1, shape[1]) // multiple) * multiple
     return [slice(start, min(start + size, shape[0])) for start in range(0, shape[0], size)]

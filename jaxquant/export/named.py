@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.core.dtypes import element
@@ -21,7 +22,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.core.typed import show
 from jaxquant.export.gguf_file import U32
 from jaxquant.export.hf import LayerSpec, to_recipe
-from jaxquant.export.layouts import check_finite, is_traced, namespace, to_host, transpose
+from jaxquant.export.layouts import check_finite, concatenate, is_true, to_host, transpose
 from jaxquant.export.reading import TensorFolder, check_float
 from jaxquant.export.source import (
     GgufLayout,
@@ -122,7 +123,7 @@ def named_source(
     def read(name: str) -> np.ndarray:
         paths, index, rows = places[name]
         parts = [_to_matrix(to_float(layer_slice(leaves[path], index)), inputs.get(path)) for path in paths]
-        return (namespace(*parts).concatenate(parts) if parts[1:] else parts[0])[rows]
+        return (concatenate(parts) if parts[1:] else parts[0])[rows]
 
     def quantized(module: str) -> QTensor | None:
         if module not in linears:
@@ -188,8 +189,7 @@ def _scale_rows(leaf: Any, inputs: int) -> QTensor | None:
     if tensor is None or tensor.zero_point is not None or tensor.ndim != 2:
         return None
     if tensor.codec is None:
-        scale: Any = to_host(tensor.scale)
-        scale = namespace(scale).repeat(scale, tensor.blocks[0], axis=0)[: tensor.shape[0]]
+        scale = jnp.repeat(tensor.scale, tensor.blocks[0], axis=0)[: tensor.shape[0]]
         tensor = dataclasses.replace(tensor, scale=scale, block=(1, tensor.blocks[1]))
     return tensor
 
@@ -204,9 +204,9 @@ def _join(parts: list[QTensor | None], rows: Any) -> QTensor | None:
     kinds = {(jax.tree.structure(part), *(each.dtype.name for each in part.parts.values())) for part in found}
     if len(found) < len(parts) or len(kinds) > 1:
         return None
-    if any(is_traced(outer) or outer != outers[0] for outer in outers[1:] if outer is not None):
+    if not all(is_true(outer == outers[0], if_traced=False) for outer in outers[1:]):
         return None
-    joined = jax.tree.map(lambda *each: namespace(*each).concatenate(each)[rows], *found)
+    joined = jax.tree.map(lambda *each: concatenate(each)[rows], *found)
     return dataclasses.replace(joined, outer_scale=outers[0])
 
 

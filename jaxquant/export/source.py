@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.config.decoder import DecoderShape
@@ -16,7 +18,7 @@ from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.export.hf import OperandSpec
 from jaxquant.export.hf.quantization import FUSED
-from jaxquant.export.layouts import is_finite, is_traced, namespace, to_host
+from jaxquant.export.layouts import is_finite, is_true, to_host
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -110,7 +112,7 @@ class ScaledElements(NamedTuple):
     Attributes:
       elements: elements [out, in].
       scale: scale of each block.
-      outer: outer scale [], 1 if there is none.
+      outer: outer scale of the tensor as a scalar; 1 for a format without outer scales.
       is_exact: whether the weight has a single scale in each block; a tracer for a traced weight with several scales,
         which can be equal.
     """
@@ -141,7 +143,7 @@ class ScaledElements(NamedTuple):
             equal = np.repeat(firsts, wanted)[: len(places)]
             if (places != equal).any():
                 is_exact &= (scale.take(places, axis) == scale.take(equal, axis)).all()
-            if not is_traced(is_exact) and not is_exact:
+            if not is_true(is_exact, if_traced=True):
                 return None
             if not np.array_equal(firsts, np.arange(scale.shape[axis])):  # explicit sharding does not support a gather
                 scale = scale.take(firsts, axis)
@@ -188,7 +190,7 @@ class Source:
         array, shape = to_host(self.read(name)).astype(np.float32, copy=False), self.layout.tensors[name]
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, but must have shape {shape}")
-        if not is_traced(array) and not is_finite(array):
+        if not is_finite(array):
             raise ValueError(f"{name} has values that are not finite; export another checkpoint")
         return array
 
@@ -209,13 +211,13 @@ class Source:
         own = elements.pop(module)
         equal = [each.is_exact & (each.scale == own.scale).all() for each in elements.values()]
         is_exact = functools.reduce(operator.and_, equal, own.is_exact)
-        return own._replace(is_exact=is_exact) if is_traced(is_exact) or is_exact else None
+        return own._replace(is_exact=is_exact) if is_true(is_exact, if_traced=True) else None
 
-    def fused_amax(self, module: str) -> np.ndarray:
+    def fused_amax(self, module: str) -> jax.Array:
         """Return the largest magnitude of a weight and of the weights that servers fuse with it."""
         return largest([abs(self.weight(name)).max() for name in self._fused_with(module)])
 
-    def fused_input_amax(self, module: str) -> np.ndarray:
+    def fused_input_amax(self, module: str) -> jax.Array:
         """Return the largest magnitude of the input of a linear layer and of the layers that servers fuse with it.
 
         Raises:
@@ -228,7 +230,7 @@ class Source:
                 f"the input of {error.args[0]} has no amax, but this format stores its scale; calibrate the "
                 "model, or use a format with dynamic scales"
             ) from None
-        if not all(is_traced(value) or (np.isfinite(value) and value > 0) for value in amaxes):
+        if not all(is_true((value > 0) & (value < math.inf), if_traced=True) for value in amaxes):
             raise ValueError(f"the input of {module} has the invalid amax {max(amaxes)}; calibrate the model")
         return largest(amaxes)
 
@@ -236,10 +238,9 @@ class Source:
         return [name for name in fused_with(module) if name in self.layout.linears]
 
 
-def largest(values: list[Any]) -> np.ndarray:
-    """Return the largest of several numbers in float32; with a tracer among them, as a tracer."""
-    xp = namespace(*values)
-    return functools.reduce(xp.maximum, [xp.asarray(value, np.float32) for value in values])
+def largest(values: list[Any]) -> jax.Array:
+    """Return the largest of several numbers in float32."""
+    return functools.reduce(jnp.maximum, [jnp.asarray(value, np.float32) for value in values])
 
 
 def quantized_matrix(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:

@@ -27,7 +27,8 @@ from jaxquant.export.layouts import (
     encode_mxfp4,
     encode_nvfp4,
     encode_scaled,
-    is_traced,
+    encode_scaled_blocks,
+    is_true,
     pack_e2m1,
     pack_int4,
     reciprocal,
@@ -35,7 +36,6 @@ from jaxquant.export.layouts import (
     shorten,
     unpack_e2m1,
     unpack_int,
-    weight_scale,
 )
 from jaxquant.export.source import ScaledElements, Source
 
@@ -130,8 +130,8 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
       ValueError: the format needs a static scale of an input that was not measured.
     """
     own, write = source.scaled_elements(module, spec.weight), _PACKINGS[spec.packing].write
-    tensors: dict[str, Any] = write(spec, source, module, weight, own)
-    if own is not None and is_traced(own.is_exact):
+    tensors = write(spec, source, module, weight, own)
+    if own is not None and not is_true(own.is_exact, if_traced=False):
         others = write(spec, source, module, weight, None)
         tensors = {end: jnp.where(own.is_exact, part, others[end]) for end, part in tensors.items()}
     if spec.input is not None and spec.has_static_input:
@@ -250,26 +250,23 @@ def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 
 
 def _encode(
-    spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own, scale_dtype: Any = None
-) -> tuple[np.ndarray, np.ndarray]:
+    spec: LayerSpec, source: Source, module: str, weight: np.ndarray, own: _Own, scale_dtype: Any = np.float32
+) -> tuple[Any, Any]:
     """Return elements and scales that map the amax of the tensor, row or block to the largest element value.
 
     A layer that is already in the format keeps its elements and scales. Scales keep their dtype if ``scale_dtype``
     would round them, and in a traced program.
     """
-    dtype, block = spec.weight.dtype, spec.weight.block_size
     if own is not None:
-        scale = own.scale
-    elif spec.weight.granularity is ScaleGranularity.TENSOR:
+        short = shorten(own.scale, scale_dtype)
+        # The dtype of a traced array cannot depend on its values.
+        is_exact = is_true((short.astype(np.float32) == own.scale).all(), if_traced=False)
+        return own.elements, short if is_exact else own.scale
+    dtype, block = spec.weight.dtype, spec.weight.block_size or (1, weight.shape[1])
+    if spec.weight.is_tensor:
         scale = scale_of(source.fused_amax(module), element(dtype).max)
-    else:
-        scale = weight_scale(weight, dtype, block or (1, weight.shape[1]))
-    short = shorten(scale, scale_dtype or scale.dtype)
-    if own is None:
-        return encode_scaled(weight, short, dtype, block), short
-    # The dtype of a traced array cannot depend on its values.
-    is_exact = not is_traced(scale) and np.array_equal(short.astype(np.float32), scale.astype(np.float32))
-    return own.elements, short if is_exact else scale
+        return encode_scaled(weight, scale, dtype=dtype), scale
+    return encode_scaled_blocks(weight, dtype=dtype, block=block, scale_dtype=scale_dtype)
 
 
 def _read_packed(spec: LayerSpec, shape: tuple[int, ...], unused: _UnusedTensors) -> StoredLayer:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,51 @@ DIGITS: Final = "digits"
 """``kv_quant_dtype`` of a cache that holds the two int8 digits of each number, high digits first along head_dim."""
 KVQuantAxis = Literal["dkv", "heads_and_dkv"]
 
-SPECS: Final = {name: TensorSpec(element) for name, element in KV_ELEMENTS.items()}
-"""Tensor spec of each ``kv_quant_dtype``: absmax over the axes in ``SHARED_AXES``."""
-
 SHARED_AXES: Final = {"dkv": (3,), "heads_and_dkv": (2, 3)}
 """Axes of [B, S, H, D] that share a scale, for each ``kv_quant_axis``."""
 
-PACKED: Final[dict[str, str]] = {name: element for name, element in KV_ELEMENTS.items() if element in PACKED_DTYPES}
-"""Element type of each four-bit ``kv_quant_dtype``. These elements are stored packed."""
+
+class _Format(NamedTuple):
+    """A storage format of keys and values.
+
+    Attributes:
+      encode: function that returns the stored elements and scales (None for float) of an array [B, S, H, D], for the
+        axes that share a scale.
+      decode: function that returns the values of stored elements and scales, for a head_dim D and a dtype.
+    """
+
+    encode: Callable[[jax.Array, tuple[int, ...]], tuple[jax.Array, jax.Array | None]]
+    decode: Callable[[Any, Any, int, str], Any]
+
+
+def _make_format(element: str) -> _Format:
+    """Return the format of an element type: absmax over the axes that share a scale; four-bit elements are packed."""
+    spec, is_packed = TensorSpec(element), element in PACKED_DTYPES
+
+    def encode(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        tensor = quantize(x, spec, axes)
+        return pack(tensor.qvalue) if is_packed else tensor.qvalue, tensor.scale
+
+    def decode(stored: jax.Array, scale: jax.Array, head_dim: int, dtype: str) -> jax.Array:
+        return dequantize(QTensor(unpack(stored, element, head_dim) if is_packed else stored, scale), dtype)
+
+    return _Format(encode, decode)
+
+
+def _encode_digits(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    digits = exact.split(x, -1)
+    return jnp.concatenate([digits.high, digits.low], axis=-1), digits.unit
+
+
+_FORMATS: Final[dict[str, _Format]] = {
+    "": _Format(lambda x, axes: (x, None), lambda stored, scale, head_dim, dtype: stored.astype(dtype)),
+    **{name: _make_format(element) for name, element in KV_ELEMENTS.items()},
+    DIGITS: _Format(
+        _encode_digits,
+        lambda stored, unit, head_dim, dtype: exact.Digits(stored[..., :head_dim], stored[..., head_dim:], unit),
+    ),
+}
+"""Format of each ``kv_quant_dtype``; "" stores floats."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +91,8 @@ class KVCache:
       key, value: arrays [B, (layers,) T, H, D]; four-bit elements are bytes, with D halved and rounded up.
       key_scale, value_scale: float32 scales with size 1 along shared axes, or None if the cache is not quantized.
       head_dim: size D.
-      kv_quant_dtype, kv_quant_axis: options of ``QuantConfig``; with dtype "" the cache is not quantized.
+      kv_quant_dtype, kv_quant_axis: options of ``QuantConfig``; with dtype "" the cache is not quantized, and
+        ``digits`` has a unit for each head with both axes.
     """
 
     key: jax.Array
@@ -93,33 +132,27 @@ def empty(
       heads, head_dim: number and size of the heads of keys and values.
       layers: size of the layer axis, or None for no layer axis.
       dtype: dtype of keys and values if ``kv_quant_dtype`` is "".
-      kv_quant_dtype, kv_quant_axis: quantization, see ``QuantConfig``. ``digits`` always has a unit for each head.
+      kv_quant_dtype, kv_quant_axis: quantization, see ``QuantConfig``.
 
     Raises:
       ValueError: the quantization is unknown, or a size is below 1.
     """
-    if kv_quant_dtype not in ("", DIGITS, *SPECS):
-        raise ValueError(
-            f"kv_quant_dtype {kv_quant_dtype!r} is not known; use {either((*SPECS, DIGITS))}, or '' for float"
-        )
+    if kv_quant_dtype not in _FORMATS:
+        known = either(filter(None, _FORMATS))
+        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use {known}, or '' for float")
     if kv_quant_axis not in SHARED_AXES:
         raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {either(SHARED_AXES)}")
     sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "layers": layers}
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name} of a KV cache must be at least 1, got {size}")
+    token = jax.ShapeDtypeStruct((batch, length, heads, head_dim), dtype)
+    stored, scale = jax.eval_shape(lambda x: _FORMATS[kv_quant_dtype].encode(x, SHARED_AXES[kv_quant_axis]), token)
     lead = (batch,) if layers is None else (batch, layers)
-    width = -(-head_dim // 2) if kv_quant_dtype in PACKED else head_dim * (2 if kv_quant_dtype == DIGITS else 1)
-    if kv_quant_dtype == DIGITS:
-        kv_quant_axis = "dkv"
-    stored = jnp.zeros((*lead, length, heads, width), _stored_dtype(kv_quant_dtype, dtype))
-    scale = None
-    if kv_quant_dtype:
-        shared = SHARED_AXES[kv_quant_axis]
-        scale = jnp.ones((*lead, length, 1 if 2 in shared else heads, 1), jnp.float32)
+    fill = lambda part, value: jax.tree.map(lambda x: jnp.full((*lead, *x.shape[1:]), value, x.dtype), part)  # noqa: E731
     # Keys and values need separate buffers, because a donated cache can donate a buffer only once.
-    scale_too = None if scale is None else scale.copy()
-    return KVCache(stored, stored.copy(), scale, scale_too, head_dim, kv_quant_dtype, kv_quant_axis)
+    arrays = fill(stored, 0), fill(stored, 0), fill(scale, 1), fill(scale, 1)
+    return KVCache(*arrays, head_dim, kv_quant_dtype, kv_quant_axis)
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
@@ -175,8 +208,9 @@ def append(
     where = (row, places) if layer is None else (row, layer, places)
     new = {}
     for name, x in (("key", key), ("value", value)):
-        stored, scale = _encode(cache, x)
-        new[name] = getattr(cache, name).at[where].set(stored, mode="drop")
+        stored, scale = _FORMATS[cache.kv_quant_dtype].encode(x, SHARED_AXES[cache.kv_quant_axis])
+        held = getattr(cache, name)
+        new[name] = held.at[where].set(stored.astype(held.dtype), mode="drop")
         if scale is not None:
             new[f"{name}_scale"] = getattr(cache, f"{name}_scale").at[where].set(scale, mode="drop")
     return dataclasses.replace(cache, **new)
@@ -196,15 +230,8 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
     at = (lambda x: x) if layer is None else (lambda x: jax.lax.dynamic_index_in_dim(x, layer, 1, keepdims=False))
 
     def decode(stored: jax.Array, scale: jax.Array | None) -> Any:
-        if scale is None:
-            return at(stored).astype(dtype)
-        stored = at(stored)
-        if cache.kv_quant_dtype == DIGITS:
-            high, low = jnp.split(stored, 2, axis=-1)
-            return exact.Digits(high, low, at(scale))
-        if cache.kv_quant_dtype in PACKED:
-            stored = unpack(stored, PACKED[cache.kv_quant_dtype], cache.head_dim)
-        return dequantize(QTensor(stored, at(scale)), dtype)
+        scale = None if scale is None else at(scale)
+        return _FORMATS[cache.kv_quant_dtype].decode(at(stored), scale, cache.head_dim, dtype)
 
     return decode(cache.key, cache.key_scale), decode(cache.value, cache.value_scale)
 
@@ -212,24 +239,6 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
 def nbytes(cache: KVCache) -> int:
     """Return the size of a cache in bytes, including its scales."""
     return sum(math.ceil(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) / 8) for leaf in jax.tree.leaves(cache))
-
-
-def _stored_dtype(kv_quant_dtype: KVQuantDtype, dtype: str) -> str:
-    if not kv_quant_dtype:
-        return dtype
-    if kv_quant_dtype == DIGITS:
-        return "int8"
-    return "uint8" if kv_quant_dtype in PACKED else SPECS[kv_quant_dtype].dtype
-
-
-def _encode(cache: KVCache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    if not cache.kv_quant_dtype:
-        return x.astype(cache.key.dtype), None
-    if cache.kv_quant_dtype == DIGITS:
-        digits = exact.split(x, -1)
-        return jnp.concatenate([digits.high, digits.low], axis=-1), digits.unit
-    tensor = quantize(x, SPECS[cache.kv_quant_dtype], SHARED_AXES[cache.kv_quant_axis])
-    return pack(tensor.qvalue) if cache.kv_quant_dtype in PACKED else tensor.qvalue, tensor.scale
 
 
 def _expand_positions(positions: int | jax.Array, rows: int, tokens: int) -> Any:

@@ -27,7 +27,9 @@ class Rollout(NamedTuple):
     Attributes:
       tokens: [rows, prompt length + new tokens] int32; padding is 0.
       is_new: mask of the sampled tokens, including the token that ends a text.
-      log_probs: float32, log-probability of each sampled token, given the tokens before it; 0 elsewhere.
+      log_probs: float32, log-probability of each sampled token, given the tokens before it; 0 elsewhere. The
+        distribution is the softmax of the logits, for every temperature and top_p; a trainer computes the same values
+        as minus the losses that the decoder returns for ``targets``.
       lengths: [rows] int32, number of tokens of each text.
     """
 
@@ -35,20 +37,6 @@ class Rollout(NamedTuple):
     is_new: jax.Array
     log_probs: jax.Array
     lengths: jax.Array
-
-
-def token_log_probs(shape: DecoderConfig, logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the log-probability of each target in float32.
-
-    The distribution is the softmax of the logits, for every temperature and top_p of the sampling. A trainer computes
-    the same values with this function, or as minus the losses that the decoder returns for ``targets``.
-
-    Args:
-      shape: shape and numerics of the decoder.
-      logits: array [..., V].
-      targets: token ids [...].
-    """
-    return -shape.math.token_losses(logits, targets)
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +95,7 @@ def make_rollout(
             texts = Rollout(
                 texts.tokens.at[at].set(jnp.where(active, chosen, 0)),
                 texts.is_new.at[at].set(active),
-                texts.log_probs.at[at].set(jnp.where(active, token_log_probs(shape, logits, chosen), 0)),
+                texts.log_probs.at[at].set(jnp.where(active, -shape.math.token_losses(logits, chosen), 0)),
                 texts.lengths + active,
             )
             return texts, active & ~jnp.isin(chosen, ends) & (texts.lengths < limits)

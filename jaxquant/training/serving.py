@@ -22,7 +22,7 @@ from jaxquant.training.conversion import converted_shapes, layer_config, open_pa
 from jaxquant.training.data import make_iterators
 from jaxquant.training.generate import Engine, Prompt, Sampling
 from jaxquant.training.layers import DecoderConfig
-from jaxquant.training.step import Model, decoder_of, make_model, token_losses
+from jaxquant.training.step import Model, decoder_of, make_model, sum_losses
 from jaxquant.training.sums import check_files
 from jaxquant.training.tokenizer import Tokenizer
 
@@ -203,6 +203,7 @@ def _jit_forward(served: Served) -> Any:
     def run(params: Any, quant_state: Any, batch: Any) -> Any:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
         logits = served.model.apply(params, quant_state, *inputs, rngs={"quant": jax.random.key(0)})
-        return *token_losses(served.shape.math, logits, batch), logits
+        math = served.shape.math
+        return *sum_losses(math.token_losses(logits, batch["targets"]), batch, math), logits
 
     return run

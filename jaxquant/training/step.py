@@ -164,12 +164,8 @@ def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array
     return tokenizer, model_config(config, tokenizer.vocab_size), tokens
 
 
-def token_losses(math: Standard, logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy over all non-padding targets, and the number of these targets."""
-    return _outside_padding(math.token_losses(logits, batch["targets"]), batch, math)
-
-
-def _outside_padding(losses: jax.Array, batch: Batch, math: Standard) -> tuple[jax.Array, jax.Array]:
+def sum_losses(losses: jax.Array, batch: Batch, math: Standard) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the losses of all non-padding targets, and the number of these targets."""
     is_target = batch["segment_ids"] != 0
     weighted = losses * is_target.astype(jnp.float32)
     return math.sum(weighted.reshape(-1), 0), is_target.sum().astype(jnp.float32)
@@ -214,7 +210,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
         losses = model.apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
-        return _outside_padding(losses, batch, decoder.math)
+        return sum_losses(losses, batch, decoder.math)
 
     def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
         total, count = total_loss(params, quant_state, batch, key)

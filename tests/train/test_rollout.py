@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxquant.training.generate import Engine, Prompt, Sampling
-from jaxquant.training.rollout import Rollout, make_rollout, pad_prompts, token_log_probs
+from jaxquant.training.rollout import Rollout, make_rollout, pad_prompts
 from tests.numerics import CACHED_LOGITS
 from tests.train.decoder import SHAPE, made
 
@@ -31,7 +31,7 @@ def full_pass(model, shape, variables, texts: Rollout) -> tuple[np.ndarray, np.n
     def run(tokens, lengths):
         segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
         logits = model.apply(*variables, tokens, segments, None, rngs={"quant": jax.random.key(0)})
-        return token_log_probs(shape, logits[:, :-1], tokens[:, 1:]), logits
+        return -shape.math.token_losses(logits[:, :-1], tokens[:, 1:]), logits
 
     return jax.tree.map(np.asarray, run(texts.tokens, texts.lengths))
 
