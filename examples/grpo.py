@@ -5,6 +5,7 @@ Every step compares the log-probabilities of the sampler and of the trainer, whi
 python examples/grpo.py --log runs/exact.jsonl
 python examples/grpo.py --log runs/standard.jsonl --numerics standard
 python examples/grpo.py --log runs/peers.jsonl --numerics standard --dtype bfloat16 --quantization "" --sampler fp8_e4m3
+python examples/grpo.py --log runs/untrained.jsonl --learning_rate 0
 python examples/grpo.py --plot runs/exact.jsonl runs/standard.jsonl runs/peers.jsonl
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 
 import jaxquant
+from jaxquant.bench.curves import Panel, draw
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.generate import Sampling
 from jaxquant.training.model import Decoder
@@ -36,13 +38,13 @@ def reward(tokens, is_new, lengths):
     return (is_new & (np.cumsum(is_wrong & is_new, axis=1) == 0)).sum(1) / is_new.sum(1)
 
 
-def train(steps, seed, numerics, dtype, quantization, sampler):
+def train(steps, seed, numerics, dtype, quantization, sampler, learning_rate):
     """Yield a row of figures for each step; ``sampler`` is the config string of the sampler."""
     fields = {"vocab_size": VOCAB, "sequence_length": PROMPT + NEW, "numerics": numerics, "dtype": dtype, **SIZES}
     trained, served = (TrainConfig(quantization=string, **fields) for string in (quantization, sampler))
     converted = TrainConfig(quantization=sampler, checkpoint_is_quantized=bool(sampler), **fields)
     shape, example = model_config(trained, VOCAB), jnp.zeros((1, PROMPT + NEW), jnp.int32)
-    model, optimizer = make_model(trained, shape, example), optax.adam(2e-3)
+    model, optimizer = make_model(trained, shape, example), optax.adam(learning_rate)
     params, quant_state = jax.jit(model.init)(jax.random.key(seed))
     opt_state = optimizer.init(params)
     options = {"new_tokens": NEW, "sampling": Sampling(temperature=1.0, seed=seed), "end_tokens": ()}
@@ -88,9 +90,12 @@ def train(steps, seed, numerics, dtype, quantization, sampler):
         yield figures | {"seconds": time.perf_counter() - start}
 
 
-def main(log, steps=200, seed=0, numerics="exact", dtype="float32", quantization="int8", sampler=None):
+def main(
+    log, steps=200, seed=0, numerics="exact", dtype="float32", quantization="int8", sampler=None, learning_rate=2e-3
+):
     """Train, and write a line of figures per step to ``log``."""
-    rows = train(steps, seed, numerics, dtype, quantization, quantization if sampler is None else sampler)
+    sampler = quantization if sampler is None else sampler
+    rows = train(steps, seed, numerics, dtype, quantization, sampler, learning_rate)
     with Path(log).open("w") as file:
         for row in rows:
             print(json.dumps(row), file=file, flush=True)
@@ -99,26 +104,19 @@ def main(log, steps=200, seed=0, numerics="exact", dtype="float32", quantization
 
 
 def plot(logs, path):
-    """Draw the rewards and the largest differences of several logs as an HTML page."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    titles = ("mean reward", "max |Δ log-probability|, 0 drawn as 1e-9")
-    figure = make_subplots(rows=2, shared_xaxes=True, subplot_titles=titles)
-    for number, log in enumerate(logs):
-        rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
-        for place, name in enumerate(("reward", "max_difference"), start=1):
-            values = [max(row[name], 1e-9) for row in rows]  # the second axis is logarithmic
-            line = go.Scatter(x=[row["step"] for row in rows], y=values, name=Path(log).stem)
-            line.update(legendgroup=str(log), showlegend=place == 1, line_color=f"hsl({100 * number}, 70%, 40%)")
-            figure.add_trace(line, row=place, col=1)
-    figure.update_xaxes(title="step", row=2).update_yaxes(type="log", row=2)
-    figure.write_html(path)
+    """Draw the rewards and the largest differences of several logs as SVG."""
+    rows = {Path(log).stem: [json.loads(line) for line in Path(log).read_text().splitlines()] for log in logs}
+    panels = {"reward": "mean reward", "max_difference": "max |Δ log-probability|"}
+    curves = {
+        key: {name: [(row["step"] + 1, row[key]) for row in some] for name, some in rows.items()} for key in panels
+    }
+    drawn = [Panel(title, "step", curves[key], is_log=key != "reward") for key, title in panels.items()]
+    Path(path).write_text(draw(drawn), encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", nargs="+", metavar="LOG", help="draw logs to grpo.html instead of training")
+    parser.add_argument("--plot", nargs="+", metavar="LOG", help="draw logs to grpo.svg instead of training")
     parser.add_argument("--log", default="grpo.jsonl")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -126,6 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--quantization", default="int8", help="config string of the trainer")
     parser.add_argument("--sampler", help="config string of the sampler; by default, the trainer's")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="0 measures the untrained model")
     arguments = vars(parser.parse_args())
     logs = arguments.pop("plot")
-    plot(logs, "grpo.html") if logs else main(**arguments)
+    plot(logs, "grpo.svg") if logs else main(**arguments)

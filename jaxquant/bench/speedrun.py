@@ -22,6 +22,7 @@ from flax.linen import fp8_ops
 from jaxquant import state as quantization_state
 from jaxquant.bench import here
 from jaxquant.bench.compare_libraries import by_qwix, int8_of_aqt
+from jaxquant.bench.curves import Panel, draw
 from jaxquant.bench.schemes import Row, print_progress
 from jaxquant.inject.model import maybe_quantize_model
 from jaxquant.training.config import TrainConfig
@@ -169,29 +170,10 @@ def table(rows: Sequence[Row], is_small: bool) -> list[Row]:
     return made
 
 
-COLORS = ("#111111", "#d62728", "#ff7f0e", "#bcbd22", "#1f77b4", "#17becf", "#2ca02c", "#9467bd", "#e377c2")
-
-
 def plot(rows: Sequence[Row], is_small: bool) -> str:
     """Return an SVG of held-out loss against seconds, or against steps for small sizes."""
     curves = {row["row"]: [(p[0] if is_small else p[1], p[2]) for p in row["curve"]] for row in rows if "curve" in row}
-    xs, ys = ([point[n] for each in curves.values() for point in each] for n in (0, 1))
-    left, right, low, high = 0.0, max(xs), min(ys), max(ys)
-    place = lambda x, y: (60 + 500 * (x - left) / (right - left), 20 + 300 * (high - y) / (high - low or 1))  # noqa: E731
-    text = '<text x="{:.0f}" y="{:.0f}" text-anchor="{}">{}</text>'
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 370" font-family="sans-serif" font-size="12">']
-    parts += ['<rect width="760" height="370" fill="white"/><path d="M60 20V320H560" fill="none" stroke="#888"/>']
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(text.format(60 + 500 * share, 338, "middle", f"{left + share * (right - left):g}"))
-        parts.append(text.format(54, 324 - 300 * share, "end", f"{low + share * (high - low):.2f}"))
-    parts.append(text.format(310, 360, "middle", "training steps" if is_small else "seconds of training"))
-    parts.append(text.format(60, 12, "start", "held-out loss"))
-    for number, (name, curve) in enumerate(curves.items()):
-        points, color = " ".join("{:.1f},{:.1f}".format(*place(*each)) for each in curve), COLORS[number]
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        parts.append(f'<rect x="580" y="{24 + 20 * number}" width="12" height="4" fill="{color}"/>')
-        parts.append(text.format(598, 31 + 20 * number, "start", name))
-    return "\n".join([*parts, "</svg>", ""])
+    return draw([Panel("held-out loss", "training steps" if is_small else "seconds of training", curves)])
 
 
 if __name__ == "__main__":
