@@ -22,7 +22,7 @@ from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Derived, Flow, Leaf, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan, scan_counts
-from jaxquant.trace.reach import INTEGER, Place, out_of_reach
+from jaxquant.trace.reach import Place, no_float_matmul, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 from jaxquant.trace.structure import steps_of
 
@@ -205,11 +205,11 @@ class Analysis:
                 lost = self._record_readers(ins, f"{name} with a custom derivative")
                 body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
                 plan.inner[index] = [body]
-                return [_through_integers(dataclasses.replace(each, route=lost)) for each in outs]
+                return [dataclasses.replace(each, route=lost) for each in outs]
         if program is not None:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
-            return [*map(_through_integers, outs)]
+            return outs
         self._record_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None
@@ -340,6 +340,9 @@ class Analysis:
         if name in _RANKING:
             for site in out.marked("result"):
                 site.is_ranked = True
+        elif name == "mul":  # the scale of an integer product may be the amax of a result, but is not that result
+            integers = frozenset(mark for mark in out.marks if not mark[1].is_float_matmul)
+            out = dataclasses.replace(out, marks=integers or out.marks)
         elif name == "exp":
             return flows.with_marks(out, "exp", out.marked("result"))
         elif name in ("reduce_sum", "psum"):
@@ -396,6 +399,7 @@ class Analysis:
         site.shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
         first, second = (atom.aval.dtype for atom in eqn.invars[:2])
         site.dtype = first.name if first == second else ""
+        site.is_float_matmul = not no_float_matmul(eqn)
         site.side, site.route, site.is_out_of_reach, site.reason = None, None, False, ""
         site.names, site.leaves, site.stack = (), frozenset(), ()
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
@@ -519,9 +523,3 @@ def programs(params: dict[str, Any]) -> Iterator[Any]:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(open_jaxpr(item), "eqns"):
                 yield open_jaxpr(item)
-
-
-def _through_integers(flow: Flow) -> Flow:
-    """Return the flow of a function's result; integer contractions in the function hide those before it."""
-    sites = frozenset(site for site in flow.marked("result") if site.reason == INTEGER)
-    return dataclasses.replace(flow, after=sites, marks=frozenset({("result", s) for s in sites})) if sites else flow

@@ -87,7 +87,7 @@ class Decisions:
                 )
             site.recipe, site.reason = decision.recipe, decision.reason + decision.hint
             site.implementation = decision.implementation
-            site.is_out_of_reach = site.is_unsupported = site.names in self.unsupported
+            site.is_unsupported = site.names in self.unsupported
 
     def read_states(
         self,

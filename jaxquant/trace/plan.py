@@ -72,8 +72,9 @@ class Contraction:
       path: path of the layer.
       names: paths of the leaves.
       reason: reason for which it stays in float, or the rule or default that decided.
+      is_float_matmul: whether it contracts an axis of two float operands; otherwise there is no matmul to quantize.
       is_out_of_reach: whether it has a parameter and stays in float under all rules.
-      is_unsupported: whether that is only because the backend does not run its recipe in its operation.
+      is_unsupported: whether rules apply to it, but the backend does not run its recipe in its operation.
       is_followed: whether another parameter contraction follows it.
       is_normalized: whether its result is an input of a softmax or a log-sum-exp.
       is_ranked: whether its result is ranked by top_k, argmax or sort.
@@ -101,6 +102,7 @@ class Contraction:
     path: str = ""
     names: tuple[str, ...] = ()
     reason: str = ""
+    is_float_matmul: bool = True
     is_out_of_reach: bool = False
     is_unsupported: bool = False
     is_followed: bool = False
@@ -120,9 +122,9 @@ class Contraction:
         return self.side is not None and not self.is_out_of_reach
 
     @property
-    def is_replaceable(self) -> bool:
-        """Whether another op can replace the contraction."""
-        return self.is_layer or self.is_unsupported
+    def is_lost(self) -> bool:
+        """Whether it is a float matmul with a parameter that no rule can quantize."""
+        return self.is_float_matmul and (self.is_out_of_reach or self.is_unsupported)
 
     @property
     def key(self) -> Key:

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 
 from jaxquant.trace.plan import CONTRACTIONS, Contraction
 
-INTEGER = "multiplies integers in a function with a custom derivative"
 NOT_FLOAT = "its inputs are not float"
-NO_CONTRACTION = "contracts no axis"
-"""Reason for an outer or elementwise product, such as a norm's scale in an einsum, which has no matmul to quantize."""
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
 
 
@@ -56,11 +53,18 @@ class Place:
         return dataclasses.replace(self, context=(*self.context, number))
 
 
+def no_float_matmul(eqn: Any) -> str:
+    """Return the reason for which an equation is not a float matmul, so that float loses nothing, or ""."""
+    if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+        return "contracts no axis"  # an outer or elementwise product, such as a norm's scale in an einsum
+    is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2])
+    return "" if is_float else NOT_FLOAT
+
+
 def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     """Return the reason for which a parameter contraction cannot be quantized, or ""."""
-    if place.closed:
-        is_float = any(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2])
-        return place.closed if is_float or eqn.primitive.name not in CONTRACTIONS else INTEGER
+    if why := no_float_matmul(eqn) or place.closed:
+        return why
     if eqn.primitive.name not in CONTRACTIONS:
         return "multiplies blocks that are already quantized"
     if place.is_differentiated:
@@ -69,10 +73,6 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return why
     if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
         return why
-    if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-        return NO_CONTRACTION
-    if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
-        return NOT_FLOAT
     if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
         return "its stack of layers is split over devices by a shard_map"
     if site.split is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant import exact
 from jaxquant.trace import paths
 from tests.states import nested
 from tests.trace.functions import CURRENT, FP8, layers, shape
@@ -115,7 +118,7 @@ def test_a_path_is_not_an_identity():
     assert set(nested(state)["cell"]) == {"if_kernel+ii_kernel", "hf_kernel+hi_kernel"}
 
 
-HEAD, ROUTER = "output head", "router"
+HEAD, ROUTER, NOT_FLOAT = "output head", "router", "its inputs are not float"
 
 
 def _two_layers(p, x):
@@ -136,6 +139,17 @@ def _attention_pooling(p, x):
     return jax.nn.softmax(x @ p["a"]["kernel"]) * x @ p["b"]["kernel"]
 
 
+def _integer_router(p, x):
+    x = x @ p["a"]["kernel"]
+    scale = jnp.max(jnp.abs(x), -1, keepdims=True)
+    codes, kernel = (each.astype("int8") for each in (x / scale, p["b"]["kernel"]))
+    return jax.lax.top_k((codes @ kernel) * scale, 2)
+
+
+def _exact_router(p, x):
+    return jax.lax.top_k(exact.dot("bi,io->bo", x @ p["a"]["kernel"], p["b"]["kernel"]), 2)
+
+
 @pytest.mark.parametrize(
     ("fn", "a", "b"),
     [
@@ -146,12 +160,41 @@ def _attention_pooling(p, x):
         (lambda p, x: jnp.argmax(_two_layers(p, x), -1), QUANTIZED, HEAD),
         (_top_k_router, ROUTER, QUANTIZED),
         (_attention_pooling, QUANTIZED, QUANTIZED),
+        (_integer_router, QUANTIZED, NOT_FLOAT),
+        (_exact_router, QUANTIZED, NOT_FLOAT),
     ],
 )
 def test_heads_and_routers_by_structure(fn, a, b):
     found = layers(fn, {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}, X)
     assert found["a"].startswith(a)
     assert found["b"].startswith(b)
+
+
+@jax.custom_jvp
+def _closed_matmul(x, kernel):
+    return x @ kernel
+
+
+_closed_matmul.defjvp(lambda primals, tangents: (_closed_matmul(*primals), tangents[0]))
+
+
+@pytest.mark.parametrize(
+    ("product", "is_lost"),
+    [
+        (lambda x, kernel: exact.dot("bi,io->bo", x, kernel), False),
+        (lambda x, kernel: x * (x @ kernel.astype("complex64")).real, False),
+        (lambda x, kernel: jnp.einsum("bi,i->bi", x, kernel[0]), False),
+        (_closed_matmul, True),
+    ],
+)
+def test_only_float_matmuls_are_lost(product, is_lost):
+    def fn(p, x):
+        return product(x @ p["a"]["kernel"], p["b"]["kernel"])
+
+    p = {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}
+    strict = jaxquant.quantize(fn, CURRENT | {"strict": True})
+    with pytest.raises(NotImplementedError) if is_lost else contextlib.nullcontext():
+        jax.eval_shape(strict.init, p, X)
 
 
 def _of_groups(scores, bias):
