@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import block_ragged, block_scaled
 from jaxquant.trace.flow import Derived, Leaf, Route, Stack
+from jaxquant.trace.jaxprs import scan_counts
 
 CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 OPERATIONS = {name: name for name in CONTRACTIONS} | {
@@ -253,14 +254,6 @@ def readers_of(plan: Plan, arguments: Sequence[Any]) -> Iterator[tuple[Contracti
             known[id(eqn.outvars[0])] = known.get(id(eqn.invars[0]))
         elif site is not None and site.side is not None:
             yield site, known.get(id(eqn.invars[1 - site.side]))
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values among the operands of a scan."""
-    if "ft_in" in params:  # jax 0.12
-        consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
-        return consts, carries
-    return params["num_consts"], params["num_carry"]
 
 
 def mark_stored(plan: Plan) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxquant.kernels import CALLS
+from jaxquant.trace.jaxprs import open_jaxpr, programs
 from jaxquant.trace.plan import CONTRACTIONS, Contraction
+from jaxquant.trace.registry import function_name, how_to_register
 
 NOT_FLOAT = "its inputs are not float"
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
@@ -101,3 +104,37 @@ def _unusual_convolution(site: Contraction, eqn: Any) -> str:
     if eqn.params["batch_group_count"] != 1:
         return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
     return ""
+
+
+def unreachable_product(eqn: Any, has_matrix: bool) -> str:
+    """Return the reason for which a product inside an equation that is not analyzed cannot be quantized.
+
+    Args:
+      eqn: equation that receives a parameter.
+      has_matrix: whether a parameter that it receives has at least two axes.
+
+    Returns:
+      The reason, or "" if the equation contains no product.
+    """
+    name = eqn.primitive.name
+    if ("callback" in name and name != "debug_callback") or (name == "ffi_call" and has_matrix):
+        return f"passed to {name}, which computes outside of JAX"
+    if "dot_general" not in name and not any(map(_multiplies, programs(eqn.params))):  # sparse matrices have their own
+        return ""
+    if name == "pallas_call":
+        return f"inside {name} of {function_name(eqn)!r}; {how_to_register()}"
+    kernel = _kernel_name(eqn)
+    return f"inside the Mosaic GPU kernel {kernel!r}" if kernel else f"inside {name}"
+
+
+def _multiplies(jaxpr: Any) -> bool:
+    known = (*CONTRACTIONS, "wgmma", "wgmma_ref", "mma", "tcgen05_mma")  # from Mosaic GPU
+    return any(eqn.primitive.name in known or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def _kernel_name(eqn: Any) -> str:
+    """Return the name of the kernel that an equation calls, or "". Mosaic GPU calls kernels in a ``custom_vmap``."""
+    if eqn.primitive.name in CALLS:
+        return str(eqn.params["name"])
+    inner = open_jaxpr(eqn.params["call"]).eqns if eqn.primitive.name == "custom_vmap_call" else ()
+    return next(filter(None, map(_kernel_name, inner)), "")
