@@ -19,8 +19,8 @@ from jax.extend.core import Literal
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import CALLS, KERNEL_PREFIX
 from jaxquant.ops.gradients import REVERSE_ONLY
-from jaxquant.trace.analysis import JITS, REMATS, open_jaxpr, programs
-from jaxquant.trace.plan import OPERATIONS, scan_counts
+from jaxquant.trace.jaxprs import JITS, REMATS, open_jaxpr, programs, scan_counts
+from jaxquant.trace.plan import OPERATIONS
 from jaxquant.trace.registry import CUSTOM
 from jaxquant.trace.report import Decided
 

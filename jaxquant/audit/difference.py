@@ -13,9 +13,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxquant.audit.dataflow import caller_of
-from jaxquant.trace.analysis import JITS, REMATS, called
-from jaxquant.trace.plan import scan_counts
-from jaxquant.trace.registry import CUSTOM, own_program
+from jaxquant.trace.jaxprs import JITS, REMATS, called, scan_counts
+from jaxquant.trace.registry import CUSTOM
 from jaxquant.trace.rewrite import evaluate_equation
 
 
@@ -128,7 +127,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str
         name, ins = eqn.primitive.name, list(map(read, eqn.invars))
         path = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         if name in JITS | REMATS | CUSTOM:
-            inner = own_program(eqn) if name in CUSTOM else called(eqn)
+            inner = called(eqn)
             outs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), ins, path, taps)
         elif name == "scan":
             outs = _scan(eqn, ins, path, taps)

@@ -147,7 +147,7 @@ class Monitor:
         self._sites: dict[Key, Contraction] = {}
         for site in analysis.plan.contractions():
             # Embedding tables are not measured.
-            if site.is_replaceable and not any(leaf.index in analysis.looked_up for leaf in site.leaves):
+            if site.is_layer and not any(leaf.index in analysis.looked_up for leaf in site.leaves):
                 self._sites.setdefault(site.key, site)
         self._order, self.rows = _make_rows(list(self._sites.values()))
 
@@ -277,7 +277,7 @@ class _Taps:
         if self.engine.resolver is not None:
             decisions.apply(plan)
         for site in plan.contractions():
-            if site.is_replaceable and site.recipe is None and site.key in self.probes:
+            if site.is_layer and site.recipe is None and site.key in self.probes:
                 site.recipe = _FLOAT_RECIPE
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run on the example inputs; pass inputs of the layer")

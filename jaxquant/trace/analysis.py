@@ -9,26 +9,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
-from jaxquant.kernels import CALLS
-from jaxquant.kernels.platforms import UNLESS_SHARDED
 from jaxquant.trace import flow as flows
-from jaxquant.trace.flow import CONSTANT, DATA, Derived, Flow, Leaf, Route
+from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf, Route
+from jaxquant.trace.jaxprs import JITS, REMATS, called, open_jaxpr, scan_counts
 from jaxquant.trace.paths import Name, layer_names, layer_path
-from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan, scan_counts
-from jaxquant.trace.reach import INTEGER, Place, out_of_reach
-from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
+from jaxquant.trace.plan import OPERATIONS, Contraction, Plan
+from jaxquant.trace.reach import Place, no_float_matmul, out_of_reach, unreachable_product
+from jaxquant.trace.readers import Readers
+from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, registered_program
 from jaxquant.trace.structure import steps_of
+from jaxquant.trace.weights import describe_weight
 
-JITS = frozenset({"jit", "pjit", "closed_call", "core_call", UNLESS_SHARDED})
-REMATS = frozenset({"checkpoint", "remat", "remat2"})
-_RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
 _ALIKE = frozenset({"convert_element_type", "sharding_constraint"})
 """Primitives that layers apply to an input before its contraction; with equal params, their results are equal."""
@@ -40,21 +38,6 @@ _MIN_VOCABULARY = 16
 """Minimum number of rows of an embedding table that can belong to a vocabulary."""
 _OF_PARAMETERS = "both inputs are computed only from parameters"
 _WITH_PRODUCT = "one input is a product of parameters (such as learned queries), and a product is not a weight"
-
-
-class OtherUse(NamedTuple):
-    """Reader of a leaf that cannot use a converted kernel instead of the leaf.
-
-    Attributes:
-      leaf: index of the leaf.
-      operation: primitive name, or a description of the reader.
-      site: contraction that reads the leaf, if the reader is one. Either it stays in float, or it could use a converted
-        kernel but the leaf cannot be recovered from the value that it reads.
-    """
-
-    leaf: int
-    operation: str
-    site: Contraction | None = None
 
 
 class Analysis:
@@ -73,6 +56,7 @@ class Analysis:
       plan: plan of the outermost jaxpr.
       found: all contractions, keyed by the equation index at each level of nesting.
       looked_up: indices of leaves whose rows are selected by data, such as embedding tables.
+      readers: readers of the leaves.
       mixed: indices of leaves that were combined with data before a contraction, such as a kernel normalized by data.
       is_decided: whether every contraction has its recipe.
     """
@@ -95,22 +79,12 @@ class Analysis:
         self.looked_up: set[int] = set()
         self.mixed: set[int] = set()
         self.is_decided = False
-        self._readers: list[tuple[int, str | Contraction]] = []
+        self.readers = Readers()
         jaxpr = closed.jaxpr
         known = list(inputs or [Flow(frozenset({Leaf(index)}), route=Route(index)) for index in range(len(names))])
         known += [DATA] * (len(jaxpr.invars) - len(known))
         self.plan, outs = self._run(jaxpr, known, Place())
-        self._record_readers(outs, "the output of the function")
-
-    def other_uses(self) -> Iterator[OtherUse]:
-        """Yield every reader of a leaf that cannot use a converted kernel; call after recipes are chosen."""
-        for leaf, reader in self._readers:
-            if isinstance(reader, str):
-                yield OtherUse(leaf, reader)
-            elif reader.recipe is None:
-                yield OtherUse(leaf, reader.operation, reader)
-            elif isinstance(reader.route, Route) and reader.route.obstacle:
-                yield OtherUse(leaf, f"{reader.operation} after the weight {reader.route.obstacle}", reader)
+        self.readers.record(outs, "the output of the function")
 
     def path(self, leaves: Sequence[int]) -> str:
         """Return the layer path of a weight that is computed from these leaves."""
@@ -191,40 +165,32 @@ class Analysis:
             plan.inner[index], outs = special(eqn, ins, place)
             return outs
         if name == "optimization_barrier":
-            lost = self._record_readers(ins, name) if len(ins) > 1 else None
+            lost = self.readers.record(ins, name) if len(ins) > 1 else None
             return ins if lost is None else [dataclasses.replace(each, route=lost) for each in ins]
-        program = registered_program(eqn)
+        program, lost = registered_program(eqn), None
         if program is not None:
             plan.programs[index] = program
             place = dataclasses.replace(place, opened=function_name(eqn))
         elif name in CUSTOM:
-            what = f"inside {name} of {function_name(eqn)!r}"
-            why = f"{what}, which has a custom derivative; {how_to_register()}"
-            program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
-            if program is not None and any(each.route is None for each in ins):
-                lost = self._record_readers(ins, f"{name} with a custom derivative")
-                body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
-                plan.inner[index] = [body]
-                return [_through_integers(dataclasses.replace(each, route=lost)) for each in outs]
+            why = f"inside {name} of {function_name(eqn)!r}, which has a custom derivative; {how_to_register()}"
+            program, place = called(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
+            if any(each.route is None for each in ins):
+                lost = self.readers.record(ins, f"{name} with a custom derivative")
+                ins = [dataclasses.replace(each, route=None) for each in ins]
         if program is not None:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
-            return [*map(_through_integers, outs)]
+            return outs if lost is None else [dataclasses.replace(each, route=lost) for each in outs]
         self._record_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None
         if is_whole and isinstance(whole, Route):
-            names = eqn.params["axis_name"]
-            return [
-                flows.gathered(
-                    ins[0], eqn.params["all_gather_dimension"], (names,) if isinstance(names, str) else tuple(names)
-                )
-            ]
+            return [flows.gathered(ins[0], whole, eqn.params)]
         if isinstance(whole, Route) and (steps := steps_of(eqn)) is not None:
             route = whole.then(*steps)
         else:
             site = plan.sites.get(index)
-            route = self._record_readers(ins, name if site is None else f"{name} in float ({site.reason})")
+            route = self.readers.record(ins, name if site is None else f"{name} in float ({site.reason})")
         out = dataclasses.replace(self._plain(eqn, ins), route=route)
         # A mutable reference can be written later by other code, so its contents count as data.
         return [dataclasses.replace(out, leaves=None) if hasattr(v.aval, "inner_aval") else out for v in eqn.outvars]
@@ -252,10 +218,10 @@ class Analysis:
         self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: Place
     ) -> tuple[Plan, list[Flow]]:
         """Analyze a loop body until its carry reaches a fixed point. Returns the flows of the carry and the outputs."""
-        noted, first = (len(self._readers), set(self.looked_up), set(self.mixed)), carry
+        noted, first = (len(self.readers.records), set(self.looked_up), set(self.mixed)), carry
         while True:
             # Discard the records of the previous iteration, which knew less about the carry (it may start as zeros).
-            del self._readers[noted[0] :]
+            del self.readers.records[noted[0] :]
             self.looked_up, self.mixed = set(noted[1]), set(noted[2])
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
             new = [
@@ -264,14 +230,9 @@ class Analysis:
             ]
             if new == carry:
                 for ways in zip(first, outs, carry, strict=False):
-                    self._record_unlike(ways, "a loop that changes the weight")
+                    self.readers.record_unlike(ways, "a loop that changes the weight")
                 return body, [*carry, *outs[len(carry) :]]
             carry = new
-
-    def _record_unlike(self, ways: Sequence[Flow], why: str) -> None:
-        """Record a read of the leaves if their routes differ; the last of ``ways`` is the join of the others."""
-        if any(each.route != ways[-1].route for each in ways):
-            self._record_readers(ways, why)
 
     def _closure(self, aval: Any) -> Flow:
         """Return the flow of an array that the function closes over; integers and scalars count as constants."""
@@ -289,7 +250,7 @@ class Analysis:
         outs = []
         for ways in zip(*(outs for _, outs in runs), strict=True):
             outs.append(flows.either(ways, "a cond"))
-            self._record_unlike([*ways, outs[-1]], "a cond that selects the weight")
+            self.readers.record_unlike([*ways, outs[-1]], "a cond that selects the weight")
         if ins[0].is_data:
             outs = [self._data_flow(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
@@ -300,35 +261,15 @@ class Analysis:
         body, outs = self._run(eqn.params["jaxpr"], parts, place)
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
-    def _record_readers(self, ins: Sequence[Flow], why: str) -> Derived | None:
-        """Record every leaf whose elements an operation reads unchanged. Returns the route of its output."""
-        leaves, routes = set[int](), [each.route for each in ins]
-        for each in routes:
-            if isinstance(each, Route):
-                self._readers.append((each.leaf, why))
-                leaves.add(each.leaf)
-            elif each is not None:
-                leaves |= each.leaves
-                why = why if any(isinstance(other, Route) for other in routes) else each.why
-        return Derived(frozenset(leaves), why) if leaves else None
-
     def _record_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
         """Record a nested program that cannot be analyzed if it receives a parameter that it may multiply."""
-        weights = [each for each in ins if each.is_weight]
-        name = eqn.primitive.name
+        leaves = flows.join(each for each in ins if each.is_weight).leaves
         is_matrix = any(each.is_weight and atom.aval.ndim > 1 for each, atom in zip(ins, eqn.invars, strict=True))
-        is_foreign = ("callback" in name and name != "debug_callback") or (name == "ffi_call" and is_matrix)
-        is_product = "dot_general" in name or any(map(_multiplies, programs(eqn.params)))  # also of sparse matrices
-        if not weights or not (is_foreign or is_product):
+        if not leaves or not (reason := unreachable_product(eqn, is_matrix)):
             return
-        site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
-        self._name(site, flows.join(weights).leaves or frozenset())
-        site.is_out_of_reach = True
-        site.reason = f"passed to {name}, which computes outside of JAX" if is_foreign else f"inside {name}"
-        if name == "pallas_call":
-            site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
-        elif kernel := _kernel_name(eqn):
-            site.reason = f"inside the Mosaic GPU kernel {kernel!r}"
+        site = self.found.setdefault(place.context, Contraction(eqn.primitive.name, "/".join(place.scopes)))
+        self._name(site, leaves)
+        site.is_out_of_reach, site.reason = True, reason
         plan.sites[index] = site
 
     # -- equations ---------------------------------------------------------------------------------------------------
@@ -337,19 +278,7 @@ class Analysis:
         name, out = eqn.primitive.name, flows.join(ins)
         if out.is_product and out.leaves:
             out = self._product_flow(out, eqn.outvars[0].aval)
-        if name in _RANKING:
-            for site in out.marked("result"):
-                site.is_ranked = True
-        elif name == "exp":
-            return flows.with_marks(out, "exp", out.marked("result"))
-        elif name in ("reduce_sum", "psum"):
-            return flows.with_marks(out, "sum", out.marked("exp"))
-        elif name == "log":
-            for site in out.marked("sum"):
-                site.is_normalized = True
-        elif name == "div":
-            for site in ins[0].marked("exp") & ins[1].marked("sum"):
-                site.is_normalized = True
+        out = flows.mark_uses(name, ins, out)
         if out.is_data and name in _MIXING:
             return self._data_flow(out, ins)
         if out.is_data and (name in _ADDING or name.startswith("scatter")) and not self._is_step:
@@ -396,6 +325,7 @@ class Analysis:
         site.shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
         first, second = (atom.aval.dtype for atom in eqn.invars[:2])
         site.dtype = first.name if first == second else ""
+        site.is_float_matmul = not no_float_matmul(eqn)
         site.side, site.route, site.is_out_of_reach, site.reason = None, None, False, ""
         site.names, site.leaves, site.stack = (), frozenset(), ()
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
@@ -423,8 +353,8 @@ class Analysis:
             return self._float_result(site, ins, result)
         site.side, site.route = side, weight.route
         if isinstance(weight.route, Route):
-            self._readers.append((weight.route.leaf, site))
-        self._describe_weight(site, eqn, side)
+            self.readers.records.append((weight.route.leaf, site))
+        describe_weight(site, eqn)
         site.reason = out_of_reach(site, eqn, place)
         site.is_out_of_reach = bool(site.reason)
         if place.is_backward:
@@ -435,7 +365,7 @@ class Analysis:
 
     def _float_result(self, site: Contraction, ins: Sequence[Flow], result: Flow) -> Flow:
         """Return the flow of the result of a contraction that stays in float under all rules."""
-        lost = self._record_readers(ins, f"{site.operation} in float ({site.reason})")
+        lost = self.readers.record(ins, f"{site.operation} in float ({site.reason})")
         return dataclasses.replace(result, route=lost if all(each.route for each in ins) else None)
 
     def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow], place: Place) -> None:
@@ -454,74 +384,3 @@ class Analysis:
                 site.reason = "one input is an array that the function closes over; pass the array as a parameter"
             if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
                 site.reason += f" (one input is computed from {', '.join(map(repr, sorted(added)))} and data)"
-
-    def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
-        """Set the fields of ``site`` that describe the weight: axes, sizes of batch axes, number of output features."""
-        shape = site.shapes[side]
-        if site.operation == "conv_general_dilated":
-            feature = eqn.params["dimension_numbers"].rhs_spec[0]
-            site.batch, site.out_features = (), shape[feature]
-            site.weight_axes = tuple(axis for axis in range(len(shape)) if axis != feature), ()
-            return
-        if site.operation == "dot_general":
-            groups, numbers = (), eqn.params["dimension_numbers"]
-        else:
-            ragged = eqn.params["ragged_dot_dimension_numbers"]
-            groups, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
-        contract, batch = (tuple(axes[side]) for axes in numbers)
-        site.weight_axes = contract, (*groups, *batch)
-        site.batch = tuple(shape[axis] for axis in (*groups, *batch))
-        self._split_batch(site, shape)
-        site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
-
-    def _split_batch(self, site: Contraction, shape: Sequence[int]) -> None:
-        """Set the mesh axes that split each batch axis of a weight (None if unknown) and the global batch sizes."""
-        route, batch = site.route, site.weight_axes[1]
-        if not isinstance(route, Route):
-            site.split = None if batch and any(leaf.split for leaf in site.leaves) else ()
-            return
-        found = route.by_batch(batch, (axis for axis, n in enumerate(shape) if n > 1 and axis not in batch))
-        if not found or not any(found):
-            site.split = None if found is None else ()
-            return
-        site.split = tuple(tuple(name for each in own for name in each.names) for own in found)
-        site.batch = tuple(n * math.prod(each.parts for each in own) for n, own in zip(site.batch, found, strict=True))
-        if route.obstacle == flows.SHARDED and sum(map(len, found)) == len(route.splits):
-            site.route = dataclasses.replace(route, obstacle="")  # conversion handles each expert of a whole leaf
-
-
-def _multiplies(jaxpr: Any) -> bool:
-    known = (*CONTRACTIONS, "wgmma", "wgmma_ref", "mma", "tcgen05_mma")  # from Mosaic GPU
-    return any(eqn.primitive.name in known or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
-
-
-def _kernel_name(eqn: Any) -> str:
-    """Return the name of the kernel that an equation calls, or "". Mosaic GPU calls kernels in a ``custom_vmap``."""
-    if eqn.primitive.name in CALLS:
-        return str(eqn.params["name"])
-    inner = open_jaxpr(eqn.params["call"]).eqns if eqn.primitive.name == "custom_vmap_call" else ()
-    return next(filter(None, map(_kernel_name, inner)), "")
-
-
-def open_jaxpr(jaxpr: Any) -> Any:
-    """Return the open jaxpr of an open or closed jaxpr."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def called(eqn: Any) -> Any:
-    """Return the jaxpr that a jit or remat equation calls."""
-    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-
-
-def programs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the open jaxprs in the params of an equation."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(open_jaxpr(item), "eqns"):
-                yield open_jaxpr(item)
-
-
-def _through_integers(flow: Flow) -> Flow:
-    """Return the flow of a function's result; integer contractions in the function hide those before it."""
-    sites = frozenset(site for site in flow.marked("result") if site.reason == INTEGER)
-    return dataclasses.replace(flow, after=sites, marks=frozenset({("result", s) for s in sites})) if sites else flow

@@ -68,23 +68,22 @@ def check_served(
     converted = {index for index, leaf in enumerate(leaves) if isinstance(leaf, QTensor)}
     if not converted and not must_be_converted:
         return frozenset()
-    other_uses = list(analysis.other_uses())
-    for use in other_uses:
-        site = use.site
-        if use.leaf in converted and site is not None and site.recipe is None:
-            dtype = leaves[use.leaf].qvalue.dtype.name
+    float_readers = list(analysis.readers.float_readers())
+    for leaf, reader in float_readers:
+        if leaf in converted and isinstance(reader, Contraction) and reader.recipe is None:
+            dtype = leaves[leaf].qvalue.dtype.name
             raise ValueError(
-                f"{layer_name(site.path)} has a converted kernel ({dtype}), but stays in float ({site.reason}); use "
-                "the config of the conversion"
+                f"{layer_name(reader.path)} has a converted kernel ({dtype}), but stays in float ({reader.reason}); "
+                "use the config of the conversion"
             )
-        if use.leaf in converted and site is None:
-            layer = layer_name(analysis.path([use.leaf]))
+        if leaf in converted and isinstance(reader, str):
+            layer = layer_name(analysis.path([leaf]))
             raise NotImplementedError(
-                f"{layer} uses a converted kernel in {use.operation}, but a converted kernel supports only casts, "
+                f"{layer} uses a converted kernel in {reader}, but a converted kernel supports only casts, "
                 "transposes, reshapes that keep the blocks and slices of a scan before the quantized contraction; "
                 "leave the layer in float with a rule"
             )
-    served, read_otherwise = set[Key](), {use.leaf for use in other_uses}
+    served, read_otherwise = set[Key](), {leaf for leaf, _ in float_readers}
     routes = {site: site.route for site in analysis.plan.chosen if isinstance(site.route, Route)}
     for site, route in routes.items():
         if route.leaf in converted:

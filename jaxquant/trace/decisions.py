@@ -87,7 +87,7 @@ class Decisions:
                 )
             site.recipe, site.reason = decision.recipe, decision.reason + decision.hint
             site.implementation = decision.implementation
-            site.is_out_of_reach = site.is_unsupported = site.names in self.unsupported
+            site.is_unsupported = site.names in self.unsupported
 
     def read_states(
         self,
@@ -212,14 +212,12 @@ def decide(
     layers = {names: _decide_one(analysis, sites, resolver, floats) for names, sites in new.items()}
     unsupported = set()
     for names, decision in layers.items():
-        path = groups[names][0].path
-        if decision.recipe is None:
+        if decision.recipe is None or not (text := unsupported_reason(new[names], decision.recipe, backend)):
             continue
-        if text := unsupported_reason(groups[names], decision.recipe, backend):
-            if decision.rule is not None:
-                raise NotImplementedError(f"rule {decision.rule!r} for layer {path!r}: {text}")
-            layers[names] = Decision(None, text)
-            unsupported.add(names)
+        if decision.rule is not None:
+            raise NotImplementedError(f"rule {decision.rule!r} for layer {new[names][0].path!r}: {text}")
+        layers[names] = Decision(None, text)
+        unsupported.add(names)
     if check:
         _check_rules_reach(lost, {decision.rule for decision in layers.values()}, resolver)
     by_path = {groups[names][0].path: decision for names, decision in layers.items()}

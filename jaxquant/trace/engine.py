@@ -33,7 +33,6 @@ from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
 from jaxquant.trace.decisions import Decisions, FaceHooks, decide
 from jaxquant.trace.plan import Contraction, mark_shared_activations, mark_stored
-from jaxquant.trace.reach import INTEGER, NO_CONTRACTION
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Decided, Report, layer_rows, row_of
 from jaxquant.trace.rewrite import Rewriter
@@ -245,7 +244,7 @@ class Engine:
             what = "; ".join(dict.fromkeys(reasons)) or f"there is {kind}"
             raise ValueError(f"quantization {self.config.quantization!r} quantizes {kind} of {whole} ({what})")
         selected = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
-        lost = [each for each in sites if each.is_out_of_reach and each.reason not in (NO_CONTRACTION, INTEGER)]
+        lost = [each for each in sites if each.is_lost]
         floats = self.resolver.float_blocks([*decided, *(each.path for each in lost)], must_have=False)
         lost = [each for each in lost if each.path in selected and each.path not in floats]
         what = list(dict.fromkeys(f"{site.path or 'the root layer'}: {site.reason}" for site in lost))

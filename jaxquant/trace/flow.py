@@ -142,6 +142,7 @@ class Flow:
 
 CONSTANT = Flow()
 DATA = Flow(leaves=None)
+_RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 SHARDED = "is split by a shard_map"
 
 
@@ -185,9 +186,31 @@ def obstruct(flow: Flow, what: str) -> Flow:
     return dataclasses.replace(flow, route=dataclasses.replace(route, obstacle=what))
 
 
-def with_marks(flow: Flow, mark: Mark, contractions: Iterable[Any]) -> Flow:
-    """Add marks of one kind to a flow."""
-    return dataclasses.replace(flow, marks=flow.marks | {(mark, each) for each in contractions})
+def mark_uses(name: str, ins: Sequence[Flow], out: Flow) -> Flow:
+    """Record on contractions that their result is ranked or normalized. Returns the flow of the output with its marks.
+
+    Args:
+      name: primitive of the equation.
+      ins: flows of its operands.
+      out: flow of its output, with the marks of all operands.
+    """
+    if name in _RANKING:
+        for site in out.marked("result"):
+            site.is_ranked = True
+    elif name == "mul":  # the scale of an integer product may be the amax of a result, but is not that result
+        integers = frozenset(mark for mark in out.marks if not mark[1].is_float_matmul)
+        return dataclasses.replace(out, marks=integers or out.marks)
+    elif name == "exp":
+        return dataclasses.replace(out, marks=out.marks | {("exp", site) for site in out.marked("result")})
+    elif name in ("reduce_sum", "psum"):
+        return dataclasses.replace(out, marks=out.marks | {("sum", site) for site in out.marked("exp")})
+    elif name == "log":
+        for site in out.marked("sum"):
+            site.is_normalized = True
+    elif name == "div":
+        for site in ins[0].marked("exp") & ins[1].marked("sum"):
+            site.is_normalized = True
+    return out
 
 
 def change_leaves(flow: Flow, change: Any) -> Flow:
@@ -229,12 +252,11 @@ def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=tuple(sorted({*leaf.split, *axes}))))
 
 
-def gathered(flow: Flow, dimension: int, names: tuple[str, ...]) -> Flow:
-    """Return the flow of a value that is all-gathered along a dimension over mesh axes."""
-    route = flow.route
-    if not isinstance(route, Route):
-        return flow
-    done = [each for each in route.splits_of(dimension) if each.names == names]
+def gathered(flow: Flow, route: Route, params: Mapping[str, Any]) -> Flow:
+    """Return the flow of a value with this route after an all-gather with these params."""
+    names = params["axis_name"]
+    names = (names,) if isinstance(names, str) else tuple(names)
+    done = [each for each in route.splits_of(params["all_gather_dimension"]) if each.names == names]
     rest = tuple(each for each in route.splits if each not in done)
     if not done:
         return dataclasses.replace(flow, route=Derived(frozenset({route.leaf}), "all_gather"))

@@ -260,11 +260,12 @@ def find_kernels(
     found: dict[tuple[str, ...], LayerKernel] = {}
     for index, ways in jobs.items():
         path = next(iter(ways.values())).path
-        other_uses = [use.operation for use in analysis.other_uses() if use.leaf == index]
+        others = [reader for leaf, reader in analysis.readers.float_readers() if leaf == index]
         if isinstance(leaves[index], QTensor):
             continue
-        if other_uses:
-            reasons[path] = f"its weight is also used in {other_uses[0]}"
+        if others:
+            use = others[0] if isinstance(others[0], str) else others[0].operation
+            reasons[path] = f"its weight is also used in {use}"
             continue
         if len(ways) > 1:
             reasons[path] = f"its weight is quantized in {len(ways)} different ways, but can be converted only once"

@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import block_ragged, block_scaled
 from jaxquant.trace.flow import Derived, Leaf, Route, Stack
+from jaxquant.trace.jaxprs import scan_counts
 
 CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 OPERATIONS = {name: name for name in CONTRACTIONS} | {
@@ -72,8 +73,9 @@ class Contraction:
       path: path of the layer.
       names: paths of the leaves.
       reason: reason for which it stays in float, or the rule or default that decided.
+      is_float_matmul: whether it contracts an axis of two float operands; otherwise there is no matmul to quantize.
       is_out_of_reach: whether it has a parameter and stays in float under all rules.
-      is_unsupported: whether that is only because the backend does not run its recipe in its operation.
+      is_unsupported: whether rules apply to it, but the backend does not run its recipe in its operation.
       is_followed: whether another parameter contraction follows it.
       is_normalized: whether its result is an input of a softmax or a log-sum-exp.
       is_ranked: whether its result is ranked by top_k, argmax or sort.
@@ -101,6 +103,7 @@ class Contraction:
     path: str = ""
     names: tuple[str, ...] = ()
     reason: str = ""
+    is_float_matmul: bool = True
     is_out_of_reach: bool = False
     is_unsupported: bool = False
     is_followed: bool = False
@@ -120,9 +123,9 @@ class Contraction:
         return self.side is not None and not self.is_out_of_reach
 
     @property
-    def is_replaceable(self) -> bool:
-        """Whether another op can replace the contraction."""
-        return self.is_layer or self.is_unsupported
+    def is_lost(self) -> bool:
+        """Whether it is a float matmul with a parameter that no rule can quantize."""
+        return self.is_float_matmul and (self.is_out_of_reach or self.is_unsupported)
 
     @property
     def key(self) -> Key:
@@ -251,14 +254,6 @@ def readers_of(plan: Plan, arguments: Sequence[Any]) -> Iterator[tuple[Contracti
             known[id(eqn.outvars[0])] = known.get(id(eqn.invars[0]))
         elif site is not None and site.side is not None:
             yield site, known.get(id(eqn.invars[1 - site.side]))
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values among the operands of a scan."""
-    if "ft_in" in params:  # jax 0.12
-        consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
-        return consts, carries
-    return params["num_consts"], params["num_carry"]
 
 
 def mark_stored(plan: Plan) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxquant.kernels import CALLS
+from jaxquant.trace.jaxprs import open_jaxpr, programs
 from jaxquant.trace.plan import CONTRACTIONS, Contraction
+from jaxquant.trace.registry import function_name, how_to_register
 
-INTEGER = "multiplies integers in a function with a custom derivative"
 NOT_FLOAT = "its inputs are not float"
-NO_CONTRACTION = "contracts no axis"
-"""Reason for an outer or elementwise product, such as a norm's scale in an einsum, which has no matmul to quantize."""
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
 
 
@@ -56,11 +56,18 @@ class Place:
         return dataclasses.replace(self, context=(*self.context, number))
 
 
+def no_float_matmul(eqn: Any) -> str:
+    """Return the reason for which an equation is not a float matmul, so that float loses nothing, or ""."""
+    if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+        return "contracts no axis"  # an outer or elementwise product, such as a norm's scale in an einsum
+    is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2])
+    return "" if is_float else NOT_FLOAT
+
+
 def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     """Return the reason for which a parameter contraction cannot be quantized, or ""."""
-    if place.closed:
-        is_float = any(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2])
-        return place.closed if is_float or eqn.primitive.name not in CONTRACTIONS else INTEGER
+    if why := no_float_matmul(eqn) or place.closed:
+        return why
     if eqn.primitive.name not in CONTRACTIONS:
         return "multiplies blocks that are already quantized"
     if place.is_differentiated:
@@ -69,10 +76,6 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return why
     if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
         return why
-    if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-        return NO_CONTRACTION
-    if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
-        return NOT_FLOAT
     if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
         return "its stack of layers is split over devices by a shard_map"
     if site.split is None:
@@ -101,3 +104,37 @@ def _unusual_convolution(site: Contraction, eqn: Any) -> str:
     if eqn.params["batch_group_count"] != 1:
         return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
     return ""
+
+
+def unreachable_product(eqn: Any, has_matrix: bool) -> str:
+    """Return the reason for which a product inside an equation that is not analyzed cannot be quantized.
+
+    Args:
+      eqn: equation that receives a parameter.
+      has_matrix: whether a parameter that it receives has at least two axes.
+
+    Returns:
+      The reason, or "" if the equation contains no product.
+    """
+    name = eqn.primitive.name
+    if ("callback" in name and name != "debug_callback") or (name == "ffi_call" and has_matrix):
+        return f"passed to {name}, which computes outside of JAX"
+    if "dot_general" not in name and not any(map(_multiplies, programs(eqn.params))):  # sparse matrices have their own
+        return ""
+    if name == "pallas_call":
+        return f"inside {name} of {function_name(eqn)!r}; {how_to_register()}"
+    kernel = _kernel_name(eqn)
+    return f"inside the Mosaic GPU kernel {kernel!r}" if kernel else f"inside {name}"
+
+
+def _multiplies(jaxpr: Any) -> bool:
+    known = (*CONTRACTIONS, "wgmma", "wgmma_ref", "mma", "tcgen05_mma")  # from Mosaic GPU
+    return any(eqn.primitive.name in known or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def _kernel_name(eqn: Any) -> str:
+    """Return the name of the kernel that an equation calls, or "". Mosaic GPU calls kernels in a ``custom_vmap``."""
+    if eqn.primitive.name in CALLS:
+        return str(eqn.params["name"])
+    inner = open_jaxpr(eqn.params["call"]).eqns if eqn.primitive.name == "custom_vmap_call" else ()
+    return next(filter(None, map(_kernel_name, inner)), "")

@@ -17,7 +17,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+from jaxquant.trace.jaxprs import called
+
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Primitives of functions with custom derivatives."""
 _registered: dict[str, Callable[..., Any] | None] = {}
 
@@ -93,11 +95,6 @@ def _plain(function: Any) -> Any:
     return plain
 
 
-def own_program(eqn: Any) -> Any:
-    """Return the primal program of a function with a custom derivative."""
-    return eqn.params["fun_jaxpr" if eqn.primitive.name == "custom_vjp_call_jaxpr" else "call_jaxpr"]
-
-
 def function_name(eqn: Any) -> str:
     """Return the name of the function that an equation calls, or else the name of its primitive."""
     return _source(eqn).partition(" at ")[0]
@@ -125,7 +122,7 @@ def registered_program(eqn: Any) -> Any:
     computes = _registered[name]
     if computes is None:
         if eqn.primitive.name in CUSTOM:
-            return own_program(eqn)
+            return called(eqn)
         raise ValueError(
             f"{name!r} is registered without computes, but {eqn.primitive.name} has no JAX program to quantize; pass "
             "computes to register_function"
@@ -145,7 +142,7 @@ def registered_program(eqn: Any) -> Any:
 
 
 def _source(eqn: Any) -> str:
-    program = own_program(eqn) if eqn.primitive.name in CUSTOM else eqn.params.get("jaxpr")
+    program = called(eqn) if eqn.primitive.name in CUSTOM else eqn.params.get("jaxpr")
     info = getattr(getattr(program, "jaxpr", program), "debug_info", None)
     return eqn.primitive.name if info is None else info.func_src_info
 

@@ -25,9 +25,9 @@ from jaxquant.core.rounding import Seed, fold
 from jaxquant.core.sharding import platform_of
 from jaxquant.ops.gradients import forward_only
 from jaxquant.trace import converted
-from jaxquant.trace.analysis import JITS, REMATS, called
-from jaxquant.trace.plan import Contraction, Key, Plan, SharedActivation, scan_counts
-from jaxquant.trace.registry import CUSTOM, function_name, own_program
+from jaxquant.trace.jaxprs import JITS, REMATS, called, scan_counts
+from jaxquant.trace.plan import Contraction, Key, Plan, SharedActivation
+from jaxquant.trace.registry import CUSTOM, function_name
 
 Array = jax.Array
 States = Mapping[Key, LayerState]
@@ -128,7 +128,7 @@ class Rewriter:
             if not inner:
                 return [converted.replay(eqn, ins[0], evaluate_equation)]
             if name in CUSTOM and program is None:  # reads only converted kernels, which have no derivative
-                program = own_program(eqn)
+                program = called(eqn)
             if program is not None:
                 return self._program(eqn, self._body(inner[0], program), ins, states, noise)
             kind = "jit" if name in JITS else "remat" if name in REMATS else name

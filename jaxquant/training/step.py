@@ -20,7 +20,6 @@ from jaxquant.backends import RANDOM_STREAM
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.recipes import lookup
 from jaxquant.core.sharding import on_device_of
-from jaxquant.trace.reach import INTEGER
 from jaxquant.trace.report import Row
 from jaxquant.training.attention import Kind, choose_attention
 from jaxquant.training.config import DecoderOptions, TrainConfig
@@ -97,7 +96,7 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
 def _check_batch_invariance(layers: Sequence[Row]) -> None:
     """Raise for a layer whose recipe is not batch invariant on the native backend."""
     for row in layers:
-        if row.reason == INTEGER:  # the head or a router
+        if not row.is_float_matmul:  # the head or a router, by exact.dot
             continue
         if row.backend != "native" or not (recipe := lookup(row.recipe or "").recipe) or not recipe.is_batch_invariant:
             used = f"{row.recipe} on backend {row.backend}" if row.recipe else "no recipe"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant import exact
 from jaxquant.trace import paths
 from tests.states import nested
 from tests.trace.functions import CURRENT, FP8, layers, shape
@@ -115,7 +116,7 @@ def test_a_path_is_not_an_identity():
     assert set(nested(state)["cell"]) == {"if_kernel+ii_kernel", "hf_kernel+hi_kernel"}
 
 
-HEAD, ROUTER = "output head", "router"
+HEAD, ROUTER, NOT_FLOAT = "output head", "router", "its inputs are not float"
 
 
 def _two_layers(p, x):
@@ -136,6 +137,10 @@ def _attention_pooling(p, x):
     return jax.nn.softmax(x @ p["a"]["kernel"]) * x @ p["b"]["kernel"]
 
 
+def _exact_router(p, x):
+    return jax.lax.top_k(exact.dot("bi,io->bo", x @ p["a"]["kernel"], p["b"]["kernel"]), 2)
+
+
 @pytest.mark.parametrize(
     ("fn", "a", "b"),
     [
@@ -146,12 +151,26 @@ def _attention_pooling(p, x):
         (lambda p, x: jnp.argmax(_two_layers(p, x), -1), QUANTIZED, HEAD),
         (_top_k_router, ROUTER, QUANTIZED),
         (_attention_pooling, QUANTIZED, QUANTIZED),
+        (_exact_router, QUANTIZED, NOT_FLOAT),
     ],
 )
 def test_heads_and_routers_by_structure(fn, a, b):
     found = layers(fn, {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}, X)
     assert found["a"].startswith(a)
     assert found["b"].startswith(b)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, kernel: exact.dot("bi,io->bo", x, kernel),
+        lambda x, kernel: (x @ kernel.astype("complex64")).real,
+        lambda x, kernel: jnp.einsum("bi,i->bi", x, kernel[0]),
+    ],
+)
+def test_strict_allows_products_that_are_not_float_matmuls(product):
+    fn = jaxquant.quantize(lambda p, x: product(x @ p["a"], p["b"]), CURRENT | {"strict": True})
+    jax.eval_shape(fn.init, {"a": SQUARE, "b": SQUARE}, X)
 
 
 def _of_groups(scores, bias):
