@@ -60,8 +60,7 @@ def no_float_matmul(eqn: Any) -> str:
     """Return the reason for which an equation is not a float matmul, so that float loses nothing, or ""."""
     if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
         return "contracts no axis"  # an outer or elementwise product, such as a norm's scale in an einsum
-    is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2])
-    return "" if is_float else NOT_FLOAT
+    return "" if any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars[:2]) else NOT_FLOAT
 
 
 def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
@@ -76,6 +75,8 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return why
     if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
         return why
+    if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
+        return NOT_FLOAT
     if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
         return "its stack of layers is split over devices by a shard_map"
     if site.split is None:

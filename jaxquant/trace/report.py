@@ -38,7 +38,7 @@ class Row:
         their text, such as "int8 × int8"; "float (int8 dequantized)" is a float matmul on values that were rounded to
         int8.
       reason: rule or default that decided, or the reason for which it stays in float.
-      is_float_matmul: whether it contracts an axis of two float operands; otherwise there is no matmul to quantize.
+      is_float_matmul: whether it contracts an axis, and an operand is float or complex; float loses nothing otherwise.
       is_out_of_reach: whether it has a parameter and stays in float under all rules.
       input_shapes: for a layer, the shape of its activation in each of its contractions.
       parameter_shapes: for a layer, the shapes of all parameters in the module of its weight, by name.
