@@ -1,6 +1,6 @@
 """Bits of token log-probabilities in training, in other batches and in a cache, over random decoders.
 
-    python validation/agreement.py [--cases 400] [--out FILE]
+    python validation/agreement.py [--cases 300] [--out FILE]
 
 A case draws parameters and texts for a random configuration; 20 cases share a configuration and its programs. The
 reference is ``jax.value_and_grad`` of the losses on 1 device, or on 8 with data parallelism or FSDP. A token counts as
@@ -156,6 +156,6 @@ def main(cases: int, out: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=400)
+    parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--out", default="agreement.jsonl")
     main(**vars(parser.parse_args()))
