@@ -61,12 +61,12 @@ class Scheme:
     @functools.cached_property
     def spec(self) -> LayerSpec | None:
         """Return the layer spec that a reader derives from ``config``, or None for float layers."""
-        found = None if self.config is None else read_quantization({"quantization_config": self.config})
+        found = self.quantization()
         return None if found is None else found.specs[0]
 
-    def quantization(self, layout: Layout) -> CheckpointQuantization | None:
-        """Return the rules that a reader derives from the config of a model in this format, or None for float."""
-        config = _with_ignored(self.config, layout)
+    def quantization(self, layout: Layout | None = None) -> CheckpointQuantization | None:
+        """Return the rules that a reader derives from ``config``, with the float layers of a model, or None."""
+        config = self.config if layout is None else _with_ignored(self.config, layout)
         return None if config is None else read_quantization({"quantization_config": config})
 
     @property

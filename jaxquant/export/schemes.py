@@ -57,6 +57,9 @@ _NV_INPUT = _operand(4, "float", "tensor_group", "local", **_NV)
 _MX = _operand(4, "float", "group", group_size=32, scale_dtype="torch.uint8")
 _BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
+ROUNDED_BLOCKS = Scheme("fp8_block scale_fmt=ue8m0", {**_BLOCKS, "scale_fmt": "ue8m0"})
+"""``fp8_block`` with power-of-two scales, which readers and servers support; ``fp8_block`` can store these scales."""
+
 ROWS = (
     Scheme("hf", None),
     _compressed("ct_fp8_dynamic", "float-quantized", _CHANNEL, _operand(8, "float", *_TOKEN)),

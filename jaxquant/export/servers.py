@@ -25,10 +25,10 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.typed import build, nearest
 from jaxquant.export.folder import FLOATS
 from jaxquant.export.gguf_file import GgufFile
-from jaxquant.export.hf import LayerSpec, OperandSpec, read_quantization, to_recipe
+from jaxquant.export.hf import LayerSpec, OperandSpec, to_recipe
 from jaxquant.export.hf.tensors import dtype_name
 from jaxquant.export.named import NamedFolder
-from jaxquant.export.schemes import ROWS
+from jaxquant.export.schemes import ROUNDED_BLOCKS, ROWS
 from jaxquant.export.source import fused_with
 
 SAME, NOT_KNOWN, DIFFERS, REFUSED = RESULTS = ("same", "not known", "differs", "refused")
@@ -242,9 +242,7 @@ def _describe(operand: OperandSpec) -> str:
 @functools.cache
 def _stored_specs() -> Mapping[str, tuple[str, LayerSpec]]:
     """Return the method and the spec of the layers of each stored format."""
-    configs = {scheme.name: scheme.config for scheme in ROWS if scheme.config is not None}
-    configs["fp8_block scale_fmt=ue8m0"] = {**configs["fp8_block"], "scale_fmt": "ue8m0"}
-    read = {name: read_quantization({"quantization_config": config}) for name, config in configs.items()}
+    read = {scheme.name: scheme.quantization() for scheme in (*ROWS, ROUNDED_BLOCKS)}
     return {name: (found.method, found.specs[0]) for name, found in read.items() if found is not None}
 
 
@@ -253,7 +251,7 @@ def _exported_strings() -> list[tuple[str, str]]:
     """Return each config string, without aliases, with each stored format that computes its forward matmul."""
     rows = {row: name for name, row in reversed(RECIPES.items()) if row.recipe is not None}
     rounded = QuantConfig(quantization="fp8_block", scale_fmt="ue8m0").recipe()
-    recipes: Any = {name: row.recipe for row, name in reversed(rows.items())} | {"fp8_block scale_fmt=ue8m0": rounded}
+    recipes: Any = {name: row.recipe for row, name in reversed(rows.items())} | {ROUNDED_BLOCKS.name: rounded}
     formats = {stored: _forward(to_recipe(spec, stored)) for stored, (_, spec) in _stored_specs().items()}
     found = []
     for name, recipe in recipes.items():
