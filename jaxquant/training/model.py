@@ -7,6 +7,7 @@ Module paths use MaxText's names, so that its mixed-precision files and rules ap
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -57,11 +58,11 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
 def head_chunks(c: DecoderConfig, length: int) -> int:
     """Return the number of chunks of a sequence's logits, for a loss that computes one chunk at a time.
 
-    It is ``head_chunks`` of the config. If that is 0, it is the smallest divisor of the sequence length with at most
-    ``HEAD_ELEMENTS`` logits in a chunk.
+    It is ``head_chunks`` of the config, reduced to a divisor of the length. If ``head_chunks`` is 0, it is
+    the smallest divisor of the length with at most ``HEAD_ELEMENTS`` logits in a chunk.
     """
     if c.head_chunks:
-        return c.head_chunks
+        return math.gcd(c.head_chunks, length)
     fits = (n for n in range(1, length + 1) if length % n == 0 and length // n * c.vocab_size <= HEAD_ELEMENTS)
     return next(fits, length)
 
