@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxquant.export.fused import Slice, join
 from jaxquant.export.hf import CheckpointQuantization, LayerSpec, read_quantization
-from jaxquant.export.layouts import to_host
+from jaxquant.export.layouts import row_chunks, to_host
 from jaxquant.export.safetensors import SafetensorsWriter
 from jaxquant.export.source import HEAD, Layout, Source, Vocabulary
 from jaxquant.export.stored import read_layer, write_layer
@@ -257,10 +257,9 @@ def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> 
     """
     signal = noise = 0.0
     flat, other = x.reshape(-1), back.reshape(-1)
-    for start in range(0, flat.size, 1 << 22):
-        part = flat[start : start + (1 << 22)].astype(np.float64)
+    for chunk in row_chunks(flat.shape):
+        part, restored = flat[chunk].astype(np.float64), other[chunk]
         signal += float(part @ part)
-        restored = other[start : start + (1 << 22)]
         part -= restored if cast is None else restored.astype(cast).astype(np.float64)
         noise += float(part @ part)
     return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 NVFP4_RANGE = E4M3_MAX * E2M1_MAX
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _HOST_CHUNK, _CHUNK, _SMALL_CHUNK = 1 << 22, 1 << 20, 1 << 16
-"""Number of elements that numpy computes together, and that an encoder does, for large and small arrays."""
+"""Numbers of elements in a chunk: for numpy, for encoders of large arrays, and for encoders of small arrays."""
 Tensors = dict[str, Any]
 
 
@@ -60,41 +61,49 @@ def is_true(condition: Any, *, if_traced: bool) -> bool:
 
 
 def by_rows(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile an encoder of rows, which then accepts a tracer, or an array in host memory that is encoded in chunks.
+    """Return a compiled encoder of rows that accepts a tracer, or an array in host memory, which it encodes in chunks.
 
-    Keyword-only arguments are static. A ``block`` has rows that a chunk must not separate.
+    Results in float4_e2m1fn are packed. Keyword-only arguments are static. If ``block`` is one of them, chunks hold
+    complete blocks of rows.
     """
     static = inspect.getfullargspec(encode).kwonlyargs
     compiled = jax.jit(encode, static_argnames=static)
 
     @functools.wraps(encode)
     def run(rows: Any, *others: Any, **options: Any) -> Any:
-        return _in_chunks(lambda part: compiled(part, *others, **options), rows, options.get("block", (1,))[0])
+        run_chunk = lambda part: jax.tree.map(_pack_e2m1_results, compiled(part, *others, **options))  # noqa: E731
+        return _in_chunks(run_chunk, rows, options.get("block", (1,))[0])
 
     return run
 
 
-def _in_chunks(run: Callable[[Any], Any], rows: np.ndarray, multiple: int = 1) -> Any:
-    """Return the results of a function of rows: of chunks of one shape, so that the function compiles once.
+def _pack_e2m1_results(x: Any) -> Any:
+    # Not in the compiled program: XLA:CPU cannot compile every program that rounds to e2m1 and packs.
+    return pack_e2m1(to_host(x)) if x.dtype == ml_dtypes.float4_e2m1fn else x
 
-    A tracer is one chunk.
+
+def _in_chunks(run: Callable[[Any], Any], rows: np.ndarray, multiple: int = 1) -> Any:
+    """Return ``run(rows)``, computed in chunks of one shape, so that the function compiles once; a tracer is one chunk.
 
     Args:
-      run: function of [n, columns]; its results have a row for each row, or for each ``multiple`` rows.
+      run: function whose results have a row for each row, or for each ``multiple`` rows.
       rows: array [rows, columns].
-      multiple: number of rows that a chunk must not separate.
+      multiple: number of which the rows of a chunk are a multiple.
     """
     if _is_traced(rows):
         return run(rows)
     small, large = (max(1, size // (rows.shape[1] * multiple)) * multiple for size in (_SMALL_CHUNK, _CHUNK))
     step = small if len(rows) <= small else large
-    parts = []
+    found = None
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        filled = np.pad(part, ((0, step - len(part)), (0, 0))) if len(part) < step else part
-        cut = lambda each: np.asarray(each)[: -(-len(part) * len(each) // step)]  # noqa: B023, E731
-        parts.append(jax.tree.map(cut, run(filled)))
-    return jax.tree.map(lambda *each: np.concatenate(each), *parts)
+        results = run(np.pad(part, ((0, step - len(part)), (0, 0))) if len(part) < step else part)
+        if found is None:
+            found = jax.tree.map(lambda x: np.empty((-(-len(rows) * len(x) // step), *x.shape[1:]), x.dtype), results)
+        for whole, x in zip(jax.tree.leaves(found), jax.tree.leaves(results), strict=True):
+            at = start * len(x) // step
+            whole[at : at + len(x)] = x[: len(whole) - at]
+    return found
 
 
 def scale_of(amax: Any, largest: float) -> jax.Array:
@@ -153,11 +162,11 @@ def encode_scaled_blocks(weight: Any, *, dtype: str, block: tuple[int, int], sca
 
 
 def decode_scaled(
-    weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None, zero_point: np.ndarray | None = None
+    weight: np.ndarray, scale: np.ndarray, block: tuple[int, int], zero_point: np.ndarray | None
 ) -> np.ndarray:
     """Return ``(weight − zero_point) · scale`` for elements of any type; ``scale`` is per tensor, row or block."""
     out = np.empty(weight.shape, np.float32)
-    for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
+    for rows in row_chunks(weight.shape, 1 if scale.size == 1 else block[0]):
         part = weight[rows].astype(np.float32)
         if zero_point is not None:
             part -= _expand(zero_point, weight.shape, block, rows)
@@ -179,17 +188,13 @@ def check_finite(array: np.ndarray, name: str) -> np.ndarray:
 def is_finite(array: np.ndarray) -> bool:
     """Return whether every value is finite, checked chunk by chunk; True for a tracer."""
     flat = array.reshape(-1)
-    return _is_traced(array) or all(
-        np.isfinite(flat[start : start + _HOST_CHUNK]).all() for start in range(0, flat.size, _HOST_CHUNK)
-    )
+    return _is_traced(array) or all(np.isfinite(flat[part]).all() for part in row_chunks(flat.shape))
 
 
-def _expand(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:
+def _expand(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int], rows: slice) -> np.ndarray:
     scale = scale.astype(np.float32)
     if scale.size == 1:
         return scale.reshape(())
-    if block is None:
-        return scale.reshape(-1, 1)[rows]
     start, stop, _ = rows.indices(shape[0])
     part = np.repeat(scale[start // block[0] : -(-stop // block[0])], block[0], axis=0)[: stop - start]
     return part if part.shape[1] == 1 else np.repeat(part, block[1], axis=1)[:, : shape[1]]
@@ -209,10 +214,12 @@ def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
     return (stored[:, :columns] - np.uint8(2 ** (bits - 1))).view(np.int8)
 
 
-@by_rows
 def pack_e2m1(elements: Any) -> Any:
     """Pack pairs of float4_e2m1fn elements into bytes, the element with the even index in the low bits."""
-    return pack(elements)
+    if _is_traced(elements):
+        return pack(elements)
+    codes = elements.view(np.uint8) & 0xF
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
@@ -234,16 +241,16 @@ def encode_nvfp4(weight: Any, tensor_scale: jax.Array) -> Any:
     scale = cast(divide(abs(blocks).max(-1) * np.float32(1 / E2M1_MAX), tensor_scale), "float8_e4m3fn")
     product = scale.astype(np.float32) * tensor_scale
     steps = jnp.where(product >= _SMALLEST, product, np.float32(1))[..., None]
-    return pack(cast(divide(blocks, steps), "float4_e2m1fn").reshape(weight.shape)), scale
+    return cast(divide(blocks, steps), "float4_e2m1fn").reshape(weight.shape), scale
 
 
 @by_rows
 def encode_mxfp4(weight: Any) -> Any:
-    """Return packed e2m1 elements [..., in / 2] and E8M0 scales as bytes [..., in / 32]."""
+    """Return packed e2m1 elements [out, in / 2] and E8M0 scales as bytes [out, in / 32]."""
     recipe = RECIPES["mxfp4w"].recipe
     assert recipe is not None
     found: Any = quantize(weight.reshape(-1, 32), recipe.fwd.rhs, (1,))  # pyright: ignore[reportArgumentType]
-    return pack(found.qvalue).reshape(len(weight), -1), found.scale.view(np.uint8).reshape(len(weight), -1)
+    return found.qvalue.reshape(weight.shape), found.scale.view(np.uint8).reshape(len(weight), -1)
 
 
 def encode_blocks(format: str, x: np.ndarray) -> np.ndarray:
@@ -260,7 +267,7 @@ def decode_blocks(format: str, data: np.ndarray) -> np.ndarray:
     return _in_chunks(lambda part: row.decode({"blocks": jnp.asarray(part)}), blocks).reshape(*data.shape[:-1], -1)
 
 
-def row_chunks(shape: tuple[int, ...], multiple: int) -> list[slice]:
+def row_chunks(shape: tuple[int, ...], multiple: int = 1) -> list[slice]:
     """Split rows into chunks of a few million elements; each chunk holds a multiple of ``multiple`` rows."""
-    size = max(1, _HOST_CHUNK // max(1, shape[1]) // multiple) * multiple
+    size = max(1, _HOST_CHUNK // max(1, math.prod(shape[1:])) // multiple) * multiple
     return [slice(start, min(start + size, shape[0])) for start in range(0, shape[0], size)]

@@ -265,7 +265,7 @@ class HfFolder(TensorFolder):
         """Raise if a stored head differs from the embedding, which a tied model uses as its head."""
         one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
         is_same = one.shape == other.shape == self.layout.tensors[embedding] and one.dtype == other.dtype
-        if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape, 1)):
+        if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape)):
             raise ValueError(
                 f"{self.folder} has {head} and {embedding} with different values, but its config has "
                 "tie_word_embeddings true; set it to false, or remove the wrong tensor"

@@ -25,10 +25,10 @@ from safetensors import SafetensorError, safe_open
 from jaxquant.config.loader import check_ordinary
 from jaxquant.core.typed import show
 from jaxquant.export.hf.tensors import SAFETENSORS
+from jaxquant.export.layouts import row_chunks
 
 _MAX_ELEMENTS = 2**48
 _MAX_AXES = 32
-_CHUNK = 1 << 22
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Bits of the sub-byte types. Their arrays are read as bytes, so the last axis counts bytes."""
 DTYPES = {name: np.dtype(jnp.dtype(kind)) for name, kind in SAFETENSORS.items() if name not in SUB_BYTE}
@@ -153,9 +153,8 @@ class SafetensorsWriter:
         if kind is None or name in self.entries or name == "__metadata__":
             raise ValueError(f"tensor {name!r} has the unsupported dtype {array.dtype.name}, or is already in the file")
         flat, size = np.ascontiguousarray(array).reshape(-1), array.size * written.itemsize
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK]
-            self._file.write((part if cast is None else part.astype(written)).view(np.uint8).data)
+        for part in row_chunks(flat.shape):
+            self._file.write(flat[part].astype(written, copy=False).view(np.uint8).data)
         self.entries[name] = TensorEntry(kind, array.shape, self.bytes, self.bytes + size)
         self.bytes += size
         return size

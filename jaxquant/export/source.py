@@ -124,11 +124,7 @@ class ScaledElements(NamedTuple):
 
     @classmethod
     def from_qtensor(cls, tensor: QTensor, operand: OperandSpec) -> ScaledElements | None:
-        """Return a tensor [out, in] with a scale for each block of a format.
-
-        Returns None if the dtypes differ, or if the tensor has different scales in a block of the format and is not
-        traced.
-        """
+        """Return a tensor [out, in] with a scale for each block of a format, or None if the dtypes differ."""
         if tensor.codec is not None or tensor.zero_point is not None:
             return None
         whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
@@ -143,8 +139,6 @@ class ScaledElements(NamedTuple):
             equal = np.repeat(firsts, wanted)[: len(places)]
             if (places != equal).any():
                 is_exact &= (scale.take(places, axis) == scale.take(equal, axis)).all()
-            if not is_true(is_exact, if_traced=True):
-                return None
             if not np.array_equal(firsts, np.arange(scale.shape[axis])):  # explicit sharding does not support a gather
                 scale = scale.take(firsts, axis)
         outer = np.ones((), np.float32) if tensor.outer_scale is None else to_host(tensor.outer_scale).reshape(())
