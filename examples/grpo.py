@@ -105,7 +105,7 @@ def main(
 
 def plot(logs, path):
     """Draw the rewards and the largest differences of several logs as SVG."""
-    rows = {Path(log).stem: [json.loads(line) for line in Path(log).read_text().splitlines()] for log in logs}
+    rows = {log: [json.loads(line) for line in Path(log).read_text().splitlines()] for log in logs}
     panels = {"reward": "mean reward", "max_difference": "max |Δ log-probability|"}
     curves = {
         key: {name: [(row["step"] + 1, row[key]) for row in some] for name, some in rows.items()} for key in panels

@@ -145,6 +145,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[str]:
 def main(cases: int, out: str) -> None:
     """Run all cases, write a JSON line for each, and print a table."""
     rows = []
+    Path(out).unlink(missing_ok=True)
     for numerics, count in (("exact", cases), ("standard", cases // 10)):
         for start in range(0, count, SHARED):
             for row in compare(start // SHARED, numerics, range(start, min(start + SHARED, count))):

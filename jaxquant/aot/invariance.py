@@ -7,7 +7,7 @@ and assumes:
   a tensor.
 - A compiler may join a float multiplication and the addition that reads it if both are in one fusion. XLA:CPU does.
   XLA for H200 (jax 0.10.2) writes ``mul.rn`` and ``add.rn``, which are not joined. TPU compilers were not examined.
-- Slices that devices write into zeros, at an index computed from the device's number, are disjoint.
+- Slices that devices write into zeros, at an index that is linear in the device's number, are disjoint.
 - Products with a power of two do not underflow. They are then exact, and joining them changes no bit.
 - All casts are kept. The text does not show that a compiler removed a cast from float32 to bfloat16 and back.
 - Custom calls may depend on the batch, because the text does not contain their code. The exception is our own matmul
@@ -61,6 +61,7 @@ _UNCHANGED: dict[str, slice] = {
 """Instructions whose elements are elements of operands, possibly negated -> these operands."""
 
 _STRUCTURE = frozenset({"parameter", "get-tuple-element", "tuple", "fusion", "call", "while", "conditional"})
+_NUMBERS = frozenset({"partition-id", "replica-id"})
 _FORWARD = r"^(?!.*transpose\().*jvp\("
 """Pattern for paths in the forward pass of a function that is differentiated."""
 
@@ -266,9 +267,9 @@ def _is_slice_in_zeros(flow: Flow, place: Place) -> bool:
     if part.bytes == zeros.bytes or zeros.opcode != "broadcast":
         return False
     filled = flow.module.computations[place.computation][zeros.operands[0]]
-    by = reach([place._replace(name=start.name) for start in starts], flow.sources)
-    is_own = any(flow.instruction(each).opcode in ("partition-id", "replica-id") for each in by)
-    return is_own and filled.opcode == "constant" and float(filled.arguments) == 0
+    by = {flow.instruction(each).opcode for each in reach([place._replace(name=x.name) for x in starts], flow.sources)}
+    is_own = not by.isdisjoint(_NUMBERS) and by <= {*_NUMBERS, *_STRUCTURE, "constant", "add", "multiply", "convert"}
+    return is_own and filled.opcode == "constant" and filled.arguments == "0"
 
 
 def _reduced_size(each: Instruction, operand: Array) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,7 +18,7 @@ class Panel(NamedTuple):
     Attributes:
       title: text above the vertical axis.
       label: text below the horizontal axis.
-      curves: points (x, y) of each curve, by its name in the legend.
+      curves: points (x, y) of each curve, by its name in the legend; points that are not finite are left out.
       is_log: whether the vertical axis is logarithmic; zeros are then drawn one decade below the lowest one, at "0".
     """
 
@@ -28,7 +29,11 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """Return panels below each other as an SVG document."""
+    """Return panels below each other as an SVG document.
+
+    Raises:
+      ValueError: a panel has no finite point.
+    """
     size = f'viewBox="0 0 760 {370 * len(panels)}" font-family="sans-serif" font-size="12"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
     for number, panel in enumerate(panels):
@@ -37,7 +42,10 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def _draw(panel: Panel) -> list[str]:
-    xs, ys = ([point[n] for curve in panel.curves.values() for point in curve] for n in (0, 1))
+    curves = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in panel.curves.items()}
+    xs, ys = ([point[n] for curve in curves.values() for point in curve] for n in (0, 1))
+    if not xs:
+        raise ValueError(f"the curves of {panel.title!r} have no finite point to draw")
     left, right, low, high = 0.0, max(xs), min(ys), max(ys)
     zero = math.floor(math.log10(min((y for y in ys if y > 0), default=1))) - 1
     scale = (lambda y: math.log10(y) if y > 0 else zero) if panel.is_log else lambda y: y
@@ -50,9 +58,12 @@ def _draw(panel: Panel) -> list[str]:
     parts += [_TEXT.format(60 + 500 * share, 338, "middle", f"{left + share * (right - left):g}") for share in SHARES]
     parts += [_TEXT.format(54, place(0, y)[1] + 4, "end", name) for name, y in ticks.items()]
     parts.append(_TEXT.format(310, 360, "middle", panel.label))
-    for number, (name, curve) in enumerate(panel.curves.items()):
-        color, points = COLORS[number], " ".join("{:.1f},{:.1f}".format(*place(x, scale(y))) for x, y in curve)
+    for number, (name, curve) in enumerate(curves.items()):
+        color, points = (
+            COLORS[number % len(COLORS)],
+            " ".join("{:.1f},{:.1f}".format(*place(x, scale(y))) for x, y in curve),
+        )
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(f'<rect x="580" y="{24 + 20 * number}" width="12" height="4" fill="{color}"/>')
-        parts.append(_TEXT.format(598, 31 + 20 * number, "start", name))
+        parts.append(_TEXT.format(598, 31 + 20 * number, "start", html.escape(name)))
     return parts

@@ -1,7 +1,8 @@
 """Encoders and decoders of the layouts of quantized weights in checkpoints.
 
 Weights are float32 arrays [out, in]. All formats are decoded in float32, and each product is rounded once. Encoders
-accept numpy arrays, which are encoded chunk by chunk, and tracers of ``jax.jit``; the bits are equal.
+accept numpy arrays, which are encoded chunk by chunk on the default device, and tracers of ``jax.jit``; the bits are
+equal on one device. Steps below float32's normal range are flushed to zero.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Analysis:
         if program is not None:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
-            return outs if lost is None else [dataclasses.replace(each, route=lost) for each in outs]
+            return [flows.through_integers(dataclasses.replace(each, route=lost or each.route)) for each in outs]
         self._record_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None

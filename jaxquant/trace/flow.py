@@ -197,9 +197,6 @@ def mark_uses(name: str, ins: Sequence[Flow], out: Flow) -> Flow:
     if name in _RANKING:
         for site in out.marked("result"):
             site.is_ranked = True
-    elif name == "mul":  # the scale of an integer product may be the amax of a result, but is not that result
-        integers = frozenset(mark for mark in out.marks if not mark[1].is_float_matmul)
-        return dataclasses.replace(out, marks=integers or out.marks)
     elif name == "exp":
         return dataclasses.replace(out, marks=out.marks | {("exp", site) for site in out.marked("result")})
     elif name in ("reduce_sum", "psum"):
@@ -211,6 +208,15 @@ def mark_uses(name: str, ins: Sequence[Flow], out: Flow) -> Flow:
         for site in ins[0].marked("exp") & ins[1].marked("sum"):
             site.is_normalized = True
     return out
+
+
+def through_integers(flow: Flow) -> Flow:
+    """Return the flow of a custom function's result; integer products in the function hide the products before it.
+
+    The scales of an integer product may be computed from the results of other products, but are not these results.
+    """
+    sites = frozenset(site for site in flow.marked("result") if site.dtype.startswith(("int", "uint")))
+    return dataclasses.replace(flow, after=sites, marks=frozenset({("result", s) for s in sites})) if sites else flow
 
 
 def change_leaves(flow: Flow, change: Any) -> Flow:

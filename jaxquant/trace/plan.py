@@ -73,7 +73,7 @@ class Contraction:
       path: path of the layer.
       names: paths of the leaves.
       reason: reason for which it stays in float, or the rule or default that decided.
-      is_float_matmul: whether it contracts an axis, and an operand is float or complex; float loses nothing otherwise.
+      is_float_matmul: False for products of integers and products without a contracted axis, which no rule concerns.
       is_out_of_reach: whether it has a parameter and stays in float under all rules.
       is_unsupported: whether rules apply to it, but the backend does not run its recipe in its operation.
       is_followed: whether another parameter contraction follows it.

@@ -14,6 +14,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.terminal import Tabular
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction
+from jaxquant.trace.reach import NOT_FLOAT
 
 Shape = tuple[int, ...]
 
@@ -38,7 +39,7 @@ class Row:
         their text, such as "int8 × int8"; "float (int8 dequantized)" is a float matmul on values that were rounded to
         int8.
       reason: rule or default that decided, or the reason for which it stays in float.
-      is_float_matmul: whether it contracts an axis, and an operand is float or complex; float loses nothing otherwise.
+      is_float_matmul: False for products of integers and products without a contracted axis, which no rule concerns.
       is_out_of_reach: whether it has a parameter and stays in float under all rules.
       input_shapes: for a layer, the shape of its activation in each of its contractions.
       parameter_shapes: for a layer, the shapes of all parameters in the module of its weight, by name.
@@ -130,7 +131,7 @@ def row_of(site: Contraction, backend: Backend) -> Row:
         out_features=site.out_features,
         precision=site.precision,
         is_float_matmul=site.is_float_matmul,
-        is_out_of_reach=site.is_out_of_reach,
+        is_out_of_reach=site.is_out_of_reach or site.is_unsupported,
         **decision_fields(site.recipe, site.reason, backend, site.operation, site.dtype, bool(site.split)),
     )
 
@@ -207,4 +208,4 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, 
 def _is_lost_kernel(site: Contraction) -> bool:
     """Whether a contraction cannot be quantized although its parameter is named like a kernel of flax's layers."""
     is_kernel = all(name.rpartition("/")[2] == "kernel" for name in site.names)
-    return site.is_lost and site.operation == "dot_general" and is_kernel
+    return site.is_lost and site.operation == "dot_general" and is_kernel and site.reason != NOT_FLOAT

@@ -115,8 +115,8 @@ class TrainConfig(DecoderOptions, QuantConfig):
       attention: attention implementation. ``auto`` selects cuDNN on NVIDIA GPUs and splash attention on TPUs if they
         support the shapes, otherwise ``xla``. ``cudnn`` and ``splash`` raise an error if the kernel does not support
         the shapes.
-      head_chunks: number of chunks into which the loss splits the logits of a sequence. 0 selects a number that keeps
-        each chunk under half a gigabyte per sequence.
+      head_chunks: least number of chunks into which the loss splits the logits of a sequence. 0 selects a number that
+        keeps each chunk under half a gigabyte per sequence.
       numerics: float functions of the decoder. ``exact`` computes norms, attention, activations and log-probabilities
         with ``jaxquant.exact``, so that the log-probabilities of a token have the same bits in training, prefill and
         decoding; all layers then need a batch-invariant recipe such as ``int8``. ``standard`` is faster.

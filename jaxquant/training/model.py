@@ -58,13 +58,11 @@ def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) 
 def head_chunks(c: DecoderConfig, length: int) -> int:
     """Return the number of chunks of a sequence's logits, for a loss that computes one chunk at a time.
 
-    It is ``head_chunks`` of the config, reduced to a divisor of the length. If ``head_chunks`` is 0, it is
-    the smallest divisor of the length with at most ``HEAD_ELEMENTS`` logits in a chunk.
+    It is the smallest divisor of the length that is at least ``head_chunks`` of the config. If ``head_chunks`` is 0, it
+    is the smallest one with at most ``HEAD_ELEMENTS`` logits in a chunk.
     """
-    if c.head_chunks:
-        return math.gcd(c.head_chunks, length)
-    fits = (n for n in range(1, length + 1) if length % n == 0 and length // n * c.vocab_size <= HEAD_ELEMENTS)
-    return next(fits, length)
+    least = c.head_chunks or math.ceil(length * c.vocab_size / HEAD_ELEMENTS)
+    return next((n for n in range(least, length + 1) if length % n == 0), length)
 
 
 class Decoder(nn.Module):

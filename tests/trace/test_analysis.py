@@ -141,6 +141,25 @@ def _exact_router(p, x):
     return jax.lax.top_k(exact.dot("bi,io->bo", x @ p["a"]["kernel"], p["b"]["kernel"]), 2)
 
 
+def _scaled_head(p, x):
+    return jax.nn.log_softmax(x @ p["a"]["kernel"] * jnp.einsum("bi,i->bi", x, p["b"]["kernel"][0]))
+
+
+def _gated_head(p, x):
+    gate = exact.sigmoid(exact.dot("bi,io->bo", x, p["b"]["kernel"]))
+    return jax.lax.top_k(x @ p["a"]["kernel"] * gate, 2)
+
+
+@jax.custom_jvp
+def _integer_product(x, kernel):
+    scale = jnp.abs(x).max() / 127
+    product = jnp.round(x / scale).astype("int8") @ jnp.round(kernel).astype("int8")
+    return jnp.where(scale > 0, product / (1 / scale), 0)
+
+
+_integer_product.defjvps(None, None)
+
+
 @pytest.mark.parametrize(
     ("fn", "a", "b"),
     [
@@ -152,6 +171,13 @@ def _exact_router(p, x):
         (_top_k_router, ROUTER, QUANTIZED),
         (_attention_pooling, QUANTIZED, QUANTIZED),
         (_exact_router, QUANTIZED, NOT_FLOAT),
+        (_gated_head, HEAD, NOT_FLOAT),
+        (_scaled_head, HEAD, "contracts no axis"),
+        (
+            lambda p, x: jax.lax.top_k(_integer_product(x @ p["a"]["kernel"], p["b"]["kernel"]), 2),
+            QUANTIZED,
+            NOT_FLOAT,
+        ),
     ],
 )
 def test_heads_and_routers_by_structure(fn, a, b):
