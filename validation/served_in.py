@@ -30,13 +30,13 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import dequantize
 from jaxquant.export import DecoderShape, NamedFolder, SafetensorsFile, Source, export, layout_of
 from jaxquant.export.command import summary_rows
-from jaxquant.export.families import FAMILIES
+from jaxquant.export.families import families
 from jaxquant.export.servers import SERVERS, read_layers, served_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"vocab_size": 320, "emb_dim": 1024, "mlp_dim": 1024, "num_layers": 1, "num_query_heads": 4, "num_kv_heads": 2}
 YARN = {"rope_type": "yarn", "rope_factor": 32.0, "original_max_position_embeddings": 64, "rope_truncate": False}
-GPT_OSS = next(family.fixed for family in FAMILIES if family.architecture == "GptOssForCausalLM")
+GPT_OSS = next(family.fixed for family in families() if family.architecture == "GptOssForCausalLM")
 GPT_OSS = {**GPT_OSS, **YARN, "num_experts": 2, "num_experts_per_tok": 2, "sliding_window_size": 8}
 FORMATS = ("hf", "ct_fp8_dynamic", "ct_fp8_static", "ct_int8", "ct_w4a16", "fp8_block", "modelopt_fp8")
 FORMATS = (*FORMATS, "modelopt_nvfp4", "mxfp4", "gguf_q8_0", "gguf_q4_k_m")
