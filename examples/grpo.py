@@ -105,7 +105,8 @@ def main(
 
 def plot(logs, path):
     """Draw the rewards and the largest differences of several logs as SVG."""
-    rows = {log: [json.loads(line) for line in Path(log).read_text().splitlines()] for log in logs}
+    name = (lambda log: Path(log).stem) if len({Path(log).stem for log in logs}) == len(logs) else str
+    rows = {name(log): [json.loads(line) for line in Path(log).read_text().splitlines()] for log in logs}
     panels = {"reward": "mean reward", "max_difference": "max |Δ log-probability|"}
     curves = {
         key: {name: [(row["step"] + 1, row[key]) for row in some] for name, some in rows.items()} for key in panels
