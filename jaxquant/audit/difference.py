@@ -70,7 +70,7 @@ def first_difference(
     """
     runs = [list(_values(_run(function, each))) for each in (arguments, other_arguments)]
     for tap, other in itertools.zip_longest(*runs):
-        kinds = [None if each is None else (each[0], each[2].ndim, each[2].dtype) for each in (tap, other)]
+        kinds = [None if each is None else (each[0][0], each[2].ndim, each[2].dtype) for each in (tap, other)]
         if tap is None or other is None or kinds[0] != kinds[1]:
             values = (f"{each[0][0]} {each[2].shape} {each[2].dtype}" if each else "nothing" for each in (tap, other))
             first = f"the two runs compute different equations, first {' and '.join(values)}"
