@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxquant.core.paths import map_by_path
 from jaxquant.export import HfFolder, Source
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
@@ -42,10 +43,9 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
     assert shape is not None
     config = imported_config(shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
     decoder = Decoder(model_config(config, shape.vocab_size))
-    tokens = jnp.zeros((1, LENGTH), jnp.int32)
-    shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
-    params = float_parameters(source, config, placed)
+    shapes = jax.eval_shape(decoder.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+    parts = float_parameters(source, config, shapes)
+    params = map_by_path(lambda path, x: jnp.asarray(next(parts(path, len(x)))[1]), shapes)
     located, linears = locate_tensors(config, shape).items(), source.layout.linears
     ragged_dot = jax.lax.ragged_dot
     modules = {each.path.removesuffix("/kernel"): name.removesuffix(".weight") for name, each in located}

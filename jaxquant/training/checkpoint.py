@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 import yaml
 
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.typed import to_mapping
 from jaxquant.export.sums import check_sums, write_atomically
 from jaxquant.serving.placement import first_line
@@ -112,7 +114,34 @@ class Checkpoints:
             return
         if not self._folder.is_dir():
             raise OSError(f"{self._folder} is gone")
-        self._saving, stored = step, state._asdict()
+        self._saving = step
+        self._save(step, state, data_state)
+
+    def create(self, state: TrainState, data_state: Any, parts: Parts) -> None:
+        """Save step 0, with parameters that are written part by part, so that memory never holds all of them.
+
+        Args:
+          state: state to save; of ``params``, only shapes and dtypes are used.
+          data_state: position of the data.
+          parts: see ``Parts``.
+
+        Raises:
+          OSError: the checkpoint cannot be written.
+        """
+        zeros = jax.tree.map(lambda x: repeated(np.zeros((), x.dtype), x.shape), state.params)
+        folder = self._folder / "0"
+        self._save(0, state._replace(params=zeros), data_state)
+        with _raise_os_errors():
+            self._manager.wait_until_finished()  # without checksums, so that no program uses the zeros
+            for path in leaves_by_path(zeros):
+                array = open_array(folder / "state", f"params/{path}".replace("/", "."), write=True)
+                for where, part in parts(path, array.spec().to_json()["metadata"]["chunks"][0]):
+                    array[where].write(part).result()
+        sums.write_checkpoint_sums(folder)
+        sums.add_late_sums(folder)
+
+    def _save(self, step: int, state: TrainState, data_state: Any) -> None:
+        stored = state._asdict()
         # In chunks, so that `jaxquant.training.conversion` can read one layer of stacked layers without the others.
         arrays = ocp.args.StandardSave(stored, save_args=jax.tree.map(make_save_args, stored))
         position = ocp.args.JsonSave({"value": data_state} | sums.make_record(self._config))
@@ -268,6 +297,12 @@ def _silence_failed_saves() -> None:
 
 # -- single arrays -----------------------------------------------------------------------------------------------------
 
+Parts = Callable[[str, int], Iterator[tuple[slice, np.ndarray]]]
+"""Function (path of a parameter, length of a chunk along the first axis) -> its parts, with their slices of this axis.
+
+Each slice starts at a multiple of the length, because a chunk is written whole.
+"""
+
 CHUNK_BYTES = 64 * 2**20
 """Bytes of the largest chunk; a reader holds one chunk in memory in addition to the requested part."""
 
@@ -278,7 +313,19 @@ _ONE = {"limit": 1}
 _CONTEXT = ts.Context(
     {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": _ONE, "data_copy_concurrency": _ONE}
 )
-"""Limits memory while reading: no cache, and one chunk at a time."""
+"""Limits memory: no cache, and one chunk at a time."""
+
+
+class _Repeated(np.ndarray):
+    """An array of one repeated element, which takes no memory, also when orbax copies the array before a save."""
+
+    def __deepcopy__(self, memo: Any) -> _Repeated:
+        return self
+
+
+def repeated(element: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array [shape] for saving that repeats one element and takes no memory."""
+    return np.broadcast_to(np.asarray(element), shape).view(_Repeated)
 
 
 def make_save_args(array: Any) -> ocp.SaveArgs:
@@ -299,15 +346,15 @@ def make_save_args(array: Any) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(axes)))
 
 
-def open_array(folder: Path, name: str) -> ts.TensorStore:
-    """Open an array of an OCDBT store that orbax wrote, for reading.
+def open_array(folder: Path, name: str, *, write: bool = False) -> ts.TensorStore:
+    """Open an array of an OCDBT store that orbax wrote, for reading or also for writing.
 
     Raises:
       ValueError: tensorstore cannot read the array.
     """
     base: Any = {"driver": "file", "path": f"{folder.resolve()}/"}
     store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True, context=_CONTEXT).result()
+    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True, write=write, context=_CONTEXT).result()
 
 
 def list_arrays(folder: Path) -> list[str]:

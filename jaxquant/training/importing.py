@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
-from jaxquant.training.checkpoint import Checkpoints, write_config
+from jaxquant.training.checkpoint import Checkpoints, Parts, repeated, write_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import cast_as_read, initial_variables, layer_config, require_new, save_served
 from jaxquant.training.data import make_iterators
 from jaxquant.training.exporting import Location, locate_tensors
 from jaxquant.training.model import Decoder
 from jaxquant.training.native_strings import native_fields
-from jaxquant.training.step import build, decoder_of
+from jaxquant.training.step import Program, TrainState, build, decoder_of
 from jaxquant.training.tokenizer import open_tokenizer
 
 Changes = Mapping[str, Any] | None
@@ -121,16 +121,27 @@ def import_to_run(
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
-        state = program.init()._replace(params=None)  # frees the initial parameters before the others are read
-        params = float_parameters(source, program.config, program.abstract_state.params, progress)
-        state = state._replace(params=params)
+        parts = float_parameters(source, program.config, program.abstract_state.params, progress)
         with Checkpoints(run_dir, program.config) as checkpoints:
-            checkpoints.save(0, state, data.train.get_state())
+            checkpoints.create(initial_state(program), data.train.get_state(), parts)
         write_config(run_dir, program.config)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
     return program.config
+
+
+def initial_state(program: Program) -> TrainState:
+    """Return the initial state with abstract parameters. Arrays of equal elements, such as moments, use no memory."""
+    shapes, tree = jax.tree.flatten(program.abstract_state._replace(params=None))
+    # The compiler drops the parameters, and arrays of which only the extremes are used.
+    leaves = lambda: jax.tree.leaves(program.init()._replace(params=None))  # noqa: E731
+    extremes = jax.jit(lambda: [(x.min(), x.max()) if x.size else (0, 1) for x in leaves()])()
+    uniform = [bool(low == high) for low, high in extremes]
+    others = iter(jax.jit(lambda: [x for x, is_uniform in zip(leaves(), uniform, strict=True) if not is_uniform])())
+    rows = zip(shapes, extremes, uniform, strict=True)
+    made = [repeated(low, x.shape) if is_uniform else next(others) for x, (low, _), is_uniform in rows]
+    return jax.tree.unflatten(tree, made)._replace(params=program.abstract_state.params)
 
 
 def _open_with_tokenizer(
@@ -198,10 +209,8 @@ def _read_parameter(source: Source, places: Places, leaf: Any, path: str) -> np.
     return np.stack([place.from_hf(source.read(name), shape[1:]) for name, place in places])
 
 
-def float_parameters(
-    source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
-) -> dict[str, Any]:
-    """Return a model's parameters with the dtypes and shardings of ``shapes``.
+def float_parameters(source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None) -> Parts:
+    """Return a function that reads parts of a model's parameters, with the dtypes of ``shapes``.
 
     Args:
       source: model to read.
@@ -209,7 +218,7 @@ def float_parameters(
       shapes: parameters of the decoder, as shapes.
       progress: callback with each tensor.
     """
-    wanted = leaves_by_path(shapes)
+    wanted, layers = leaves_by_path(shapes), _places_by_path(source, config)
 
     def make(path: str, places: Places) -> np.ndarray:
         value = _read_parameter(source, places, wanted[path], path)
@@ -220,9 +229,12 @@ def float_parameters(
             progress(Row(name, made.dtype.name, place.tensor.shape, made[part].nbytes, ratio))
         return made
 
-    layers = _places_by_path(source, config)
-    made = ((path, _make_parameter(path, places, make)) for path, places in layers.items())
-    return unflatten({path: jax.device_put(array, wanted[path].sharding) for path, array in made})
+    def parts(path: str, length: int) -> Iterator[tuple[slice, np.ndarray]]:
+        for start in range(0, len(layers[path]), length):
+            where = slice(start, start + length) if _is_stacked(path) else slice(None)
+            yield where, _make_parameter(path, layers[path][where], make)
+
+    return parts
 
 
 def import_to_serve(

@@ -194,3 +194,15 @@ def test_no_bit_of_config_yml_decides_what_is_read(tmp_path: Path):
     for read in (lambda: open_parameters(run), lambda: resume(run, TrainConfig(tokenizer_path=str(tokenizer)))):
         with pytest.raises(ValueError, match=r"was made with tokenizer_path .*, which has changed; restore the file"):
             read()
+
+
+def test_a_checkpoint_of_which_a_parameter_was_not_written_is_not_used(tmp_path: Path) -> None:
+    def parts(path: str, length: int) -> Any:
+        if path == "norm/scale":
+            raise ValueError("the scale is damaged")
+        yield slice(None), np.ones((2, 4, 8), np.float32)
+
+    with pytest.raises(ValueError, match="the scale is damaged"), Checkpoints(tmp_path, TrainConfig()) as checkpoints:
+        checkpoints.create(make_state(0), POSITION, parts)
+    with pytest.raises(ValueError, match="SHA256SUMS is missing"):
+        restore(tmp_path)

@@ -1,5 +1,6 @@
 """A run is exported and imported again: the same parameters, the same bytes."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -27,12 +28,13 @@ from jaxquant.export import (
 )
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.vocabulary import byte_vocabulary
+from jaxquant.training import checkpoint
 from jaxquant.training.conversion import convert_run, open_parameters
 from jaxquant.training.exporting import decoder_source, export_run, open_source
-from jaxquant.training.importing import import_to_run, import_to_serve
+from jaxquant.training.importing import import_to_run, import_to_serve, initial_state
 from jaxquant.training.model import Decoder
 from jaxquant.training.serving import open_served
-from jaxquant.training.step import decoder_of
+from jaxquant.training.step import build, decoder_of
 from tests.export.models import shape_of
 from tests.numerics import RECIPROCAL
 
@@ -57,13 +59,35 @@ def data_of(run):
     return FIELDS | {name: config[name] for name in ("dataset", "dataset_path")}
 
 
-def test_a_float_run_comes_back_as_it_was(run, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"quantization": "fp8", "optimizer_state": "int8_dynamic"}, {"optimizer_state": "fp8_coat", "seed": 1}],
+)
+def test_moments_of_an_import_take_no_memory_and_have_the_initial_values(tiny, changes):
+    program = build(dataclasses.replace(tiny, **changes), 259)
+    made, wanted = initial_state(program), program.init()._replace(params=program.abstract_state.params)
+    assert jax.tree.structure(made) == jax.tree.structure(wanted)
+    made, wanted = (leaves_by_path(state._replace(params=None)) for state in (made, wanted))
+    for path, array in wanted.items():
+        assert (made[path].shape, made[path].dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(np.asarray(made[path]), array)
+    held = sum(x.nbytes for x in made.values() if any(getattr(x, "strides", (1,))))
+    assert held < sum(x.nbytes for path, x in wanted.items() if path.startswith("opt_state")) / 4
+
+
+def test_a_float_run_comes_back_as_it_was(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4096)  # so that an import writes arrays in several parts
+    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 1024)
     export_run(run, tmp_path / "hf", "hf", dtype="float32", shard_bytes=30_000, say=quiet)
     before = parameters(run)[1]
     made = import_to_run(tmp_path / "hf", tmp_path / "again", data_of(run) | {"quantization": "ggml_q8_0"})
     step, after = parameters(tmp_path / "again")
     assert (step, made.quantization, Path(made.tokenizer_path).name) == (0, "ggml_q8_0", "tokenizer.json")
     assert set(after) == set(before)
+    stores = open_parameters(tmp_path / "again", say=quiet).stores
+    chunks = {path: store.spec().to_json()["metadata"]["chunks"][0] for path, store in stores.items()}
+    split = [path for path in chunks if chunks[path] < stores[path].shape[0]]
+    assert {"layers/" in path for path in split} == {True, False}
     for path, array in before.items():
         np.testing.assert_array_equal(after[path], array)
     # The byte tokenizer was written to a file, and has the same text.
