@@ -2,11 +2,11 @@
 
 Every step compares the log-probabilities of the sampler and of the trainer, which run in different batch shapes.
 
-python examples/grpo.py --log runs/exact.jsonl
-python examples/grpo.py --log runs/standard.jsonl --numerics standard
-python examples/grpo.py --log runs/peers.jsonl --numerics standard --dtype bfloat16 --quantization "" --sampler fp8_e4m3
-python examples/grpo.py --log runs/untrained.jsonl --learning_rate 0
-python examples/grpo.py --plot runs/exact.jsonl runs/standard.jsonl runs/peers.jsonl
+python examples/grpo.py --log exact.jsonl
+python examples/grpo.py --log standard.jsonl --numerics standard
+python examples/grpo.py --log peers.jsonl --numerics standard --dtype bfloat16 --quantization "" --sampler fp8_e4m3
+python examples/grpo.py --log untrained.jsonl --learning_rate 0
+python examples/grpo.py --plot exact.jsonl standard.jsonl peers.jsonl
 """
 
 import argparse
@@ -32,7 +32,7 @@ SIZES = {"emb_dim": 64, "mlp_dim": 128, "num_layers": 2, "num_query_heads": 4, "
 
 
 def reward(tokens, is_new, lengths):
-    """Return the share of new tokens before the first one that does not count on from the prompt, modulo ten."""
+    """Return the share of new tokens that continue the prompt's count, modulo ten, before the first wrong one."""
     last = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     is_wrong = tokens != (last + 1 + np.arange(tokens.shape[1]) - lengths[:, None]) % VOCAB
     return (is_new & (np.cumsum(is_wrong & is_new, axis=1) == 0)).sum(1) / is_new.sum(1)
@@ -123,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numerics", default="exact", choices=("exact", "standard"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--quantization", default="int8", help="config string of the trainer")
+    parser.add_argument("--quantization", default="int8", help="config string of the trainer, without delayed scaling")
     parser.add_argument("--sampler", help="config string of the sampler; by default, the trainer's")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="0 measures the untrained model")
     arguments = vars(parser.parse_args())

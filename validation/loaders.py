@@ -21,7 +21,7 @@ from jaxquant.export import HfFolder, Source
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
 from jaxquant.training.exporting import locate_tensors
-from jaxquant.training.importing import float_parameters, imported_config
+from jaxquant.training.importing import imported_config, parameter_readers
 from jaxquant.training.model import Decoder
 from jaxquant.training.step import model_config
 
@@ -44,8 +44,8 @@ def our_logits(source: Source, inputs: Inputs | None = None) -> Logits:
     config = imported_config(shape, Path("checkpoint"), None, {"dtype": "float32", "scan_layers": False})
     decoder = Decoder(model_config(config, shape.vocab_size))
     shapes = jax.eval_shape(decoder.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
-    parts = float_parameters(source, config, shapes)
-    params = map_by_path(lambda path, x: jnp.asarray(next(parts(path, len(x)))[1]), shapes)
+    readers = parameter_readers(source, config, shapes)
+    params = map_by_path(lambda path, x: jnp.asarray(next(readers[path](len(x)))[1]), shapes)
     located, linears = locate_tensors(config, shape).items(), source.layout.linears
     ragged_dot = jax.lax.ragged_dot
     modules = {each.path.removesuffix("/kernel"): name.removesuffix(".weight") for name, each in located}

@@ -248,7 +248,7 @@ class Recipe:
     def is_batch_invariant(self) -> bool:
         """Whether a row of the native forward result has the same bits in every batch, if int32 sums stay int32.
 
-        XLA for H200 computes some int8 matmuls with float32 sums (docs/guide/agreement.md).
+        ``jaxquant audit --invariant`` checks the int32 sums of a compiled program.
         """
         return self.row_dependence == "row" and self.exact_contraction_size is not None
 

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 import yaml
 
-from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.typed import to_mapping
-from jaxquant.export.sums import check_sums, write_atomically
+from jaxquant.export.sums import check_sums, write_atomically, write_sums
 from jaxquant.serving.placement import first_line
 from jaxquant.training import processes, sums
 from jaxquant.training.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
@@ -117,28 +116,28 @@ class Checkpoints:
         self._saving = step
         self._save(step, state, data_state)
 
-    def create(self, state: TrainState, data_state: Any, parts: Parts) -> None:
+    def create(self, state: TrainState, data_state: Any, readers: Readers) -> None:
         """Save step 0, with parameters that are written part by part, so that memory never holds all of them.
 
         Args:
           state: state to save; of ``params``, only shapes and dtypes are used.
           data_state: position of the data.
-          parts: see ``Parts``.
+          readers: functions that read the parts of each parameter.
 
         Raises:
           OSError: the checkpoint cannot be written.
         """
-        zeros = jax.tree.map(lambda x: repeated(np.zeros((), x.dtype), x.shape), state.params)
+        zeros = jax.tree.map(lambda x: repeat_element(np.zeros((), x.dtype), x.shape), state.params)
         folder = self._folder / "0"
         self._save(0, state._replace(params=zeros), data_state)
         with _raise_os_errors():
-            self._manager.wait_until_finished()  # without checksums, so that no program uses the zeros
-            for path in leaves_by_path(zeros):
+            # ``_saving`` is None, so this save has no checksums and no program uses the zeros.
+            self._manager.wait_until_finished()
+            for path, read in readers.items():
                 array = open_array(folder / "state", f"params/{path}".replace("/", "."), write=True)
-                for where, part in parts(path, array.spec().to_json()["metadata"]["chunks"][0]):
+                for where, part in read(array.spec().to_json()["metadata"]["chunks"][0]):
                     array[where].write(part).result()
-        sums.write_checkpoint_sums(folder)
-        sums.add_late_sums(folder)
+        write_sums(folder)
 
     def _save(self, step: int, state: TrainState, data_state: Any) -> None:
         stored = state._asdict()
@@ -168,6 +167,8 @@ class Checkpoints:
         return max((step for step in ocp.utils.checkpoint_steps(self._folder) if step != self._saving), default=None)
 
     def _write_sums(self) -> None:
+        if self._saving is None:
+            return
         for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
             sums.write_checkpoint_sums(folder)
 
@@ -297,8 +298,8 @@ def _silence_failed_saves() -> None:
 
 # -- single arrays -----------------------------------------------------------------------------------------------------
 
-Parts = Callable[[str, int], Iterator[tuple[slice, np.ndarray]]]
-"""Function (path of a parameter, length of a chunk along the first axis) -> its parts, with their slices of this axis.
+Readers = Mapping[str, Callable[[int], Iterator[tuple[slice, np.ndarray]]]]
+"""Functions by the path of a parameter: length of a chunk along the first axis -> parts with their slices of this axis.
 
 Each slice starts at a multiple of the length, because a chunk is written whole.
 """
@@ -323,7 +324,7 @@ class _Repeated(np.ndarray):
         return self
 
 
-def repeated(element: Any, shape: tuple[int, ...]) -> np.ndarray:
+def repeat_element(element: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array [shape] for saving that repeats one element and takes no memory."""
     return np.broadcast_to(np.asarray(element), shape).view(_Repeated)
 
@@ -347,14 +348,16 @@ def make_save_args(array: Any) -> ocp.SaveArgs:
 
 
 def open_array(folder: Path, name: str, *, write: bool = False) -> ts.TensorStore:
-    """Open an array of an OCDBT store that orbax wrote, for reading or also for writing.
+    """Open an array of an OCDBT store that orbax wrote, for reading, and for writing if ``write``.
 
     Raises:
       ValueError: tensorstore cannot read the array.
     """
     base: Any = {"driver": "file", "path": f"{folder.resolve()}/"}
     store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True, write=write, context=_CONTEXT).result()
+    # Orbax stores chunks of zeros, and can refuse an array with a missing chunk.
+    spec = {"driver": "zarr", "kvstore": store, "store_data_equal_to_fill_value": True}
+    return ts.open(spec, open=True, read=True, write=write, context=_CONTEXT).result()
 
 
 def list_arrays(folder: Path) -> list[str]:

@@ -6,10 +6,10 @@ depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``,
 * A prompt is prefilled separately, in chunks of one size. The last chunk is padded with copies of its last token. These
   copies are not written to the cache and do not change a per-tensor scale.
 * ``run_rows`` maps a function of one row over the slots, so a dynamic per-tensor scale covers one token in decoding. In
-  a prefill, the scale covers a chunk. Such scales occur with ``fp8_current``, ``aqt_fp8_full`` without bounds, and
-  delayed scaling before the first step. With these recipes, another ``prefill_chunk`` may change the completion, and
-  the cache may differ slightly from the cache of one pass over the whole text. All other recipes have scales per token,
-  or static scales.
+  a prefill, the scale covers a chunk. Such scales occur with ``fp8_current``, NVFP4, ``aqt_fp8_full`` without bounds,
+  and delayed scaling before the first step. With these recipes, another ``prefill_chunk`` may change the completion,
+  and the cache may differ slightly from the cache of one pass over the whole text. All other recipes have scales per
+  token, or static scales.
 
 The random key depends on the prompt's number and on the position. A finished slot is reused for the next prompt.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
-from jaxquant.training.checkpoint import Checkpoints, Parts, repeated, write_config
+from jaxquant.training.checkpoint import Checkpoints, Readers, repeat_element, write_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import cast_as_read, initial_variables, layer_config, require_new, save_served
 from jaxquant.training.data import make_iterators
@@ -119,11 +120,14 @@ def import_to_run(
         run_dir.mkdir(parents=True)
         tokenizer = _write_tokenizer(files, run_dir)
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
+        if config.weight_sparsity_n and not config.weight_sparsity_start_step:
+            fix = "set weight_sparsity_start_step to 1 or more"
+            raise ValueError(f"weight_sparsity_start_step 0 would compute the masks from random weights; {fix}")
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
-        parts = float_parameters(source, program.config, program.abstract_state.params, progress)
+        readers = parameter_readers(source, program.config, program.abstract_state.params, progress)
         with Checkpoints(run_dir, program.config) as checkpoints:
-            checkpoints.create(initial_state(program), data.train.get_state(), parts)
+            checkpoints.create(initial_state(program), data.train.get_state(), readers)
         write_config(run_dir, program.config)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -134,13 +138,13 @@ def import_to_run(
 def initial_state(program: Program) -> TrainState:
     """Return the initial state with abstract parameters. Arrays of equal elements, such as moments, use no memory."""
     shapes, tree = jax.tree.flatten(program.abstract_state._replace(params=None))
-    # The compiler drops the parameters, and arrays of which only the extremes are used.
+    # XLA does not allocate the parameters, or constant arrays that only feed min and max.
     leaves = lambda: jax.tree.leaves(program.init()._replace(params=None))  # noqa: E731
     extremes = jax.jit(lambda: [(x.min(), x.max()) if x.size else (0, 1) for x in leaves()])()
     uniform = [bool(low == high) for low, high in extremes]
     others = iter(jax.jit(lambda: [x for x, is_uniform in zip(leaves(), uniform, strict=True) if not is_uniform])())
     rows = zip(shapes, extremes, uniform, strict=True)
-    made = [repeated(low, x.shape) if is_uniform else next(others) for x, (low, _), is_uniform in rows]
+    made = [repeat_element(low, x.shape) if is_uniform else next(others) for x, (low, _), is_uniform in rows]
     return jax.tree.unflatten(tree, made)._replace(params=program.abstract_state.params)
 
 
@@ -209,16 +213,23 @@ def _read_parameter(source: Source, places: Places, leaf: Any, path: str) -> np.
     return np.stack([place.from_hf(source.read(name), shape[1:]) for name, place in places])
 
 
-def float_parameters(source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None) -> Parts:
-    """Return a function that reads parts of a model's parameters, with the dtypes of ``shapes``.
+def parameter_readers(
+    source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
+) -> Readers:
+    """Return functions that read a model's parameters in parts, with the dtypes of ``shapes``.
 
     Args:
       source: model to read.
       config: configuration of the decoder.
       shapes: parameters of the decoder, as shapes.
       progress: callback with each tensor.
+
+    Raises:
+      NotImplementedError: the decoder has other parameters than the model.
     """
     wanted, layers = leaves_by_path(shapes), _places_by_path(source, config)
+    if others := sorted(wanted.keys() ^ layers.keys()):
+        raise NotImplementedError(f"the parameter {others[0]} belongs only to the decoder or only to the checkpoint")
 
     def make(path: str, places: Places) -> np.ndarray:
         value = _read_parameter(source, places, wanted[path], path)
@@ -234,7 +245,7 @@ def float_parameters(source: Source, config: TrainConfig, shapes: Any, progress:
             where = slice(start, start + length) if _is_stacked(path) else slice(None)
             yield where, _make_parameter(path, layers[path][where], make)
 
-    return parts
+    return {path: functools.partial(parts, path) for path in layers}
 
 
 def import_to_serve(

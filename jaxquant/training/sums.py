@@ -1,8 +1,9 @@
 """Verification of run files: checksums of each checkpoint, and the configuration that made the checkpoint.
 
 Each checkpoint folder contains ``SHA256SUMS``; without it, no array of the checkpoint is used. The first process writes
-this file after every process has written its part and before the folder is renamed, so a checkpoint without the file is
-incomplete or damaged. ``SHA256SUMS`` also covers the configuration that made the checkpoint.
+this file after every process has written its part and before the folder is renamed; an import writes it after the last
+parameter. A checkpoint without the file is therefore incomplete or damaged. ``SHA256SUMS`` also covers the
+configuration that made the checkpoint.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxquant.core.paths import leaves_by_path
 from jaxquant.core.typed import to_mapping
 from jaxquant.export.sums import NAME, read_sums
-from jaxquant.training import sums
+from jaxquant.training import checkpoint, sums
 from jaxquant.training.checkpoint import Checkpoints, write_config
 from jaxquant.training.config import TrainConfig
 from jaxquant.training.conversion import open_parameters
@@ -196,13 +199,41 @@ def test_no_bit_of_config_yml_decides_what_is_read(tmp_path: Path):
             read()
 
 
-def test_a_checkpoint_of_which_a_parameter_was_not_written_is_not_used(tmp_path: Path) -> None:
-    def parts(path: str, length: int) -> Any:
-        if path == "norm/scale":
-            raise ValueError("the scale is damaged")
-        yield slice(None), np.ones((2, 4, 8), np.float32)
+def readers_of(params: Any, alive: list[Any]) -> Any:
+    """Return ``Readers`` of a kernel in slices and a whole scale; ``alive`` gets the number of parts in memory."""
+    parts: list[weakref.ref[Any]] = []
 
-    with pytest.raises(ValueError, match="the scale is damaged"), Checkpoints(tmp_path, TrainConfig()) as checkpoints:
-        checkpoints.create(make_state(0), POSITION, parts)
+    def read(array: Any, length: int) -> Any:
+        for start in range(0, len(array), length):
+            part = np.array(array[start : start + length])
+            parts.append(weakref.ref(part))
+            alive.append(sum(each() is not None for each in parts))
+            yield slice(start, start + length), part
+            del part
+
+    return {path: functools.partial(read, array) for path, array in leaves_by_path(params).items()}
+
+
+def test_parameters_are_written_part_by_part_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4 * 64)
+    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 4 * 32)
+    kernel = jnp.arange(6 * 32.0).reshape(6, 4, 8).at[2].set(0)  # one of six chunks is zero
+    params, alive = {"layers": {"kernel": kernel}, "norm": {"scale": jnp.zeros(3)}}, []
+    state = make_state(0)._replace(params=params, opt_state=(), quant_state={})
+    with Checkpoints(tmp_path, TrainConfig()) as checkpoints:
+        checkpoints.create(state, POSITION, readers_of(params, alive))
+        restored = checkpoints.restore(jax.eval_shape(lambda: state))
+    assert restored is not None
+    jax.tree.map(np.testing.assert_array_equal, restored[0].params, params)
+    assert len(alive) == 6 + 1
+    assert max(alive) <= 2
+    assert set(read_sums(tmp_path / "checkpoints/0")) >= {*sums.LATE_FILES, "data/metadata"}
+
+
+def test_a_checkpoint_with_an_unwritten_parameter_is_not_used(tmp_path: Path) -> None:
+    readers = readers_of(PARAMS, [])
+    readers["norm/scale"] = lambda length: iter([(slice(None), 1 / 0)])
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, TrainConfig()) as checkpoints:
+        checkpoints.create(make_state(0), POSITION, readers)
     with pytest.raises(ValueError, match="SHA256SUMS is missing"):
         restore(tmp_path)

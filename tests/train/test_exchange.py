@@ -86,8 +86,16 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path, monkeypatch):
     assert set(after) == set(before)
     stores = open_parameters(tmp_path / "again", say=quiet).stores
     chunks = {path: store.spec().to_json()["metadata"]["chunks"][0] for path, store in stores.items()}
-    split = [path for path in chunks if chunks[path] < stores[path].shape[0]]
-    assert {"layers/" in path for path in split} == {True, False}
+    split = [path for path in chunks if path.startswith("params/") and chunks[path] < stores[path].shape[0]]
+    assert {"/layers/" in path for path in split} == {True, False}
+    sparse = {
+        "quantization": "fp8_full",
+        "weight_sparsity_n": 2,
+        "weight_sparsity_m": 4,
+        "weight_sparsity_start_step": 0,
+    }
+    with pytest.raises(ValueError, match="weight_sparsity_start_step 0 would compute the masks from random weights"):
+        import_to_run(tmp_path / "hf", tmp_path / "sparse", data_of(run) | sparse)
     for path, array in before.items():
         np.testing.assert_array_equal(after[path], array)
     # The byte tokenizer was written to a file, and has the same text.
