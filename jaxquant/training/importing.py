@@ -98,7 +98,7 @@ def import_to_run(
 
     Quantized layers are decoded to float32, exactly or with one rounding. A run that quantizes these layers again uses
     the native backend, which reproduces the same integers (``TensorSpec.keeps_grid``), unless ``changes`` sets a
-    backend.
+    backend. The default of ``learning_rate`` is 1e-5.
 
     Args:
       checkpoint: GGUF file, or Hugging Face folder.
@@ -111,7 +111,8 @@ def import_to_run(
       ValueError, NotImplementedError: the checkpoint is damaged or of an unsupported family, or the
         configuration is invalid.
     """
-    checkpoint, run_dir, changes = Path(checkpoint), require_new(run_dir), dict(changes or {})
+    # 1e-3, the default for a new model, spoils a trained one in ten steps.
+    checkpoint, run_dir, changes = Path(checkpoint), require_new(run_dir), {"learning_rate": 1e-5} | dict(changes or {})
     source, folder, files = _open_with_tokenizer(checkpoint, changes, progress)
     is_quantized = any(map(source.quantized, source.layout.linears)) if folder is None else folder.quantization
     if is_quantized and changes.get("quantization") and not changes.get("use_qwix_quantization"):
