@@ -10,13 +10,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
 from jaxquant.core.sharding import fit_varying, varying_axes
+from jaxquant.kernels.platforms import HAS_JAX_0_11
 from jaxquant.kernels.varying import vary_alike
 
 _API: Any = plgpu  # names that do not exist in all of these versions
-VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
-"""Version of jax."""
-HAS_JAX_0_11 = VERSION >= (0, 11)
-"""Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 REDUCTION_BYTES = 2048
 """Bytes of shared memory for reductions over the warps of a kernel."""
 MEMORY_REGISTERS = {1: 40, 2: 40, 3: 32}

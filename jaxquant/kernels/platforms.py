@@ -17,7 +17,8 @@ from jaxquant.core.sharding import device_kind_of, explicit_sharding, is_whole, 
 Array = jax.Array
 _KINDS = {r"\bG?H(20|100|200|800)\b": (9, 0), r"\bG?B[123]00\b": (10, 0)}
 """CUDA compute capability by device kind, for ahead-of-time compilation without the device."""
-
+HAS_JAX_0_11 = jax.__version_info__ >= (0, 11)
+"""Whether Mosaic GPU has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 MAX_GRID_BLOCKS = 65535
 """CUDA's limit for each grid axis except the first; CUDA's first axis is the last axis of a Pallas grid."""
 

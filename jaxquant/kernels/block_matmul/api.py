@@ -13,9 +13,8 @@ from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.scales import decode_scale
 from jaxquant.core.sharding import device_kind_of
-from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul.reference import BLOCK, repeat_per_row
-from jaxquant.kernels.platforms import capability_of, sharding_refusal
+from jaxquant.kernels.platforms import HAS_JAX_0_11, capability_of, sharding_refusal
 
 Array = jax.Array
 Axes = Sequence[int]
@@ -65,7 +64,7 @@ def elements_refusal(lhs: Array, rhs: Array) -> str | None:
         return f"the block_matmul kernel runs only on Hopper GPUs, but the device is {device_kind_of(lhs, rhs)}"
     if any(each not in ("float8_e4m3fn", "float8_e5m2") for each in kinds):
         return f"the block_matmul kernel multiplies two float8 arrays, not {kinds[0]} and {kinds[1]}"
-    if kinds[0] != kinds[1] and not mosaic_gpu.HAS_JAX_0_11:
+    if kinds[0] != kinds[1] and not HAS_JAX_0_11:
         return f"block_matmul of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, but this is jax {jax.__version__}"
     if not lhs.size or not rhs.size:
         return "the block_matmul kernel does not support empty arrays"
