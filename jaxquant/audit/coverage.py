@@ -262,7 +262,7 @@ def _judge(each: LabeledContraction, decide: _Decider, *, is_unnamed: bool) -> t
     if decision is not None:
         choices = [decision.expected[name] for name in (("dlhs", "drhs") if each.matmul == "bwd" else (each.matmul,))]
         expected, found = choices[0], dtypes.elements or widened
-        is_right = any(_match(found, choice) for choice in choices)
+        is_right = any(_match(found, choice) for choice in choices) or decision.reason == NOT_FLOAT
         fault = "" if is_right else f"{' × '.join(expected) or 'float'} is expected ({decision.reason})"
         if not dtypes.is_low and not expected and any(decision.expected.values()):
             return expected, f"{each.matmul} stays in float for {decision.reason}", fault

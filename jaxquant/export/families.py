@@ -84,7 +84,7 @@ _ROPE = {
     "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "original_max_position_embeddings"),
 }
 """Keys of ``rope_scaling`` by type; most fields of ``DecoderShape`` have their names with the prefix ``rope_``."""
-_OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 """Keys whose value null turns an option off."""
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_swiglu": "silu"}
 
@@ -193,13 +193,19 @@ def to_config(shape: DecoderShape) -> dict[str, Any]:
     """Return ``config.json`` without dtype, special tokens and quantization."""
     family, activation = family_of(shape), _ACTIVATIONS[shape.mlp_activation]
     values: dict[str, Any] = {key: getattr(shape, field) for key, field in {**_tables()["keys"], **family.keys}.items()}
-    for key in _OFF & values.keys():
+    for key in OFF & values.keys():
         values[key] = values[key] or None
     if "query_pre_attn_scalar" in values:
         values["query_pre_attn_scalar"] = shape.query_pre_attn_scalar or shape.head_dim
-    if shape.sliding_window_size:
+    if "global_attention_every" in (*family.fixed, *family.keys.values()) or shape.sliding_window_size:
         values["layer_types"] = layer_types(shape)
+        values["sliding_window"] = shape.sliding_window_size or family.defaults["sliding_window"]
+    if "rope_local_base_freq" in values:
+        values["rope_local_base_freq"] = shape.rope_local_theta or shape.rope_theta
+        values["sliding_window_pattern"] = shape.global_attention_every or shape.num_layers + 1
     rope = {key: getattr(shape, _rope_field(key)) for key in _ROPE[shape.rope_type]}
+    if rope and "rope_local_base_freq" in values and not shape.rope_local_theta:
+        raise NotImplementedError(f"{family.architecture} scales no local rotary embedding; set rope_local_theta")
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -209,7 +215,7 @@ def to_config(shape: DecoderShape) -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": {"rope_type": shape.rope_type, **rope} if rope else None,
+        "rope_scaling": {"rope_type": shape.rope_type, **rope} if rope or "rope_scaling" in family.defaults else None,
         **family.required,
         **values,
         "attention_bias": shape.attention_bias == "all",
@@ -217,8 +223,8 @@ def to_config(shape: DecoderShape) -> dict[str, Any]:
 
 
 def layer_types(shape: DecoderShape) -> list[str]:
-    """Return the entry ``layer_types`` of config.json for a shape with a sliding window."""
-    every = shape.global_attention_every or shape.num_layers + 1
+    """Return the entry ``layer_types`` of config.json."""
+    every = (shape.global_attention_every or shape.num_layers + 1) if shape.sliding_window_size else 1
     return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(shape.num_layers)]
 
 
@@ -252,7 +258,7 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
         usual["hidden_activation"] = usual.pop("hidden_act")
     if "num_local_experts" in config:  # transformers 5 writes this key for all families
         config = {"num_experts": config["num_local_experts"], **config}
-    given = {key: value for key, value in config.items() if value is not None or key in _OFF}
+    given = {key: value for key, value in config.items() if value is not None or key in OFF}
     config, keys = {**usual, **family.defaults, **given}, {**_tables()["keys"], **family.keys}
     for key in usual.keys() - keys.keys():
         if config[key] != usual[key]:
@@ -271,9 +277,11 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
     if read.get("query_pre_attn_scalar") == read["head_dim"]:
         read["query_pre_attn_scalar"] = 0
     shape, types = DecoderShape(**read), config.get("layer_types")
-    if not isinstance(types, list) or types == ["full_attention"] * shape.num_layers:
-        return shape if types is None else dataclasses.replace(shape, sliding_window_size=0)
-    if types != layer_types(shape):
+    if types is None:
+        return shape
+    if types == ["full_attention"] * shape.num_layers:
+        return dataclasses.replace(shape, sliding_window_size=0)
+    if types != layer_types(shape) and isinstance(types, list):
         first = types.index("full_attention") + 1 if "full_attention" in types else 0
         shape = dataclasses.replace(shape, global_attention_every=first)
     if types != layer_types(shape) or not shape.sliding_window_size:
@@ -290,8 +298,11 @@ def _rope_field(key: str) -> str:
 
 def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``DecoderShape`` that describe the rotary embedding."""
-    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    rope: Any = given[0] if given else {}
     read = {}
+    if given[1:] and given[0] != given[1]:
+        raise NotImplementedError("config.json has rope_scaling besides other rope_parameters; keep one of them")
     if isinstance(rope, Mapping) and isinstance(rope.get("sliding_attention"), Mapping):  # as transformers 5 writes it
         local, rope = rope["sliding_attention"], rope.get("full_attention")
         if (kind := _rope_type(local)) != "default":
@@ -299,12 +310,14 @@ def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json has rope_type {show(kind)} in sliding_attention; only 'default' is supported there"
             )
         read["rope_local_theta"] = _read("rope_theta", local.get("rope_theta"), "rope_local_theta")
+    elif config.get("rope_parameters") and "rope_local_base_freq" in config:
+        raise NotImplementedError("config.json has rope_parameters without the entry sliding_attention; add it")
     kind = _rope_type(rope)
-    defaults = {field.name: field.default for field in dataclasses.fields(DecoderShape)}
-    defaults["original_max_position_embeddings"] = config["max_position_embeddings"]
+    original = [config.get(key) for key in ("original_max_position_embeddings", "max_position_embeddings")]
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "original_max_position_embeddings": original[1]}
+    rope = {**rope, **({"original_max_position_embeddings": original[0]} if original[0] else {})}
     for key in _ROPE[kind]:
-        field = _rope_field(key)
-        read[field] = _read(key, defaults[field] if rope.get(key) is None else rope[key], field)
+        read[_rope_field(key)] = _read(key, usual.get(key) if rope.get(key) is None else rope[key], _rope_field(key))
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     return {"rope_type": kind, "rope_theta": _read("rope_theta", theta, "rope_theta"), **read}
 
@@ -314,7 +327,7 @@ def _rope_type(rope: Any) -> str:
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json: rope_scaling must be a mapping, got {show(rope)}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE:
+    if not isinstance(kind, str) or kind not in _ROPE:
         raise NotImplementedError(f"config.json has rope_type {show(kind)}; supported are {', '.join(_ROPE)}")
     known = {*_ROPE[kind], "rope_type", "type", "rope_theta"}
     is_whole = lambda key, value: value is None or (key, value) == ("partial_rotary_factor", 1.0)  # noqa: E731
@@ -331,7 +344,7 @@ def _read(key: str, value: Any, field: str) -> Any:
     hint: Any = bool if field == "attention_bias" else type_hints(DecoderShape)[field]
     most = 1e30 if hint is float else _MAX_LAYERS if field == "num_layers" else _SIZE
     wanted = {bool: "true or false", int: f"a whole number from 1 to {most}", float: "a number above 0"}[hint]
-    if key in _OFF and given is None:
+    if key in OFF and given is None:
         given = hint(0)
     elif type(given) not in (hint, *({int} if hint is float else ())) or (hint is not bool and not 0 < given <= most):
         raise ValueError(f"config.json: {key} must be {wanted}, got {show(given)}")

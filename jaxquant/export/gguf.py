@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxquant.config.decoder import DecoderShape, rope_stretch
 from jaxquant.export import gguf_file
-from jaxquant.export.families import Family, family_of, gguf_keys, tensors_of
+from jaxquant.export.families import OFF, Family, family_of, gguf_keys, tensors_of
 from jaxquant.export.gguf_file import U32
 from jaxquant.export.source import GgufLayout, Layout, Source
 
@@ -156,8 +156,9 @@ def _check_llama_cpp(shape: DecoderShape) -> None:
                 f"llama.cpp computes {family.gguf} with {field} {value}, but the model has {getattr(shape, field)}; "
                 "export to a Hugging Face folder"
             )
-    if family.norm_offset and not shape.sliding_window_size:
-        raise NotImplementedError(f"llama.cpp computes {family.gguf} with a sliding window, but the model has none")
+    for key, field in family.keys.items():
+        if key in OFF and key in family.defaults and field not in wanted and not getattr(shape, field):
+            raise NotImplementedError(f"llama.cpp computes {family.gguf} with {key}, but the model has none")
 
 
 def query_scalar(family: Family, layers: int, size: int, heads: int) -> int:

@@ -66,7 +66,7 @@ def read_shape(file: GgufFile) -> DecoderShape:
                     f"{file.path} has {arch}.{key} {value}, but keys of size {config[theirs]}; the decoder requires "
                     "equal sizes of keys, values and rotated elements"
                 )
-    config["num_local_experts"] = config.get("num_experts")
+    config = {"rope_theta": 10000.0, **config, "num_local_experts": config.get("num_experts")}
     # Llama, Mistral and Mixtral have one architecture in GGUF: take the first with all keys that the file has.
     own = {key for key in ("num_local_experts", "sliding_window") if config.get(key)}
     family = next((family for family in candidates if own <= family.keys.keys()), candidates[0])
@@ -97,22 +97,22 @@ def read_shape(file: GgufFile) -> DecoderShape:
         raise ValueError(f"{file.path}: {error}") from None
 
 
-def _read_scaling(file: GgufFile, arch: str, number: Callable[..., Any]) -> dict[str, Any] | None:
+def _read_scaling(file: GgufFile, arch: str, number: Callable[..., Any]) -> dict[str, Any]:
     """Return the entry ``rope_scaling`` of config.json that a file's metadata and tensors describe."""
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
+    kind, factor = file.metadata.get(f"{arch}.rope.scaling.type", "linear"), number("rope.scaling.factor", 0) or 1
     if FACTORS in file.tensors:
         # The file stores the factors instead of the parameters; published Llama 3 models differ only in the largest.
         factors = file.read(FACTORS)
         rope = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         return rope | {"original_max_position_embeddings": 8192}
-    if kind == "none":
-        for key in file.metadata:  # without a type, the other keys have no effect
+    if kind == "none" or (kind == "linear" and factor == 1):
+        for key in file.metadata:  # the other keys have no effect
             if key.startswith(f"{arch}.rope.scaling."):
                 number(key.removeprefix(f"{arch}."), 0)
-        return None
+        return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         raise NotImplementedError(f"{file.path} has {arch}.rope.scaling.type {show(kind)}; supported are linear, yarn")
-    rope = {"rope_type": kind, "factor": number("rope.scaling.factor")}
+    rope = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = number("rope.scaling.original_context_length")
         rope["truncate"] = arch != "gpt-oss"

@@ -53,7 +53,9 @@ class TensorFolder:
         self._ends: dict[str, dict[str, str]] = {}
         if len(self.entries) != len(found):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
-        if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
+        # A folder of Mistral also has consolidated.safetensors, the same model under other names.
+        there = {path for path in self.folder.glob("*.safetensors") if not path.name.startswith("consolidated")}
+        if others := sorted(there - {file.path for file in self._files}):
             raise ValueError(f"{others[0]} is not listed in the index; move it to another folder")
         self.quantization: CheckpointQuantization | None = read_quantization(
             self.config, self.entries, read_json(sidecar) if sidecar.exists() else None
@@ -98,6 +100,8 @@ class TensorFolder:
 
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"
+        if not index.exists() and not single.exists():
+            raise FileNotFoundError(f"{self.folder} has no model.safetensors; save the model as safetensors")
         if not index.exists():
             return [SafetensorsFile(single)]
         places = read_json(index).get("weight_map")
@@ -231,13 +235,15 @@ class HfFolder(TensorFolder):
 
     def _find_slices(self) -> dict[str, Slice]:
         """Return the tensors of single experts that the folder stores together, as gpt-oss does."""
-        if not self.layout.has_fused_experts:
+        shape = self.layout.shape
+        if shape is None or not self.layout.has_fused_experts:
             return {}
         names = {f"{name.removesuffix('.weight')}{end}" for name in self.layout.tensors for end in ENDS}
         found = {name: part for name in names if (part := Slice.of(name)) is not None and part.stored in self._where}
         for part in set(found.values()):
-            if (count := self._where[part.stored].entries[part.stored].shape[0]) <= part.expert:
-                raise ValueError(f"{self.folder}: {part.stored} has {count} experts, fewer than the config")
+            if (count := self._where[part.stored].entries[part.stored].shape[0]) != shape.num_experts:
+                wrong = f"{part.stored} has {count} experts, but its config has {shape.num_experts}"
+                raise ValueError(f"{self.folder}: {wrong}")
         return found
 
     def _check_names(self) -> None:
@@ -263,7 +269,9 @@ class HfFolder(TensorFolder):
 
     def _check_tied(self, embedding: str, head: str) -> None:
         """Raise if a stored head differs from the embedding, which a tied model uses as its head."""
-        one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
+        if embedding not in self._where:
+            raise ValueError(f"{self.folder} has {head}, but no {embedding}; save the model again")
+        one, other = (self._where[name][name] for name in (embedding, head))
         is_same = one.shape == other.shape == self.layout.tensors[embedding] and one.dtype == other.dtype
         if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape)):
             raise ValueError(

@@ -111,7 +111,8 @@ def read_tokenizer(path: Path, model: Mapping[str, Any]) -> Vocabulary:
       NotImplementedError: the SentencePiece model is not BPE, or normalizes text.
       ValueError: the file has no vocabulary, or a part of a file is invalid.
     """
-    config, generation = (read_json(file) if (file := path.with_name(name)).is_file() else {} for name in FILES[:2])
+    texts = {name: read_json(file) if (file := path.with_name(name)).is_file() else {} for name in FILES[:3]}
+    config, generation = texts[FILES[2]] | texts[FILES[0]], texts[FILES[1]]
     try:
         data, own = _sentencepiece_json(path, config) if path.suffix == ".model" else (read_json(path), {})
         added = [row for row in data.get("added_tokens", []) if row["id"] < model.get("vocab_size", 1 << 32)]

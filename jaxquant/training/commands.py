@@ -85,8 +85,9 @@ def import_(source: str, out: str, changes: Sequence[str], serve: bool) -> None:
     with _measure_cost() as cost, _show_rows("importing") as progress:
         config = run(source, out, parse_overrides(changes), progress)
     fields = f"dataset={config.dataset} quantization={config.quantization}; to change a field, import again with it"
+    train = f"train {out}/config.yml run_dir={out}\n{fields}"
     print(f"{out}: {cost()}.")
-    print(f"Next: jaxquant serve {out}" if serve else f"Next: jaxquant train {out}/config.yml run_dir={out}\n{fields}")
+    print(f"Next: jaxquant {f'serve {out} --prompt TEXT' if serve else train}")
 
 
 def serve(

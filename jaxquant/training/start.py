@@ -13,6 +13,7 @@ from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
 from jaxquant.training import report_missing_library
 from jaxquant.training.config import TrainConfig
+from jaxquant.training.sums import use_own_tokenizer
 
 
 def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
@@ -25,6 +26,8 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     """
     words = parse_overrides(overrides)
     fields = load_yaml(path) | words
+    if fields.get("run_dir") and "tokenizer_path" not in words:
+        fields = use_own_tokenizer(fields, Path(str(fields["run_dir"])))
     config: TrainConfig = build(TrainConfig, fields)
     folder = Path(path).resolve().parent
     is_of_run = Path(path).name == "config.yml" and (folder / "checkpoints").is_dir()
@@ -36,7 +39,7 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     if config.run_dir:
         return config
     quantization = "-".join(re.findall(r"\w+", config.quantization)) or "float"  # a composition is not a folder name
-    parts = (Path(path).stem, quantization, config.resolved_backend)
+    parts = (Path(path).stem, quantization, config.resolved_backend, config.numerics.removeprefix("standard"))
     return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in parts if word)}")
 
 

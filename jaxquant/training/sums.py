@@ -111,8 +111,15 @@ def config_of(folder: Path) -> TrainConfig:
         the configuration names has changed.
     """
     contents = read_record(folder)
-    check_files(folder, contents["config"], contents.get("files", {}))
-    return build(TrainConfig, contents["config"], f"configuration of {folder}")
+    config = use_own_tokenizer(contents["config"], folder.parents[1])
+    check_files(folder, config, contents.get("files", {}))
+    return build(TrainConfig, config, f"configuration of {folder}")
+
+
+def use_own_tokenizer(config: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
+    """Return a configuration with the tokenizer of an imported run, which is in its folder and moves with it."""
+    own = run_dir.absolute() / "tokenizer.json"
+    return {**config, "tokenizer_path": str(own)} if config.get("tokenizer_path") and own.is_file() else config
 
 
 def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
@@ -125,7 +132,7 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
     if not path.exists():
         return
     try:
-        here = build(TrainConfig, load_yaml(path))
+        here = build(TrainConfig, use_own_tokenizer(load_yaml(path), run_dir))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore the file") from None
     message = f"checkpoint {step} of {run_dir} was not made with its config.yml; restore one of the two"

@@ -103,8 +103,10 @@ class FileTokenizer(Tokenizer):
             raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; use a trained tokenizer")
         self.label = Path(path).name
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        files = (Path(path).with_name(f"{name}_config.json") for name in ("tokenizer", "generation"))
-        marks, generation = (read_json(file) if file.is_file() else {} for file in files)
+        names = ("special_tokens_map", "tokenizer_config", "generation_config")
+        files = (Path(path).with_name(f"{name}.json") for name in names)
+        special, marks, generation = (read_json(file) if file.is_file() else {} for file in files)
+        marks = special | marks
         names = {"bos": BOS_NAMES, "eos": EOS_NAMES, "pad": PAD_NAMES}
         bos, self.eos, pad = (self._find(marks, kind, each) for kind, each in names.items())
         adds_bos = marks.get("add_bos_token", not marks or self._tokenizer.encode("").ids[:1] == [bos])

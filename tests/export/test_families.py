@@ -13,6 +13,8 @@ import pytest
 
 from jaxquant.export import HfFolder, Source, export, layout_of, open_gguf
 from jaxquant.export.families import families, family_of, shape_of_config, to_config
+from jaxquant.export.gguf_file import GgufFile
+from jaxquant.export.gguf_reader import read_shape
 from tests.export.models import shape_of
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,7 @@ def test_guide_and_readme_list_all_families():
 SMALL = (320, 64, 96, 4, 4, 2, 32)
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
 YARN_FIELDS = {"rope_type": "yarn", "rope_factor": 32.0, "original_max_position_embeddings": 64}
+NO_YARN = {"rope_type": "default", "rope_factor": 1.0, "original_max_position_embeddings": 0, "rope_truncate": True}
 FAMILY_SHAPES = {
     "LlamaForCausalLM": {
         **{"rope_type": "llama3", "rope_factor": 8.0, "original_max_position_embeddings": 8192},
@@ -166,6 +169,14 @@ def test_a_folder_and_a_gguf_file_of_each_family_read_as_written(tmp_path, name)
         np.testing.assert_allclose(back.read(tensor), source.read(tensor), rtol=1e-3, atol=1e-6)
 
 
+def test_the_number_of_fused_experts_is_that_of_the_config(tmp_path):
+    export(source_of(FAMILY_SHAPES["GptOssForCausalLM"]), tmp_path / "hf", "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"num_local_experts": 2}))
+    with pytest.raises(ValueError, match="has 3 experts, but its config has 2"):
+        HfFolder(tmp_path / "hf")
+
+
 @pytest.mark.parametrize("name", FAMILY_SHAPES)
 def test_routers_norms_and_biases_stay_in_float(tmp_path, name):
     source = source_of(FAMILY_SHAPES[name])
@@ -200,6 +211,15 @@ def test_routers_norms_and_biases_stay_in_float(tmp_path, name):
         ("Llama-3.1-8B", {"rope_scaling": {"type": "longrope"}}, "has rope_type 'longrope'; supported are default, l"),
         ("Qwen3-8B", {"rope_scaling": {"type": "yarn", "mscale": 0.7}}, "has mscale 0.7 in rope_scaling"),
         ("gemma-3-1b", {"rope_parameters": SCALED_WINDOWS}, "has rope_type 'linear' in sliding_attention"),
+        ("gemma-3-1b", {"rope_parameters": {"rope_theta": 1e6}}, "has rope_parameters without .* sliding_attention"),
+        ("Qwen3-8B", {"rope_scaling": {"type": "yarn"}}, "factor must be a number above 0, got None"),
+        ("Qwen3-8B", {"rope_scaling": {"rope_type": ["yarn"]}}, r"has rope_type \['yarn'\]; supported are default"),
+        (
+            "gpt-oss-20b",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "has rope_scaling besides other rope_parameters; keep",
+        ),
+        ("gemma-2-2b", {"layer_types": "full_attention"}, "has layer_types 'full_attention'"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]; for Qwen3MoeForCausalLM only \[\]"),
         ("gpt-oss-20b", {"swiglu_limit": 9.0}, "has swiglu_limit 9.0; for GptOssForCausalLM only 7.0"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 3}, r"has layer_types .* and sliding_window 128"),
@@ -211,6 +231,57 @@ def test_what_a_family_does_not_have_is_refused_by_name_from_its_config_alone(tm
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0] | changes))
     with pytest.raises((ValueError, NotImplementedError), match=f"config.json.* {message}"):
         HfFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "again", "why_no_gguf"),
+    [
+        ("Gemma2ForCausalLM", {"sliding_window_size": 0}, {}, "with sliding_window, but the model has none"),
+        ("Gemma2ForCausalLM", {"attn_logits_soft_cap": 0.0}, {}, "with attn_logit_softcapping, but the model has none"),
+        ("Gemma3ForCausalLM", {"global_attention_every": 0}, {"global_attention_every": 5}, "global_attention_every 6"),
+        ("Gemma3ForCausalLM", {"rope_local_theta": 0.0}, {"rope_local_theta": 5e5}, "rope_local_theta 10000.0"),
+        ("GptOssForCausalLM", {"sliding_window_size": 0}, {}, "with sliding_window, but the model has none"),
+        ("GptOssForCausalLM", NO_YARN, {}, None),
+        ("Qwen3ForCausalLM", {"attention_bias": "all"}, {}, "attention_bias none, but the model has all"),
+    ],
+)
+def test_an_option_that_is_off_stays_off(tmp_path, name, changes, again, why_no_gguf):
+    source = source_of(shape := dataclasses.replace(FAMILY_SHAPES[name], **changes))
+    export(source, tmp_path / "hf", "hf")
+    assert HfFolder(tmp_path / "hf").layout.shape == dataclasses.replace(shape, **again)
+    if why_no_gguf:
+        with pytest.raises(NotImplementedError, match=why_no_gguf):
+            export(source, tmp_path / "m.gguf", "gguf_f16")
+    else:
+        export(source, tmp_path / "m.gguf", "gguf_f16")
+        assert open_gguf(tmp_path / "m.gguf").layout.shape == shape
+
+
+def test_a_local_rotary_embedding_without_its_own_wavelengths_is_not_exported_with_scaling():
+    scaled = {"rope_local_theta": 0.0, "rope_type": "linear", "rope_factor": 2.0}
+    with pytest.raises(NotImplementedError, match="scales no local rotary embedding; set rope_local_theta"):
+        to_config(dataclasses.replace(FAMILY_SHAPES["Gemma3ForCausalLM"], **scaled))
+
+
+def test_a_factor_without_a_type_is_linear_scaling_as_in_llama_cpp(tmp_path):
+    shape = FAMILY_SHAPES["Qwen3ForCausalLM"]
+    export(source_of(shape), tmp_path / "m.gguf", "gguf_f16")
+    del (file := GgufFile(tmp_path / "m.gguf")).metadata["qwen3.rope.scaling.type"]
+    assert read_shape(file) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "field", "value"),  # values of the config classes of transformers 5.24
+    [
+        ("Mistral-7B-v0.1", "sliding_window", "sliding_window_size", 4096),
+        ("Mixtral-8x7B-v0.1", "rope_theta", "rope_theta", 1e6),
+        ("Mixtral-8x7B-v0.1", "rms_norm_eps", "norm_epsilon", 1e-5),
+        ("gpt-oss-20b", "sliding_window", "sliding_window_size", 128),
+    ],
+)
+def test_a_missing_key_has_the_default_of_transformers(name, key, field, value):
+    config = {each: given for each, given in PUBLISHED[name][0].items() if each != key}
+    assert getattr(shape_of_config(config), field) == value
 
 
 def test_a_shape_of_no_family_names_what_the_nearest_cannot_have():

@@ -220,6 +220,8 @@ def test_what_a_folder_has_beside_its_model_is_equal_or_an_error(write):
             continue
         with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different values"):
             HfFolder(tied)
+    (folder / "consolidated.safetensors").write_bytes(b"")  # the same model in Mistral's own format
+    HfFolder(folder)
     (folder / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not listed in the index"):
         HfFolder(folder)

@@ -156,6 +156,10 @@ def test_special_tokens_come_from_the_files_next_to_a_tokenizer(tmp_path):
         assert found.special == {"bos": (256,), "eos": (257, 273, 272), "pad": ()}
         assert (found.adds_bos, own.bos, own.ends) == (adds, 256 if adds else None, found.special["eos"])
         assert (found.tokens[-1], own.vocab_size) == ("<|x|>", 276)  # <image> has no row in the embedding
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<stop>", "bos_token": "<|x|>"}')
+    assert (read_tokenizer(path, {}).special["pad"], read_tokenizer(path, {}).special["bos"]) == ((273,), (256,))
+    assert FileTokenizer(str(path)).pad == 273
+    (tmp_path / "special_tokens_map.json").unlink()
     with pytest.raises(ValueError, match=r"eos_token_id 310 is not one of the 275 tokens of tokenizer\.json"):
         read_tokenizer(write(tmp_path, data, eos_token_id=310), {})
     ends, other = "the model has [257, 273, 274, 258]; remove some", data | {"pre_tokenizer": {"type": "X"}}

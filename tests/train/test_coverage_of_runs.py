@@ -65,6 +65,12 @@ def test_the_report_shows_it(finished):
     assert json.loads((finished("fp8") / "coverage.json").read_text())["summary"] in page
 
 
+@pytest.mark.parametrize("logits_via_embedding", [True, False])
+def test_strict_accepts_the_integer_products_of_exact_numerics(tiny, tmp_path, logits_via_embedding):
+    changes = {"numerics": "exact", "quantization": "int8", "logits_via_embedding": logits_via_embedding}
+    prepare(dataclasses.replace(tiny, run_dir=str(tmp_path / "run"), strict=True, **changes), print)
+
+
 def test_strict_refuses_before_anything_is_written(tiny, tmp_path):
     # Layers with blocks of fewer than 128 elements.
     blocks = {"quantization": "int8", "quant_backend": "qwix", "quantization_local_shard_count": 2}

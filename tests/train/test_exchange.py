@@ -34,7 +34,9 @@ from jaxquant.training.exporting import decoder_source, export_run, open_source
 from jaxquant.training.importing import import_to_run, import_to_serve, initial_state
 from jaxquant.training.model import Decoder
 from jaxquant.training.serving import open_served
+from jaxquant.training.start import read_config
 from jaxquant.training.step import build, decoder_of
+from jaxquant.training.sums import compare_configs, config_of
 from tests.export.models import shape_of
 from tests.numerics import RECIPROCAL
 
@@ -105,7 +107,10 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="exists; choose another name"):
         import_to_run(tmp_path / "hf", tmp_path / "again")
     convert_run(tmp_path / "again", tmp_path / "served", say=quiet)
-    (tmp_path / "again").rename(tmp_path / "moved")  # the converted checkpoint has its own tokenizer
+    moved = (tmp_path / "again").rename(tmp_path / "moved")  # with its own tokenizer, like a converted checkpoint
+    config = read_config(str(moved / "config.yml"), [f"run_dir={moved}"])
+    assert compare_configs(config_of(moved / "checkpoints/0"), config, "", "").keys() <= {"steps"}
+    convert_run(moved, tmp_path / "second", say=quiet)
     assert open_served(tmp_path / "served").tokenizer.encode_prompt("é").tolist() == [256, 0xC3, 0xA9]
 
 
