@@ -260,6 +260,8 @@ def shape_of_config(config: Mapping[str, Any]) -> DecoderShape:
         config = {"num_experts": config["num_local_experts"], **config}
     given = {key: value for key, value in config.items() if value is not None or key in OFF}
     config, keys = {**usual, **family.defaults, **given}, {**_tables()["keys"], **family.keys}
+    if "rope_parameters" in given:
+        config["rope_scaling"] = given.get("rope_scaling")
     for key in usual.keys() - keys.keys():
         if config[key] != usual[key]:
             raise NotImplementedError(

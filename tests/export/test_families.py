@@ -284,6 +284,14 @@ def test_a_missing_key_has_the_default_of_transformers(name, key, field, value):
     assert getattr(shape_of_config(config), field) == value
 
 
+def test_rope_parameters_replace_rope_scaling_as_transformers_5_writes_them():
+    config, _ = PUBLISHED["gpt-oss-20b"]
+    newer = {key: value for key, value in config.items() if key != "rope_scaling"}
+    for rope in (config["rope_scaling"], {"rope_type": "default"}):
+        found = shape_of_config(newer | {"rope_parameters": rope | {"rope_theta": config.get("rope_theta", 150000.0)}})
+        assert found == shape_of_config(config | {"rope_scaling": rope})
+
+
 def test_a_shape_of_no_family_names_what_the_nearest_cannot_have():
     with pytest.raises(NotImplementedError, match="the nearest, Qwen3ForCausalLM, cannot have attention_sinks True"):
         layout_of(shape_of(*SMALL, use_qk_norm=True, attention_sinks=True))
