@@ -65,6 +65,7 @@ def contract(
     copies: bool = False,
     parts_dtype: str = "float32",
     shards: int = 1,
+    is_per_tensor: bool = True,
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
@@ -89,6 +90,8 @@ def contract(
       parts_dtype: dtype in which partial sums are added, and in which devices exchange them.
       shards: number of blocks of the first contraction axis that were quantized separately; each block is
         multiplied in low precision.
+      is_per_tensor: whether the recipe has per-tensor scales. Finer scales multiply the result one after the other,
+        even if there is only one of each: a single row then has the same bits as in a batch.
     """
     is_low = all(isinstance(side, QTensor | Dequantized) for side in (lhs, rhs))
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
@@ -124,7 +127,8 @@ def contract(
     if select_implementation("dot_general", implementation, refused, reason_to_prefer).name == "pallas":
         return kernel.einsum(lhs, rhs, *axes, **options)
     options |= {"precision": default_precision if precision is None else precision, "out_sharding": out_sharding}
-    return _product(lhs, rhs, dims, **options, scale_dtype=scale_dtype, parts_dtype=parts_dtype, copies=copies)
+    options |= {"scale_dtype": scale_dtype, "parts_dtype": parts_dtype, "is_per_tensor": is_per_tensor}
+    return _product(lhs, rhs, dims, **options, copies=copies)
 
 
 SMALL = 2**20
@@ -242,9 +246,11 @@ def _product(
     scale_dtype: str = "float32",
     parts_dtype: str = "float32",
     copies: bool = False,
+    is_per_tensor: bool = True,
 ) -> Array:
     """Multiply qvalues, subtract the contribution of the zero points, and scale the result; see ``contract``."""
-    lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
+    is_scalar = is_per_tensor and lhs.full_scale().size == rhs.full_scale().size == 1
+    lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims, accumulator == "int32")
     place = _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles)
 
     def dot(a: Array, b: Array) -> Array:
@@ -263,10 +269,9 @@ def _product(
     if lhs_zero is not None and rhs_zero is not None:
         out = out + dot(lhs_zero, rhs_zero)
     is_exact = out.dtype == jnp.int32
-    is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
-    if is_exact or (scale_dtype == "float32" and not is_scalar):
+    if is_exact or (scale_dtype == "float32" and not (is_scalar and out.dtype == out_dtype)):
         out = out.astype(jnp.float32)
-    out = _rescale(out, lhs, rhs, dims, scale_dtype)
+    out = _rescale(out, lhs, rhs, dims, scale_dtype, is_scalar)
     if is_exact and not tiles:  # an addition of the caller must not change the rounding
         return exact.hold(out) if out_dtype == "float32" else prevent_excess_precision(out.astype(out_dtype))
     if tiles:
@@ -317,10 +322,10 @@ def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
     return jnp.broadcast_to(zero_point, target)
 
 
-def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str) -> Array:
+def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, is_scalar: bool) -> Array:
     """Multiply a result by the scales of both operands, in the layout of the result."""
     lhs_scale, rhs_scale = lhs.full_scale(), rhs.full_scale()
-    if lhs_scale.size == 1 and rhs_scale.size == 1:
+    if is_scalar:
         # The product of scalars is rounded once; then the result is multiplied once.
         return out * (lhs_scale * rhs_scale.reshape(lhs_scale.shape)).reshape(()).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
@@ -347,16 +352,28 @@ def _as_result(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], befo
     return moved.reshape((*sizes[: len(batch)], *before, *sizes[len(batch) :], *after))
 
 
-def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor, QTensor, Dimensions, int]:
+def _split_tiles(
+    lhs: QTensor, rhs: QTensor, dims: Dimensions, is_int32: bool
+) -> tuple[QTensor, QTensor, Dimensions, int]:
     """Turn the tiles of each contraction axis into leading batch axes. Returns the number of these axes last.
 
-    If the tiles of the operands differ, an axis is split into pieces that lie within one tile of each operand.
+    If the tiles of the operands differ, an axis is split into pieces that lie within one tile of each operand. Axes
+    whose int32 sums could overflow are split too.
     """
     lhs_steps, rhs_steps = {}, {}
     for left, right in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         tiled = [t.blocks[a] for t, a in ((lhs, left), (rhs, right)) if t.scale.shape[a] > 1]
         if tiled:
             lhs_steps[left] = rhs_steps[right] = math.gcd(*tiled)
+    size = lambda axis: lhs_steps.get(axis, lhs.shape[axis])  # noqa: E731
+    limit = _longest_sum(lhs, rhs) if is_int32 else math.inf
+    while (depth := math.prod(map(size, dims.lhs_contract))) > limit:
+        left, right = max(zip(dims.lhs_contract, dims.rhs_contract, strict=True), key=lambda pair: size(pair[0]))
+        count = -(-size(left) // max(1, int(limit) * size(left) // depth))
+        if left in lhs_steps or lhs.zero_point is not None or rhs.zero_point is not None:
+            # A piece must lie within one tile, and zero points would turn padding into a contribution.
+            count = next(each for each in range(count, size(left) + 1) if size(left) % each == 0)
+        lhs_steps[left] = rhs_steps[right] = -(-size(left) // count)
     if not lhs_steps:
         return lhs, rhs, dims, 0
     new_lhs, lhs_place, lhs_tiles = _tile_axes(lhs, lhs_steps)
@@ -371,6 +388,13 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
         new_rhs.ndim,
     )
     return new_lhs, new_rhs, new_dims, len(pairs)
+
+
+def _longest_sum(lhs: QTensor, rhs: QTensor) -> int:
+    """Return the largest contraction size whose int32 sums cannot overflow."""
+    tops = [(int(jnp.iinfo(each.qvalue.dtype).max), each.zero_point is not None) for each in (lhs, rhs)]
+    reaches = [2 * top + 1 if has_zero else top for top, has_zero in tops]
+    return (2**31 - 1) // ((min(reaches) + 1) * max(reaches))  # one more, because a weight reaches ``-max - 1``
 
 
 def _tile_axes(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:

@@ -167,7 +167,9 @@ class _Dot(Operation):
         more |= {"precision": self.precision, "default_precision": default, "implementation": self.implementation}
         more |= {"scale_dtype": scale_dtype(self.recipe, out_dtype), "copies": self._should_copy(lhs, rhs, place)}
         more |= {"accumulator": accumulator, "out_dtype": out_dtype, "out_sharding": place}
-        return contract(lhs, rhs, dims, **more)
+        specs = [spec for spec in (self.recipe.fwd.lhs, self.recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
+        is_per_tensor = name != "fwd" or all(spec.granularity == "per_tensor" for spec in specs)
+        return contract(lhs, rhs, dims, **more, is_per_tensor=is_per_tensor)
 
     @property
     def shares_gradient(self) -> bool:

@@ -14,6 +14,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.ops import ragged
 from jaxquant.ops.operand import quantize_kernel
+from tests.ops.recipes import RECIPES as RECIPES_OF_OPS
 from tests.ops.recipes import change
 
 INVARIANT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe and row.recipe.is_batch_invariant}
@@ -68,6 +69,28 @@ def test_a_row_has_the_same_bits_in_every_program(name, case, is_converted):
         np.testing.assert_array_equal(multiply_and_add(x, weight, residual), np.asarray(y) + np.asarray(residual))
         np.testing.assert_array_equal(multiply(x[:-2], weight), y[:-2])
         np.testing.assert_array_equal(multiply(x.at[-2:].multiply(100), weight)[:-2], y[:-2])
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_a_single_row_with_one_output_feature_has_the_bits_of_a_batch(name):
+    x, w, multiply = normal(0, (12, 97)), normal(1, (97, 1)), jax.jit(functools.partial(dot, recipe=INVARIANT[name]))
+    np.testing.assert_array_equal(jnp.concatenate([multiply(row[None], w) for row in x]), multiply(x, w))
+
+
+LONG = [(140002, 2, 2), (2, 140002, 2), (2, 2, 140002), (3, 50000, 2, 2)]
+LONG_PAIRS = [(name, shape) for name in ("int8", "int8 asymmetric") for shape in LONG]
+
+
+@pytest.mark.parametrize(("name", "shape"), [*LONG_PAIRS, ("int8 shards", (560008, 2, 2))], ids=str)
+def test_sums_beyond_int32_are_split(name, shape):
+    """Each matmul of a step in turn contracts more elements of one sign than int32 sums hold."""
+    *rows, size, features = shape
+    numbers = (((len(rows),), (0,)), ((), ()))
+    product = functools.partial(ops.dot_general, dimension_numbers=numbers, recipe=RECIPES_OF_OPS[name])
+    x, w = jnp.full((*rows, size), -1.0), jnp.full((size, features), -1.0)
+    out, pull = jax.vjp(product, x, w)
+    for found, want in zip((out, *pull(jnp.ones_like(out))), (size, -features, -np.prod(rows)), strict=True):
+        np.testing.assert_allclose(found, jnp.full_like(found, want), rtol=0.02)
 
 
 def test_only_per_row_scales_and_integer_sums_are_batch_invariant():

@@ -65,6 +65,8 @@ def refusal(
         return f"fp8_einsum sums {kinds[0]} in {' or '.join(allowed)}, not in {accumulator} for a {out_dtype} result"
     if not lhs.qvalue.size or not rhs.qvalue.size:
         return "the fp8_einsum kernel does not support empty arrays"
+    if "int8" in kinds and math.prod(lhs.shape[axis] for axis in contract[0]) > 132_104:  # 127 · 128 a product
+        return "the int32 sums of the fp8_einsum kernel hold at most 132,104 products"
     left, right = _sides(lhs, rhs, contract, batch)
     if left is None or right is None:
         return "the fp8_einsum kernel needs batch axes first, and contraction axes next to each other in the same order"
