@@ -30,7 +30,8 @@ def attend(
 
     Queries, keys, values and probabilities are split into two int8 digits (14 bits), with a unit for each head of a
     token. Keys that are not visible have no effect, so padding and stale slots of a cache change no bit. The gradient
-    is that of float attention. Scores of all pairs of tokens are stored.
+    is that of float attention; ``split`` has none, so differentiate with respect to arrays, not to a cache of digits.
+    Scores of all pairs of tokens are stored.
 
     Args:
       query: array [batch, sequence, query heads, head_dim].
@@ -68,14 +69,17 @@ def _make_product(
     """Return a function that multiplies an array by an array or its digits, with the gradient of ``jnp.einsum``."""
 
     @jax.custom_jvp
-    def multiply_arrays(lhs: Array, rhs: Array) -> Array:
-        return multiply(equation, lhs, split(rhs, -1))
+    def product(lhs: Array, rhs: Array | Digits) -> Array:
+        return multiply(equation, lhs, rhs if isinstance(rhs, Digits) else split(rhs, -1))
 
-    @multiply_arrays.defjvp
+    @product.defjvp
     def _jvp(primals, tangents):
-        return multiply_arrays(*primals), product_rule(equation, primals, tangents)
+        (lhs, rhs), (grad, other) = primals, tangents
+        if isinstance(rhs, Digits):
+            rhs, other = rhs.with_unit(rhs.unit), rhs.with_unit(other.unit)
+        return product(*primals), product_rule(equation, (lhs, rhs), (grad, other))
 
-    return lambda lhs, rhs: multiply(equation, lhs, rhs) if isinstance(rhs, Digits) else multiply_arrays(lhs, rhs)
+    return product
 
 
 def _mix_digits(equation: str, share: Array, value: Digits) -> Array:

@@ -33,13 +33,21 @@ class Digits:
     low: Array
     unit: Array
 
+    def with_unit(self, unit: Array) -> Array:
+        """Return the float32 values of the digits with another unit."""
+        return unit * (self.high + self.low * jnp.float32(1 / _BASE))
 
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def split(x: Array, axis: int | tuple[int, ...]) -> Digits:
     """Split an array into digits.
 
     Args:
       x: array of any float dtype.
       axis: axes whose elements share a unit.
+
+    Raises:
+      TypeError: the function is differentiated with respect to x.
     """
     x = x.astype(jnp.float32)
     unit = unit_above(largest(x, axis=axis, keepdims=True)) * (1 / _DIGIT)
@@ -47,6 +55,11 @@ def split(x: Array, axis: int | tuple[int, ...]) -> Digits:
     high = jnp.round(scaled)
     low = jnp.round((scaled - high) * _BASE)
     return Digits(high.astype(jnp.int8), low.astype(jnp.int8), unit)
+
+
+@split.defjvp
+def _split_jvp(*_):
+    raise TypeError("exact.split has no gradient, because digits are integers; pass arrays, or no cache to the model")
 
 
 def contract(equation: str, lhs: Digits, rhs: Digits) -> Array:

@@ -278,6 +278,16 @@ def test_attention_depends_on_visible_keys_only(options):
         np.testing.assert_allclose(found, want, atol=0.02)
 
 
+@pytest.mark.parametrize("stored", [(1,), (2,), (1, 2)])
+def test_a_gradient_reaches_no_digits_and_is_not_zero(stored):
+    arrays = np.random.default_rng(0).standard_normal((3, 1, 4, 2, 8)).astype(F32)
+    loss = lambda *x: (exact.attend(*x, np.tril(np.ones((4, 4), bool))[None, None]) ** 2).sum()  # noqa: E731
+    split = [exact.split(x, -1) if i in stored else x for i, x in enumerate(arrays)]
+    np.testing.assert_allclose(jax.grad(loss)(*split), jax.grad(loss)(*arrays), atol=1e-3)
+    with pytest.raises(TypeError, match=r"exact\.split has no gradient"):
+        jax.grad(lambda x: loss(arrays[0], *(exact.split(x, -1) if i in stored else x for i in (1, 2))))(arrays[1])
+
+
 def _length(key) -> int:
     return (key.high if isinstance(key, exact.Digits) else key).shape[1]
 
