@@ -62,6 +62,7 @@ _UNCHANGED: dict[str, slice] = {
 
 _STRUCTURE = frozenset({"parameter", "get-tuple-element", "tuple", "fusion", "call", "while", "conditional"})
 _NUMBERS = frozenset({"partition-id", "replica-id"})
+_KEEPS_FLOAT32 = r"exponent_bits=(8|9|1\d), mantissa_bits=(2[3-9]|[3-9]\d)"
 _FORWARD = r"^(?!.*transpose\().*jvp\("
 """Pattern for paths in the forward pass of a function that is differentiated."""
 
@@ -91,7 +92,8 @@ def find_variant_operations(program: Any) -> list[VariantOperation]:
 
     Kinds of operations, all with float operands: sums over an axis (their order depends on the tiling), sums across
     devices, matrix products with a contracted axis, additions of a product in the same fusion (the compiler may round
-    once instead of twice), functions that XLA approximates, and custom calls. Integer operations are never listed.
+    once instead of twice), complex products and quotients (they are such additions), functions that XLA approximates,
+    and custom calls. Integer operations are never listed.
 
     Operations in the backward pass are those on which no forward result depends: a forward result does not depend on an
     instruction with ``transpose(`` in its path. A rematerialized forward pass is part of the backward pass.
@@ -162,8 +164,9 @@ def _kind_of(flow: Flow, place: Place) -> str:
         return "" if all(_is_slice_in_zeros(flow, source) for source in flow.sources(place)) else "sum across devices"
     if each.opcode in ("reduce", "reduce-window", "scatter", "select-and-scatter") and _adds(flow, each):
         return "sum" if each.opcode != "reduce" or _reduced_size(each, operands[0].arrays[0]) > 1 else ""
+    is_complex = each.opcode in ("multiply", "divide") and each.arrays[0].dtype in ("c64", "c128")
     is_sum = each.opcode in ("add", "subtract") and place.computation in flow.kernels
-    return "product in a sum" if is_sum and any(_products(flow, place)) else ""
+    return "product in a sum" if is_complex or (is_sum and any(_products(flow, place))) else ""
 
 
 def _kind_of_call(each: Instruction, path: str, operands: Sequence[Instruction]) -> str:
@@ -187,6 +190,8 @@ def _products(flow: Flow, place: Place) -> Iterator[Place]:
             return [arm for arm in flow.sources(place)[1:] if arm not in read]
         if each.opcode in _UNCHANGED:
             return flow.sources(place)[_UNCHANGED[each.opcode]]
+        if each.opcode == "reduce-precision" and re.search(_KEEPS_FLOAT32, each.rest):
+            return flow.sources(place)
         if each.opcode in _STRUCTURE:
             return [source for source in flow.sources(place) if source.computation in flow.kernels]
         return ()

@@ -22,7 +22,7 @@ BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
 _OWN = re.compile(r"\bjaxquant_(?:fp8_einsum|block_matmul(?:_grouped(?:_drhs)?)?)\b")
 """Pattern for the names of our GPU kernels that are matrix products and contract the last axes."""
 
-MOVES = re.compile(r"__cub\$.*|TopK|PadToStatic|SliceToDynamic|__gpu\$.*")
+MOVES = re.compile(r"__cub\$DeviceRadixSort.*|(__gpu\$)?TopK|PadToStatic|SliceToDynamic")
 """Pattern of the targets of custom calls that only move or sort their operands."""
 NO_WORK = re.compile("AllocateBuffer|ConcatBitcast|Sharding|SPMD.*|AssumeGatherIndicesInBound|annotate.*")
 """Pattern of the targets of custom calls that only rename, annotate or allocate arrays."""

@@ -64,6 +64,8 @@ HELD = {
     "moved": (lambda p, c: p[::-1].T + c.T, True),
     "masked": (lambda p, c: jnp.where(c > 0, p, 0) + 1.5, True),
     "of two masks": (lambda p, c: jnp.where(c > 0, p, -p) + c, True),
+    "rounded to float32": (lambda p, c: jax.lax.reduce_precision(p, 8, 23) + c, True),
+    "rounded to float16": (lambda p, c: jax.lax.reduce_precision(p, 5, 10) + c, False),
     "minimum": (lambda p, c: jnp.minimum(p, LARGEST) + c, False),
     "clamped": (lambda p, c: jax.lax.clamp(-LARGEST, p, LARGEST) + c, False),
     "selected": (lambda p, c: jnp.where(p > LARGEST, jnp.inf, p) + c, False),
@@ -80,6 +82,13 @@ def test_a_product_in_a_sum_is_listed_if_and_only_if_the_compiler_rounds_once(fo
         once = jax.jit(lambda a, b, c: function(a * b, c))(A, B, C)
         product = jax.jit(lambda a, b: a * b)(A, B)
         assert bool(np.any(once != jax.jit(function)(product, C))) is is_listed
+
+
+def test_complex_products_are_sums_of_products():
+    c64 = jax.lax.complex
+    for function in (jnp.multiply, jnp.divide):
+        assert kinds(lambda a, b, c, f=function: f(c64(a, b), c64(b, c)).real, A, B, C) >= {"product in a sum"}
+    assert operations(lambda a, b, c: (c64(a, b) + c).real, A, B, C) == []
 
 
 def test_a_runtime_power_of_two_is_exact_and_an_argument_is_not_known_to_be_one():
@@ -187,6 +196,14 @@ def test_our_int8_kernel_adds_integers_and_other_kernels_may_not(target):
 
     assert found("s8") == 0
     assert found("f8e4m3fn") == found("s8", "wo/other_kernel/pallas_call") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "count"),
+    [("__gpu$TopK", 0), ("__cub$DeviceRadixSort", 0), ("__gpu$xla.gpu.triton", 1), ("__gpu$xla.gpu.ptx", 1)],
+)
+def test_only_calls_that_move_or_sort_are_not_kernels(target, count):
+    assert len(find_variant_operations(OWN.replace("T[", "f32[").replace("TARGET", target))) == count
 
 
 GATHERED = """HloModule gathered
