@@ -90,13 +90,15 @@ def sum(x: Array) -> Array:
         above 2**123, has the sum NaN.
 
     Raises:
-      ValueError: the last axis is longer than ``LONGEST_AXIS``.
+      ValueError: x is a scalar, or the last axis is longer than ``LONGEST_AXIS``.
     """
-    if x.shape[-1] > LONGEST_AXIS:
-        raise ValueError(f"an axis of {x.shape[-1]} elements is longer than {LONGEST_AXIS}; split the sum")
+    if x.ndim == 0 or x.shape[-1] > LONGEST_AXIS:
+        raise ValueError(f"shape {x.shape} has no last axis, or one longer than {LONGEST_AXIS}; split the sum")
+    if x.shape[-1] == 0:
+        return jnp.zeros(x.shape[:-1], jnp.float32)
     x = x.astype(jnp.float32)
     unit = unit_above(largest(x, axis=-1, keepdims=True))
-    rest, total = hold(x * (1 / unit)), jnp.zeros(())
+    rest, total = hold(x * (1 / unit)), jnp.zeros((), jnp.float32)
     parts, scale = [], 2.0**_LIMB_BITS
     for _ in range(2):
         limb = jnp.round(rest * scale)

@@ -86,7 +86,7 @@ def _mix_digits(equation: str, share: Array, value: Digits) -> Array:
     # A unit along the key positions would depend on padding, so each value's unit multiplies its share.
     units = value.unit.transpose(0, 2, 3, 1)[:, :, :, None]
     weighted = jnp.where(share == 0, 0.0, share * units)  # a share that is NaN stays NaN
-    return contract(equation, split(weighted, -1), dataclasses.replace(value, unit=jnp.ones((1, 1, 1, 1))))
+    return contract(equation, split(weighted, -1), dataclasses.replace(value, unit=jnp.ones((1, 1, 1, 1), jnp.float32)))
 
 
 _score = _make_product("bskgd,btkd->bkgst", lambda equation, query, key: contract(equation, split(query, -1), key))

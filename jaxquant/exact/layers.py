@@ -49,9 +49,9 @@ def softmax(x: Array, where: Array | None = None) -> Array:
       x: array [..., n].
       where: boolean mask that broadcasts to x; each row needs one True. None selects all elements.
     """
-    x = x.astype(jnp.float32)
+    x = hold(x.astype(jnp.float32))
     if where is not None:
-        x = jnp.where(where, x, -1e30)
+        x = jnp.where(where, x, -float(jnp.finfo(jnp.float32).max))
     powers = exp(x - jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
     if where is not None:
         powers = jnp.where(where, powers, 0.0)

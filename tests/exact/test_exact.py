@@ -99,6 +99,31 @@ def test_an_axis_that_int32_cannot_add_is_refused():
         jax.eval_shape(functools.partial(exact.dot, "ij,kj->ik"), many, many)
 
 
+def test_sums_of_no_elements_are_zero_and_a_scalar_is_refused():
+    np.testing.assert_array_equal(exact.sum(jnp.zeros((3, 0))), np.zeros(3, F32))
+    with pytest.raises(ValueError, match="shape \\(\\) has no last axis"):
+        exact.sum(jnp.zeros(()))
+
+
+def attend_itself(x):
+    x = x.reshape(1, 3, 2, -1)
+    return exact.attend(x, x, x, jnp.ones((1, 1, 3, 3), bool))
+
+
+FUNCTIONS = [exact.sum, exact.softmax, attend_itself, lambda x: exact.rms_norm(x, x[0])]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_and_gradients_are_float32_with_64_bits_enabled(function):
+    x, loss = draw(0, 3, 48), lambda x: (function(x) ** 2).sum()
+    want = function(x), jax.grad(loss)(x)
+    with jax.enable_x64(True):
+        found = function(x), jax.grad(loss)(x)
+    for each, other in zip(found, want, strict=True):
+        assert each.dtype == F32
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-6)
+
+
 # -- holds and elementary functions ------------------------------------------------------------------------------------
 
 
@@ -228,6 +253,14 @@ def test_norm_and_log_probs_depend_on_the_row_only(dtype):
         )
     )
     np.testing.assert_allclose(found, want, rtol=2e-3, atol=1e-4)
+
+
+def test_a_softmax_depends_on_no_neighbouring_product_and_on_no_masked_element():
+    a, b = draw(0, 2, 8, 100)
+    softmax = lambda x: exact.softmax(x, jnp.arange(100) < 99)  # noqa: E731
+    np.testing.assert_array_equal(bits(jax.jit(lambda a, b: softmax(a * b))(a, b)), bits(jax.jit(softmax)(a * b)))
+    found = exact.softmax(jnp.array([-2e30, -2e30, 5.0]), jnp.array([True, True, False]))
+    np.testing.assert_array_equal(found, [0.5, 0.5, 0])
 
 
 def float_attention(query, key, value, mask, soft_cap=0.0, sinks=None):
