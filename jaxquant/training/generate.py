@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant import exact
 from jaxquant.core.typed import check_fields
 from jaxquant.serving.kv_cache import KVCache
 from jaxquant.training.layers import DecoderConfig
@@ -109,9 +110,10 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     logits = (logits - logits.max()) / max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
     if sampling.top_p < 1:
         ordered = jnp.sort(logits, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered)) - jax.nn.softmax(ordered)
+        # A sum of integers has the same bits in every batch.
+        shares = jnp.round(exact.softmax(ordered) * 2**30).astype(jnp.int32)
         # Keep the most likely token, even if a small top_p rounds to 0.
-        kept = (before < sampling.top_p).at[0].set(True)
+        kept = (jnp.cumsum(shares) - shares < round(sampling.top_p * 2**30)).at[0].set(True)
         logits = jnp.where(logits >= jnp.where(kept, ordered, jnp.inf).min(), logits, -jnp.inf)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.training.generate import Engine, Prompt, Sampling, sample
+from jaxquant.training.generate import Engine, Prompt, Sampling, choose, sample
 from jaxquant.training.serving import Served, open_served
 from tests.numerics import CACHED_LOGITS
 
@@ -150,6 +151,20 @@ def test_sampling_draws_from_the_nucleus_alone():
     np.testing.assert_allclose(drawn(temperature=0.5), squared, atol=0.056)
     np.testing.assert_array_equal(drawn(temperature=1.0, top_p=1e-9), [0, 1, 0, 0, 0])
     np.testing.assert_array_equal(drawn(temperature=1e-45), [0, 1, 0, 0, 0])
+
+
+def test_the_nucleus_of_a_row_does_not_depend_on_other_rows():
+    logits, numbers = jax.random.normal(jax.random.key(0), (32, 1000)) * 2, jnp.arange(32)
+    before = jax.jit(jax.vmap(lambda x: jnp.cumsum(jax.nn.softmax(x)) - jax.nn.softmax(x)))
+    ordered = jnp.sort(logits, descending=True)
+    row = int((differs := before(ordered) != jnp.concatenate([before(x[None]) for x in ordered])).any(-1).argmax())
+    for limit in before(ordered)[row][differs[row]][:3]:  # the last bit of a float sum would select the nucleus
+        for top_p in (float(limit), float(np.nextafter(limit, np.float32(1)))):
+            draw = jax.jit(functools.partial(choose, sampling=Sampling(1.0, top_p)))
+            for at in range(20):
+                chosen = draw(logits, numbers, jnp.full(32, at))[row : row + 1]
+                own = draw(logits[row : row + 1], numbers[row : row + 1], jnp.full(1, at))
+                np.testing.assert_array_equal(own, chosen)
 
 
 def test_what_does_not_fit_is_refused(served, finished):
