@@ -143,7 +143,7 @@ def describe_rows(recipe: Recipe) -> str:
     """Describe whether the forward matmul is batch invariant, and the reasons."""
     verdict, sums = "Not batch invariant", "float, so they depend on the order of addition"
     if (size := recipe.exact_contraction_size) is not None:
-        sums = f"exact in any order for up to {size:,} contracted elements (a longer sum can overflow int32)"
+        sums = f"exact in any order for up to {size:,} contracted elements (dense matmuls split a longer sum)"
     if recipe.is_batch_invariant:
         verdict = "Batch invariant on native"
     return f"{verdict}: a row of the forward result {_ROWS[recipe.row_dependence]}. Its sums are {sums}."

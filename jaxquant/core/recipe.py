@@ -236,8 +236,8 @@ class Recipe:
         """Largest contraction size whose forward sums are exact, so that their order does not matter; None if float.
 
         Sums of products of integers are exact in int32 up to ``(2³¹ - 1) / (|lhs| · |rhs|)`` products, where ``|lhs|``
-        and ``|rhs|`` are the largest codes. A longer sum can overflow. Sums of tiles or shards are float, and so are
-        average calibrations and zero points.
+        and ``|rhs|`` are the largest codes. ``ops.contract`` splits a longer sum; a longer sum of a convolution or a
+        ragged matmul can overflow. Sums of tiles or shards are float, and so are average calibrations and zero points.
         """
         specs = [spec for spec in (self.fwd.lhs, self.fwd.rhs) if isinstance(spec, TensorSpec) and spec.has_exact_sums]
         if len(specs) < 2 or self.fwd.accumulator != "int32" or self.fwd.shards != 1:
