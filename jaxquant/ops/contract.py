@@ -370,8 +370,10 @@ def _split_tiles(
     while (depth := math.prod(map(size, dims.lhs_contract))) > limit:
         left, right = max(zip(dims.lhs_contract, dims.rhs_contract, strict=True), key=lambda pair: size(pair[0]))
         count = -(-size(left) // max(1, int(limit) * size(left) // depth))
-        if left in lhs_steps or lhs.zero_point is not None or rhs.zero_point is not None:
-            # A piece must lie within one tile, and zero points would turn padding into a contribution.
+        is_fixed = left in lhs_steps or lhs.zero_point is not None or rhs.zero_point is not None
+        if is_fixed or explicit_sharding(lhs.qvalue) or explicit_sharding(rhs.qvalue):
+            # A piece must lie within one tile, zero points would turn padding into a contribution, and a sharded axis
+            # cannot be padded.
             count = next(each for each in range(count, size(left) + 1) if size(left) % each == 0)
         lhs_steps[left] = rhs_steps[right] = -(-size(left) // count)
     if not lhs_steps:

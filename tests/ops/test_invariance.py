@@ -93,6 +93,14 @@ def test_sums_beyond_int32_are_split(name, shape):
         np.testing.assert_allclose(found, jnp.full_like(found, want), rtol=0.02)
 
 
+def test_sums_beyond_int32_of_an_axis_sharded_explicitly_are_split():
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(jnp.ones(140002 * 8), jax.NamedSharding(mesh, jax.P("data"))) for _ in range(2))
+        found = dot(x[None], w[:, None], recipe=RECIPES_OF_OPS["int8"], out_sharding=jax.P())
+    np.testing.assert_allclose(found, [[x.size]], rtol=0.02)
+
+
 def test_only_per_row_scales_and_integer_sums_are_batch_invariant():
     """The properties of every string; the limit is where the largest codes fill int32, -128 of a weight included."""
     table = {name: row.recipe for name, row in RECIPES.items() if row.recipe}
