@@ -23,7 +23,7 @@ from jaxquant.training.data import make_iterators
 from jaxquant.training.generate import Engine, Prompt, Sampling
 from jaxquant.training.layers import DecoderConfig
 from jaxquant.training.step import Model, decoder_of, make_model, sum_losses
-from jaxquant.training.sums import check_files
+from jaxquant.training.sums import check_files, use_own_tokenizer
 from jaxquant.training.tokenizer import Tokenizer
 
 KV_CACHES = ("none", *KV_ELEMENTS)
@@ -116,8 +116,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     step, train = manifest.extra.get("step"), manifest.extra["train"]
     if type(step) is not int or not isinstance(train, Mapping):
         raise ValueError(f"{folder} has no step and config of a training run; convert the run again")
-    if (folder / "tokenizer.json").is_file():
-        train = {**train, "tokenizer_path": str(folder / "tokenizer.json")}
+    train = use_own_tokenizer(train, folder)
     config: TrainConfig = build(TrainConfig, {**train, **overrides})
     check_files(folder, train, manifest.extra.get("files", {}))
     tokenizer, shape, example = decoder_of(config)

@@ -116,9 +116,9 @@ def config_of(folder: Path) -> TrainConfig:
     return build(TrainConfig, config, f"configuration of {folder}")
 
 
-def use_own_tokenizer(config: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
-    """Return a configuration with the tokenizer of an imported run, which is in its folder and moves with it."""
-    own = run_dir.absolute() / "tokenizer.json"
+def use_own_tokenizer(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return a configuration with the tokenizer in the folder of an imported or converted run, which may have moved."""
+    own = folder.absolute() / "tokenizer.json"
     return {**config, "tokenizer_path": str(own)} if config.get("tokenizer_path") and own.is_file() else config
 
 
